@@ -1,0 +1,53 @@
+# make bench   build, then our attention next to PyTorch's: table, JSON and plot in build/bench
+# make test    build, then every test: C++, sanitizers, Python, and GPU tests where there is a GPU
+#
+# Both find or make a Python environment first (tools/environment.py) and can be repeated at no cost.
+# On a first run where nothing is installed, bench and test each take a few minutes.
+
+PYTHON3 ?= python3
+BUILD := build/release
+ENV := build/environment.mk
+GOALS_WITHOUT_ENV := clean help
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+	@echo "make build | format | lint | docs | wheel | clean"
+
+ifneq ($(filter-out $(GOALS_WITHOUT_ENV),$(MAKECMDGOALS)),)
+-include $(ENV)
+endif
+$(ENV): requirements-dev.txt tools/environment.py
+	@$(PYTHON3) tools/environment.py $@
+
+export PYTHONPATH := $(CURDIR)/python
+
+$(BUILD)/build.ninja: $(ENV) CMakeLists.txt $(wildcard cmake/*.cmake)
+	@cmake -S . -B $(BUILD) -G Ninja -DPython3_EXECUTABLE=$(PYTHON) -DFLASHMOE_TORCH=ON -DFLASHMOE_TESTS=ON -DFLASHMOE_INPLACE=ON
+
+build: $(BUILD)/build.ninja
+	@cmake --build $(BUILD)
+
+bench: build
+	@$(PYTHON) -m flashmoe_science bench $(ARGS)
+
+test: build
+	@ctest --test-dir $(BUILD) --output-on-failure
+	@$(PYTHON) -m pytest $(ARGS)
+
+format: $(ENV)
+	@git ls-files '*.h' '*.cc' '*.c' '*.cuh' '*.cu' | xargs clang-format -i
+	@ruff format . && ruff check --fix .
+
+lint: $(ENV)
+	@$(PYTHON) -m pytest -q tests/python/test_house.py
+
+docs: build
+	@$(PYTHON) tools/generate_docs.py
+
+wheel: $(ENV)
+	@$(PYTHON) -m pip wheel --no-build-isolation --no-deps -w dist .
+
+clean:
+	rm -rf build dist python/flashmoe_science/lib
+
+.PHONY: help build bench test format lint docs wheel clean

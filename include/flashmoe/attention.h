@@ -1,0 +1,177 @@
+// Attention: problem -> plan -> run.
+//
+//   out = softmax(softcap(scale * q k^T) + bias, over the allowed keys) v
+//   lse = natural log of the softmax denominator
+//
+//   flashmoe::AttentionProblem problem;            // what is asked: shapes, strides, dtypes,
+//   options problem.query = flashmoe::contiguous(flashmoe::DType::kFloat16, {batch, heads, rows,
+//   dim});
+//   ...
+//   auto plan = flashmoe::plan(problem);           // checked, and who will do it; pure, no memory
+//   touched if (!plan.ok()) complain(plan.status().message()); std::vector<std::byte>
+//   workspace(plan.value().workspace_bytes); flashmoe::run(plan.value(), tensors,
+//   workspace.data());
+//
+// docs/semantics.md has the meaning of every option.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "flashmoe/status.h"
+#include "flashmoe/tensor.h"
+
+#if defined(__GNUC__)
+#define FLASHMOE_API __attribute__((visibility("default")))
+#else
+#define FLASHMOE_API
+#endif
+
+namespace flashmoe {
+
+enum class Pass { kForward, kBackward };
+enum class DeviceType { kCpu, kCuda };
+
+// Where the tensors live and what that device can do. Filled by the caller, never probed by the
+// planner, so a laptop can ask what another machine would run.
+struct Device {
+  DeviceType type = DeviceType::kCpu;
+  int num_threads = 0;  // CPU: threads that will work on the call; 0 = the library's own pool
+  int compute_capability = 0;  // CUDA: 75, 80, 86, 89, 90, ...
+};
+
+// Ragged batches: N sequences packed along the token dimension, sequence i being the tokens
+// cu_seqlens[i] .. cu_seqlens[i + 1].
+struct Ragged {
+  TensorSpec cu_seqlens_q;   // (N + 1), int32 or int64
+  TensorSpec cu_seqlens_k;   // (N + 1), same dtype
+  int64_t max_seqlen_q = 0;  // at least the longest query sequence
+  int64_t max_seqlen_k = 0;
+};
+
+// "..." stands for any leading (batch) dimensions, the same for every tensor.
+struct AttentionProblem {
+  Pass pass = Pass::kForward;
+  Device device;
+
+  // Inputs. fp64, fp32, fp16 or bf16, all alike.     dense                   ragged
+  TensorSpec query;                       // (..., Hq, Sq, D)        (Tq, Hq, D)
+  TensorSpec key;                         // (..., Hk, Sk, D)        (Tk, Hk, D)
+  TensorSpec value;                       // (..., Hk, Sk, Dv)       (Tk, Hk, Dv)
+  std::optional<TensorSpec> bias;         // broadcasts to           (sum n_i * m_i, Hq or 1)
+                                          // (..., Hq, Sq, Sk)
+                                          // in the inputs' dtype or fp32
+  std::optional<TensorSpec> key_lengths;  // broadcasts to (...)     -
+  std::optional<Ragged> ragged;
+
+  // Results of the forward pass, inputs of the backward pass.
+  TensorSpec out;                 // (..., Hq, Sq, Dv)       (Tq, Hq, Dv)
+  std::optional<TensorSpec> lse;  // (..., Hq, Sq)           (Tq, Hq)
+                                  // fp32; fp64 for fp64 inputs. Needed backward.
+
+  // Backward only. A gradient that is not asked for costs nothing.
+  std::optional<TensorSpec> grad_out;    // like out; absent = zero
+  std::optional<TensorSpec> grad_lse;    // like lse; absent = zero
+  std::optional<TensorSpec> grad_query;  // like query, in its dtype
+  std::optional<TensorSpec> grad_key;
+  std::optional<TensorSpec> grad_value;
+  std::optional<TensorSpec> grad_bias;  // the bias's own shape and dtype
+
+  // Options. Row i of Sq queries sits at key position p = i + L - Sq, L being the number of keys.
+  bool causal = false;          // key j is allowed when j <= p
+  int64_t window_left = -1;     // and p - left <= j; -1 = no limit
+  int64_t window_right = -1;    // and j <= p + right; -1 = no limit
+  std::optional<double> scale;  // 1 / sqrt(D) unless given
+  double softcap = 0;           // c * tanh(x / c) for c > 0; 0 = off
+  bool deterministic = false;   // ask for a bitwise reproducible backward pass
+};
+
+// Pointers for one call, in the order of AttentionProblem. Null where the problem has no tensor.
+struct AttentionTensors {
+  const void* query = nullptr;
+  const void* key = nullptr;
+  const void* value = nullptr;
+  const void* bias = nullptr;
+  const void* key_lengths = nullptr;
+  const void* cu_seqlens_q = nullptr;
+  const void* cu_seqlens_k = nullptr;
+  void* out = nullptr;  // written forward, read backward
+  void* lse = nullptr;
+  const void* grad_out = nullptr;
+  const void* grad_lse = nullptr;
+  void* grad_query = nullptr;
+  void* grad_key = nullptr;
+  void* grad_value = nullptr;
+  void* grad_bias = nullptr;
+};
+
+// One way to run a problem that the planner looked at.
+struct Candidate {
+  std::string name;
+  std::string verdict;  // why it was passed over, or why it was chosen
+};
+
+// Who does the work and how it is cut. Plain data: print it, compare it, test it.
+struct AttentionPlan {
+  AttentionProblem problem;  // as asked, with scale filled in
+  std::string kernel;        // "cpu_neon_attention_fwd"
+
+  // The problem as numbers. Ragged: batch counts sequences, lengths are the stated maxima.
+  int64_t batch = 0;
+  int64_t heads_q = 0;
+  int64_t heads_k = 0;
+  int64_t len_q = 0;
+  int64_t len_k = 0;
+  int64_t head_dim = 0;
+  int64_t head_dim_v = 0;
+
+  // How it is cut. A work item is one chunk of query blocks of one (batch, head), and always the
+  // same piece of arithmetic whoever runs it: that is why results do not depend on the number of
+  // threads.
+  int64_t block_q = 0;
+  int64_t block_k = 0;
+  int64_t chunks = 1;
+  int64_t work_items = 0;
+  int workers = 1;  // how many items are in flight at once, each with scratch of its own
+  size_t scratch_bytes = 0;
+  size_t workspace_bytes = 0;  // to pass to run(), 64-byte aligned
+
+  std::vector<Candidate> candidates;  // best first; the last is the one chosen
+};
+
+// Runs task(0) .. task(tasks - 1), several at once, and returns when all are done. Give your own to
+// run on your threads; the default is a pool of the library's (FLASHMOE_NUM_THREADS sets its size).
+using ParallelFor = std::function<void(int tasks, const std::function<void(int)>& task)>;
+
+struct Launch {
+  void* stream = nullptr;     // CUDA: a CUstream; ignored on the CPU
+  ParallelFor parallel = {};  // CPU: where the threads come from
+};
+
+// Checks the problem and decides who runs it. Touches no device and no tensor.
+FLASHMOE_API Result<AttentionPlan> plan(const AttentionProblem& problem);
+
+// Runs a plan. Allocates nothing; on the CPU returns when done. Fails, with nothing computed, when
+// lengths that only the data tells (key_lengths, cu_seqlens) contradict the problem.
+FLASHMOE_API Status run(const AttentionPlan& plan, const AttentionTensors& tensors, void* workspace,
+                        const Launch& launch = {});
+
+// What would run and why, in words: the plan, and each better candidate with the reason it was
+// passed over.
+FLASHMOE_API std::string explain(const AttentionProblem& problem);
+
+// The plain float64 oracle behind the tests: one loop nest, no blocking, every option. Slow. Only
+// host memory, and no workspace; takes the same problem and tensors as run().
+FLASHMOE_API Status run_reference(const AttentionProblem& problem, const AttentionTensors& tensors);
+
+// CPU instruction sets this build has kernels for, best first, and the one in use.
+FLASHMOE_API std::vector<std::string> cpu_targets();
+FLASHMOE_API std::string cpu_target();
+
+FLASHMOE_API const char* version();
+
+}  // namespace flashmoe

@@ -1,0 +1,149 @@
+/* Attention from C, and from whatever calls C: Fortran, Julia, Rust, ...
+ *
+ *   out = softmax(softcap(scale * q k^T) + bias, over the allowed keys) v
+ *   lse = natural log of the softmax denominator
+ *
+ *   flash_attention_args args;
+ *   flash_attention_args_init(&args, sizeof args);
+ *   args.batch = 2;  args.heads_q = args.heads_k = 8;
+ *   args.len_q = args.len_k = 128;  args.head_dim = args.head_dim_v = 64;
+ *   args.query.data = q;  args.key.data = k;  args.value.data = v;  args.out.data = out;
+ *   if (flash_attention_forward_fp16(&args) != 0) puts(flash_attention_last_error());
+ *
+ * fp16 is IEEE binary16 and bf16 the upper half of a float; both are passed as 16-bit words. Sums
+ * and the softmax are computed in float. Functions may be called from several threads at once.
+ * Nothing prints, exits or throws, and memory is only read and written during the call.
+ *
+ * For bindings: every function takes pointers and plain integers, every struct has the C layout,
+ * the members are 64-bit except where they say int32_t, and there is no padding to guess: int32_t
+ * members come in pairs. */
+#ifndef FLASHMOE_C_API_H_
+#define FLASHMOE_C_API_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__GNUC__)
+#define FLASHMOE_C_API __attribute__((visibility("default")))
+#else
+#define FLASHMOE_C_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* What a function returns. flash_attention_last_error() has the words: the argument, its value and
+ * what would work. */
+enum {
+  FLASH_ATTENTION_OK = 0,
+  FLASH_ATTENTION_INVALID_ARGUMENT = 1, /* the call contradicts itself or its data */
+  FLASH_ATTENTION_UNSUPPORTED = 2,      /* legal, but nothing here does it */
+  FLASH_ATTENTION_OUT_OF_MEMORY = 3,
+  FLASH_ATTENTION_INTERNAL_ERROR = 4 /* a bug of the library's */
+};
+
+enum { FLASH_ATTENTION_FP16 = 0, FLASH_ATTENTION_BF16 = 1 };
+enum { FLASH_ATTENTION_BIAS_LIKE_INPUT = 0, FLASH_ATTENTION_BIAS_FP32 = 1 };
+
+enum { FLASH_ATTENTION_FORWARD = 0, FLASH_ATTENTION_BACKWARD = 1 };
+
+#define FLASH_ATTENTION_HOST (-1) /* for `device`: pointers are to ordinary memory */
+
+/* A tensor of four dimensions, as a pointer to its first element and the distance, in elements,
+ * from one element to the next along each dimension. Strides may be anything, 0 included for a
+ * tensor that is only read. All strides 0 means contiguous: the last dimension is dense and each
+ * earlier one steps over the later ones (C order). Inputs are never written. */
+typedef struct flash_attention_tensor {
+  void* data;
+  int64_t strides[4];
+} flash_attention_tensor;
+
+/* One call. Start with flash_attention_args_init(), then set what you need: everything else keeps
+ * its default. */
+typedef struct flash_attention_args {
+  uint64_t struct_size; /* set by flash_attention_args_init() */
+
+  int64_t batch;
+  int64_t heads_q; /* a multiple of heads_k: query head h uses key head h / (heads_q / heads_k) */
+  int64_t heads_k;
+  int64_t len_q; /* batch and lengths may be 0 */
+  int64_t len_k;
+  int64_t head_dim;   /* of query and key, 1 to 256 */
+  int64_t head_dim_v; /* of value and out, 1 to 256 */
+
+  /* Inputs. */
+  flash_attention_tensor query; /* (batch, heads_q, len_q, head_dim) */
+  flash_attention_tensor key;   /* (batch, heads_k, len_k, head_dim) */
+  flash_attention_tensor value; /* (batch, heads_k, len_k, head_dim_v) */
+
+  /* Added to the scores. data NULL: none. -inf hides a key. */
+  flash_attention_tensor bias; /* (batch or 1, heads_q or 1, len_q or 1, len_k or 1) */
+  int64_t bias_shape[4];       /* those sizes; all 0: full size */
+  int32_t bias_dtype;          /* FLASH_ATTENTION_BIAS_LIKE_INPUT (default) or _BIAS_FP32 */
+
+  /* Options. With L keys in a sequence, query row i sits at key position p = i + L - len_q, so the
+   * last query is level with the last key. */
+  int32_t causal;        /* not 0: key j is seen only when j <= p. Default 0 */
+  int64_t window_left;   /* key j is seen only when p - window_left <= j; -1 (default): no limit */
+  int64_t window_right;  /* and when j <= p + window_right; -1 (default): no limit */
+  double scale;          /* used when has_scale is not 0 */
+  double softcap;        /* c * tanh(score / c) for c > 0; 0 (default): off */
+  int32_t has_scale;     /* 0 (default): scale is 1 / sqrt(head_dim), whatever `scale` says */
+  int32_t deterministic; /* not 0: the backward pass must be bitwise repeatable. Default 0 */
+  const int32_t* key_lengths; /* (batch), dense, each 0 to len_k; NULL (default): all len_k */
+
+  /* Results of the forward pass, inputs of the backward pass. */
+  flash_attention_tensor out; /* (batch, heads_q, len_q, head_dim_v) */
+  flash_attention_tensor lse; /* float, (batch, heads_q, len_q): strides[3] is not used. Forward:
+                                 NULL if not wanted. Backward: needed */
+
+  /* Backward only. Gradients of the results: inputs; NULL stands for zero. */
+  flash_attention_tensor grad_out; /* like out */
+  flash_attention_tensor grad_lse; /* like lse */
+  /* Gradients of the inputs: written, not added to; NULL if not wanted. */
+  flash_attention_tensor grad_query;
+  flash_attention_tensor grad_key;
+  flash_attention_tensor grad_value;
+  flash_attention_tensor grad_bias; /* the shape and type of bias */
+
+  /* Scratch memory, flash_attention_workspace_bytes() of it, 64-byte aligned, on the device of the
+   * tensors. NULL, for host memory only: the library allocates and frees it within the call. */
+  void* workspace;
+  uint64_t workspace_bytes;
+
+  int64_t device; /* FLASH_ATTENTION_HOST (default), or a CUDA device ordinal */
+  void* stream;   /* CUDA: the CUstream to launch on; NULL: the default stream. Host: not used */
+} flash_attention_args;
+
+/* Fills in the defaults: sizes 0, pointers NULL, options off. struct_size is
+ * sizeof(flash_attention_args) as the caller sees it, so that a program built against another
+ * version is refused, not misread. */
+FLASHMOE_C_API int flash_attention_args_init(flash_attention_args* args, size_t struct_size);
+
+/* Reads query, key, value (bias, key_lengths); writes out (lse). Returns when done on the host,
+ * when launched on a CUDA device. */
+FLASHMOE_C_API int flash_attention_forward_fp16(const flash_attention_args* args);
+FLASHMOE_C_API int flash_attention_forward_bf16(const flash_attention_args* args);
+
+/* Reads the inputs and out, lse, grad_out, grad_lse; writes every grad_* of an input that is not
+ * NULL. */
+FLASHMOE_C_API int flash_attention_backward_fp16(const flash_attention_args* args);
+FLASHMOE_C_API int flash_attention_backward_bf16(const flash_attention_args* args);
+
+/* How much workspace this call needs; reads no tensor. dtype is FLASH_ATTENTION_FP16 or _BF16, pass
+ * is FLASH_ATTENTION_FORWARD or _BACKWARD. Of a tensor's pointer only whether it is NULL counts. */
+FLASHMOE_C_API int flash_attention_workspace_bytes(const flash_attention_args* args, int dtype,
+                                                   int pass, uint64_t* bytes);
+
+/* Why the last call on this thread failed, or "" if it did not. Valid until the next call. */
+FLASHMOE_C_API const char* flash_attention_last_error(void);
+
+/* "0.1.0" */
+FLASHMOE_C_API const char* flash_attention_version(void);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* FLASHMOE_C_API_H_ */

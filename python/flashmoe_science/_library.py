@@ -1,0 +1,52 @@
+"""Loads the compiled library and tells torch the shapes of what its ops return."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+LIBRARY = Path(__file__).parent / "lib" / "libflashmoe_torch.so"
+
+
+def _load() -> None:
+    if not LIBRARY.exists():
+        raise ImportError(
+            f"flashmoe_science: {LIBRARY} is missing. In a checkout run `make build`; "
+            "otherwise reinstall the package with `pip install --no-build-isolation .`"
+        )
+    try:
+        torch.ops.load_library(LIBRARY)
+    except OSError as error:
+        raise ImportError(
+            f"flashmoe_science: cannot load {LIBRARY} with torch {torch.__version__} "
+            f"(2.10 or newer is needed): {error}"
+        ) from error
+
+
+_load()
+
+
+@torch.library.register_fake("flashmoe::attention_forward")
+def _attention_forward_fake(query, key, value, *args, **kwargs):
+    if query.shape[-1] == value.shape[-1]:
+        out = torch.empty_like(query)
+    else:
+        out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return out, query.new_empty(query.shape[:-1], dtype=lse_dtype)
+
+
+@torch.library.register_fake("flashmoe::attention_backward")
+def _attention_backward_fake(grad_out, grad_lse, query, key, value, bias, *args):
+    needs = args[-4:]
+    likes = (query, key, value, query if bias is None else bias)
+    wanted = (*needs[:3], needs[3] and bias is not None)
+    return tuple(
+        torch.empty_like(like) if want else like.new_empty((0,))
+        for like, want in zip(likes, wanted, strict=True)
+    )
+
+
+forward = torch.ops.flashmoe.attention_forward.default
+backward = torch.ops.flashmoe.attention_backward.default

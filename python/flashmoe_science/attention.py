@@ -1,0 +1,158 @@
+"""Attention with every option of the library, for CPU and CUDA tensors alike."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import _library
+
+__all__ = ["flash_attention", "flash_attention_varlen"]
+
+
+class _Attention(torch.autograd.Function):
+    """Differentiable in query, key, value and bias; both results have gradients."""
+
+    @staticmethod
+    def forward(ctx, deterministic, query, key, value, bias, key_lengths, cu_q, cu_k, *options):
+        out, lse = _library.forward(query, key, value, bias, key_lengths, cu_q, cu_k, *options)
+        ctx.save_for_backward(query, key, value, bias, key_lengths, cu_q, cu_k, out, lse)
+        ctx.options = options
+        ctx.deterministic = deterministic
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out, grad_lse):
+        needs = ctx.needs_input_grad[1:5]
+        grads = _library.backward(
+            grad_out, grad_lse, *ctx.saved_tensors, *ctx.options, ctx.deterministic, *needs
+        )
+        grads = [grad if need else None for grad, need in zip(grads, needs, strict=True)]
+        return None, *grads, *([None] * (3 + len(ctx.options)))
+
+
+def _attend(tensors, options, return_lse, deterministic):
+    """Straight to the op where no gradient is wanted; autograd costs a third of a small call."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors[:4]):
+        if deterministic is None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
+        out, lse = _Attention.apply(deterministic, *tensors, *options)
+    else:
+        out, lse = _library.forward(*tensors, *options)
+    return (out, lse) if return_lse else out
+
+
+def _check_tensors(**tensors) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
+
+
+def _window(window) -> tuple[int, int]:
+    if window is None:
+        return -1, -1
+    try:
+        left, right = window
+    except (TypeError, ValueError):
+        raise ValueError(f"window must be a pair (left, right), got {window!r}") from None
+    return left, right
+
+
+def _options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap) -> tuple:
+    """The ops' scalar arguments, in their order."""
+    return (
+        max_seqlen_q,
+        max_seqlen_k,
+        bool(causal),
+        *_window(window),
+        scale,
+        0.0 if softcap is None else softcap,
+    )
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    key_lengths: Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``softmax(softcap(scale * q @ k^T) + bias, over the allowed keys) @ v``.
+
+    Takes the place of :func:`torch.nn.functional.scaled_dot_product_attention`, in its layout.
+
+    Args:
+        q: ``(..., Hq, Sq, D)``, with any number (at least one) of leading batch dimensions; float64,
+            float32, float16 or bfloat16. Head dims from 1 to 256.
+        k: ``(..., Hk, Sk, D)``; ``Hq`` is a multiple of ``Hk`` (grouped queries).
+        v: ``(..., Hk, Sk, Dv)``.
+        bias: anything that broadcasts to ``(..., Hq, Sq, Sk)``, in q's dtype or float32. Added to the
+            scores; ``-inf`` masks. Its gradient has its own shape and is bitwise reproducible.
+        causal: row ``i`` sees the keys ``j <= i + L - Sq``, ``L`` being the number of keys: the bottom
+            right corners meet, so one new query over a cache of keys sees all of them.
+        window: ``(left, right)``: row ``i`` sees ``p - left <= j <= p + right`` around its position
+            ``p = i + L - Sq``; ``-1`` means no limit on that side.
+        scale: ``1 / sqrt(D)`` unless given.
+        softcap: ``c``: scores become ``c * tanh(scores / c)`` before the bias is added.
+        key_lengths: int32 or int64, broadcastable to the leading dimensions: how many keys count in
+            each sequence.
+        return_lse: also return the natural log of the softmax denominator, ``(..., Hq, Sq)``, in
+            float32 (float64 for float64 inputs); it is differentiable too.
+        deterministic: bitwise reproducible gradients. ``None`` follows
+            :func:`torch.use_deterministic_algorithms`. On the CPU they always are.
+
+    Returns:
+        ``out`` of shape ``(..., Hq, Sq, Dv)``, or ``(out, lse)``. A row that may see no key is 0, with
+        ``lse = -inf``.
+    """
+    _check_tensors(q=q, k=k, v=v, bias=bias, key_lengths=key_lengths)
+    tensors = (q, k, v, bias, key_lengths, None, None)
+    options = _options(0, 0, causal, window, scale, softcap)
+    return _attend(tensors, options, return_lse, deterministic)
+
+
+def flash_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    bias: Tensor | None = None,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`flash_attention` over a ragged batch: sequences packed one after the other, no padding.
+
+    Args:
+        q: ``(Tq, Hq, D)``, the queries of all sequences.
+        k: ``(Tk, Hk, D)``.
+        v: ``(Tk, Hk, Dv)``.
+        cu_seqlens_q: ``(N + 1,)``, int32 or int64, starting at 0: sequence ``i`` has the queries
+            ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1]``. Tokens after the last entry give 0.
+        cu_seqlens_k: the same for keys and values.
+        max_seqlen_q: at least the length of the longest sequence of queries.
+        max_seqlen_k: at least the length of the longest sequence of keys.
+        bias: packed, ``(sum of n_i * m_i, Hq or 1)``: for each sequence its ``n_i x m_i`` scores, row
+            after row, in q's dtype or float32. Its gradient has the same shape.
+
+    The other arguments and the results are those of :func:`flash_attention`; ``lse`` is ``(Tq, Hq)``.
+    """
+    _check_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, bias=bias)
+    tensors = (q, k, v, bias, None, cu_seqlens_q, cu_seqlens_k)
+    options = _options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap)
+    return _attend(tensors, options, return_lse, deterministic)

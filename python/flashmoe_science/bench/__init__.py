@@ -1,0 +1,177 @@
+"""Our attention next to PyTorch's own: checks each answer, times it, and writes table, JSON and plot.
+
+Peers are PyTorch's SDPA backends in the same process with the same threads. A ratio is the best
+peer's time over ours: above 1 we are faster. The exit code is 1 when an answer is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+SUMMARY = "attention next to PyTorch's own: table, JSON and plot"
+EXAMPLES = """\
+examples:
+  python -m flashmoe_science bench
+  python -m flashmoe_science bench --workload pair_bias,ragged --dtype fp32
+  python -m flashmoe_science bench --shape 1,8,512,64 1,8,512,64,causal,kv2 --pass fwd
+  python -m flashmoe_science bench --list
+"""
+
+
+def words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `bench`."""
+    add = parser.add_argument
+    add("--workload", type=words, default=["dense"], metavar="NAME,...", help="default: dense")
+    add("--shape", nargs="+", action="extend", metavar="B,H,S,D[,causal][,kvN]",
+        help="shapes instead of the workload's own")  # fmt: skip
+    add("--dtype", type=words, metavar="fp32,fp16,bf16", help="default: all on the CPU, bf16 on a GPU")
+    add("--pass", type=words, dest="passes", default=["fwd", "fwd+bwd"], metavar="fwd,fwd+bwd",
+        help="default: both")  # fmt: skip
+    add("--peers", type=words, metavar="NAME,...",
+        help="flash, math; on a GPU also cudnn, efficient; for ragged also varlen. default: all")  # fmt: skip
+    add("--device", metavar="cpu|cuda[:N]", help="default: the best one the library can use")
+    add("--threads", type=int, metavar="N", help="CPU threads, for everyone. default: torch's own")
+    add("--budget", type=float, default=0.25, metavar="S",
+        help="seconds for each implementation's round on a row (two rounds). default: 0.25")  # fmt: skip
+    add("--out", type=Path, default=Path("build/bench"), metavar="DIR",
+        help="where results.json and results.png go. default: build/bench")  # fmt: skip
+    add("--no-plot", action="store_true", help="do not draw results.png")
+    add("--check", action="store_true",
+        help="exit 1 also where the CPU is slower than promised against PyTorch")  # fmt: skip
+    add("--list", action="store_true", help="list the workloads with their shapes and stop")
+
+
+def missing_tools(args: argparse.Namespace) -> list[str]:
+    wanted = ["rich"] if args.no_plot else ["rich", "matplotlib"]
+    return [name for name in wanted if importlib.util.find_spec(name) is None]
+
+
+def choose_device(asked: str | None, families: list[str]) -> torch.device:
+    """The device to measure on: a GPU where there is one and this build has kernels for it."""
+    import torch
+
+    usable = torch.cuda.is_available() and bool(families)
+    device = torch.device(asked or ("cuda" if usable else "cpu"))
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device {asked}: cpu or cuda")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"--device {asked}: torch sees no GPU here")
+        torch.cuda.set_device(device)
+    return device
+
+
+def check_words(option: str, given: list[str], known: list[str]) -> None:
+    unknown = [word for word in given if word not in known]
+    if unknown or not given:
+        what = ", ".join(unknown) or "nothing"
+        raise ValueError(f"{option} {what}: not one of {', '.join(known)}")
+
+
+def list_workloads() -> None:
+    from flashmoe_science.bench.workloads import WORKLOADS
+
+    for name, workload in WORKLOADS.items():
+        print(f"{name:12} {workload.summary}")
+        for device_type, shapes in workload.shapes.items():
+            print(f"{'':12} {device_type}: {'  '.join(shapes)}")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs `bench` and returns the exit code."""
+    if missing := missing_tools(args):
+        print(
+            f"bench needs {' and '.join(missing)}: pip install 'flashmoe_science[bench]'",
+            file=sys.stderr,
+        )
+        return 1
+    from flashmoe_science.cli import load
+
+    if problem := load.problem():
+        print(problem, file=sys.stderr)
+        return 1
+    if args.list:
+        list_workloads()
+        return 0
+    try:
+        return measure(args)
+    except ValueError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
+
+
+def measure(args: argparse.Namespace) -> int:
+    """The benchmark itself; ValueError for options that make no sense."""
+    import torch
+
+    from flashmoe_science.bench import machine, report, runner
+    from flashmoe_science.bench.workloads import WORKLOADS
+
+    device = choose_device(args.device, machine.build_info()["families"])
+    if args.check and device.type != "cpu":
+        raise ValueError("--check: bars exist for --device cpu only")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    dtypes = args.dtype or (list(runner.DTYPES) if device.type == "cpu" else ["bf16"])
+    check_words("--dtype", dtypes, list(runner.DTYPES))
+    check_words("--workload", args.workload, list(WORKLOADS))
+    check_words("--pass", args.passes, list(runner.PASSES))
+    known = list(dict.fromkeys(p for w in args.workload for p in WORKLOADS[w].peers(device.type)))
+    peers = args.peers if args.peers is not None else known
+    check_words("--peers", peers, known)
+    specs = runner.rows_of(args.workload, args.shape, dtypes, args.passes, device.type)
+
+    console = report.make_console()
+    about = machine.describe(device)
+    console.print(f"{machine.title(about)}; {report.provenance(about)}", markup=False, highlight=False)
+    with report.ProgressReport(console, len(specs)) as progress:
+        rows = runner.run_rows(specs, peers, device, args.budget, progress)
+    if device.type == "cuda":
+        about["gpu_state_after"] = machine.gpu_state(device)
+    results = {
+        "schema": 1,
+        "command": shlex.join(["python", "-m", "flashmoe_science", *sys.argv[1:]]),
+        "about": about,
+        "budget_s": args.budget,
+        "rows": rows,
+        "means": runner.means(rows, "dtype", "pass"),
+        "means_by_dtype": runner.means(rows, "dtype"),
+    }
+    return finish(args, console, results)
+
+
+def finish(args: argparse.Namespace, console: Any, results: dict[str, Any]) -> int:
+    """Prints and writes the results; the exit code says whether they are good."""
+    from flashmoe_science.bench import report, runner
+
+    report.print_table(console, results)
+    report.print_means(console, results)
+    report.print_problems(console, results)
+    args.out.mkdir(parents=True, exist_ok=True)
+    written = [args.out / "results.json"]
+    written[0].write_text(json.dumps(results, indent=1) + "\n")
+    if not args.no_plot:
+        written.append(args.out / "results.png")
+        report.write_plot(results, written[1])
+    console.print(f"wrote {' and '.join(str(path) for path in written)}", markup=False)
+    ours_failed = any(
+        row["check"]["status"] == "failed" or row["implementations"]["ours"]["ms"] is None
+        for row in results["rows"]
+    )
+    missed = runner.missed_bars(results["rows"]) if args.check else []
+    for line in missed:
+        console.print(f"missed: {line}", markup=False, style="bold red")
+    return 1 if ours_failed or missed else 0

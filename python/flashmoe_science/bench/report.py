@@ -1,0 +1,262 @@
+"""The results for people: progress, table, and plot. Reads only the data that goes to the JSON file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from flashmoe_science.bench.machine import title
+from flashmoe_science.bench.runner import Row, RowSpec
+from flashmoe_science.bench.timing import OURS
+
+MARKS = {"few": "*", "estimated": "~"}
+LEGEND = "~ one call on a few heads, scaled   * few samples   - cannot run (the reason is in the JSON)"
+
+
+def make_console() -> Console:
+    """A console; wide enough for the table where the output is a file or a pipe."""
+    return Console() if sys.stdout.isatty() else Console(width=160, color_system=None)
+
+
+def rate_unit(device_type: str) -> tuple[str, float]:
+    """Name of the unit of speed and how many GFLOP/s it is."""
+    return ("TFLOP/s", 1e3) if device_type == "cuda" else ("GFLOP/s", 1.0)
+
+
+class ProgressReport:
+    """A bar on a terminal, a line per row elsewhere. Call it as run_rows' on_row."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        self.console, self.total, self.done = console, total, 0
+        self.bar: Progress | None = None
+        if console.is_terminal:
+            self.bar = Progress(
+                TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+                TimeElapsedColumn(), console=console, transient=True,
+            )  # fmt: skip
+            self.task = self.bar.add_task("", total=total)
+
+    def __enter__(self) -> ProgressReport:
+        if self.bar:
+            self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar:
+            self.bar.stop()
+
+    def __call__(self, spec: RowSpec, row: Row | None) -> None:
+        if row is None:
+            if self.bar:
+                self.bar.update(self.task, description=spec.label)
+            return
+        self.done += 1
+        if self.bar:
+            self.bar.advance(self.task)
+        else:
+            ratio = "no ratio" if row["ratio"] is None else f"{row['ratio']:.2f}x"
+            print(f"[{self.done}/{self.total}] {spec.label}: {ratio}", flush=True)
+
+
+def names_of(rows: list[Row]) -> list[str]:
+    """Every implementation of these rows, ours first, each once."""
+    return list(dict.fromkeys(name for row in rows for name in row["implementations"]))
+
+
+def format_ms(implementation: dict[str, Any] | None) -> str:
+    if implementation is None or implementation["ms"] is None:
+        return "-"
+    ms = implementation["ms"]
+    text = f"{ms:.4f}" if ms < 1 else f"{ms:.3f}" if ms < 10 else f"{ms:.1f}"
+    if "estimated_from_heads" in implementation:
+        return text + MARKS["estimated"]
+    return text + (MARKS["few"] if implementation["few_samples"] else "")
+
+
+def format_rate(implementation: dict[str, Any] | None, per_unit: float) -> str:
+    if implementation is None or implementation["ms"] is None:
+        return "-"
+    return f"{implementation['gflops'] / per_unit:.1f}"
+
+
+def format_ratio(row: Row) -> str:
+    if row["check"]["status"] == "failed":
+        return "[bold red]wrong[/]"
+    if row["ratio"] is None:
+        return "-"
+    style = "green" if row["ratio"] >= 1 else "yellow" if row["ratio"] >= 0.9 else "red"
+    return f"[{style}]{row['ratio']:.2f}x[/]"
+
+
+def print_table(console: Console, results: dict[str, Any]) -> None:
+    """All rows, and what is worth saying about them."""
+    about, rows = results["about"], results["rows"]
+    unit, per_unit = rate_unit(about["device"])
+    names = names_of(rows)
+    table = Table(title=f"attention on {title(about)}", caption=LEGEND, title_style="bold")
+    columns = ("workload", "batch,heads,length,dim", "dtype", "pass")
+    for column in columns:
+        table.add_column(column, no_wrap=True)
+    for name in names:
+        table.add_column(f"{name}\nms", justify="right", no_wrap=True)
+        table.add_column(f"\n{unit}", justify="right", no_wrap=True, style="dim")
+    if about["device"] == "cuda":
+        table.add_column("host us\nours / best", justify="right", no_wrap=True)
+    table.add_column("best peer\n/ ours", justify="right", no_wrap=True)
+    previous = None
+    for row in rows:
+        if previous and (previous["workload"], previous["label"]) != (row["workload"], row["label"]):
+            table.add_section()
+        previous = row
+        cells = [row["workload"], row["label"], row["dtype"], row["pass"]]
+        for name in names:
+            implementation = row["implementations"].get(name)
+            cells += [format_ms(implementation), format_rate(implementation, per_unit)]
+        if about["device"] == "cuda":
+            cells.append(format_host(row))
+        table.add_row(*cells, format_ratio(row))
+    console.print(table)
+
+
+def format_host(row: Row) -> str:
+    """Host time per call of ours and of the best peer."""
+    pair = [row["implementations"].get(name or "", {}) for name in (OURS, row["best_peer"])]
+    return " / ".join(f"{i['host_us']:.0f}" if i.get("host_us") else "-" for i in pair)
+
+
+def print_means(console: Console, results: dict[str, Any]) -> None:
+    """Geometric means of best peer / ours."""
+    table = Table(title="geometric means, best peer / ours", title_style="bold")
+    for column in ("dtype", "pass"):
+        table.add_column(column)
+    for column in ("rows", "ratio"):
+        table.add_column(column, justify="right")
+    for mean in results["means"]:
+        cells = (mean["dtype"], mean["pass"], str(mean["rows"]), f"{mean['ratio']:.2f}x")
+        table.add_row(*cells)
+    console.print(table)
+
+
+def print_problems(console: Console, results: dict[str, Any]) -> None:
+    """Rows that are wrong or could not be checked, and why ours or a peer did not run."""
+    reasons: dict[str, list[str]] = {}
+    for row in results["rows"]:
+        where = f"{row['workload']} ({row['label']}) {row['dtype']} {row['pass']}"
+        if row["check"]["status"] != "ok":
+            text = f"{row['check']['status']}: {row['check']['reason']}"
+            console.print(f"{where}: {text}", markup=False, style="bold red")
+        for name, implementation in row["implementations"].items():
+            if implementation["ms"] is None:
+                reasons.setdefault(f"{name} cannot run: {implementation['reason']}", []).append(where)
+    for reason, places in reasons.items():
+        console.print(f"{reason} ({len(places)} rows, first {places[0]})", markup=False)
+
+
+# The palette: ours stands out, peers are quiet and still told apart in grey.
+OUR_COLOUR = "#1b6ca8"
+PEER_COLOURS = ("#c9ced6", "#9aa3b0", "#e0c9a6", "#b7c9b1", "#d8b4b4")
+INK = "#2b2f36"
+ROWS_PER_PANEL = 8
+
+
+def panels_of(rows: list[Row]) -> dict[str, list[Row]]:
+    """The rows of each panel by its title: one per workload, dtype and pass, split where crowded."""
+    panels: dict[str, list[Row]] = {}
+    for row in rows:
+        panels.setdefault(f"{row['workload']} · {row['dtype']} · {row['pass']}", []).append(row)
+    split: dict[str, list[Row]] = {}
+    for name, members in panels.items():
+        for row in members:
+            shape = row["shape"]
+            detail = f" · dim {shape['dim']}{' · causal' if shape['causal'] else ''}"
+            crowded = len(members) > ROWS_PER_PANEL
+            split.setdefault(name + (detail if crowded else ""), []).append(row)
+    return split
+
+
+def draw_panel(axes: Any, rows: list[Row], names: list[str], per_unit: float) -> None:
+    """Grouped bars: one group a shape, one bar an implementation, the ratio above ours."""
+    width = 0.8 / len(names)
+    peers = [name for name in names if name != OURS]
+    top = 0.0
+    for index, name in enumerate(names):
+        colour = OUR_COLOUR if name == OURS else PEER_COLOURS[peers.index(name) % 5]
+        for place, row in enumerate(rows):
+            implementation = row["implementations"].get(name)
+            x = place + (index - (len(names) - 1) / 2) * width
+            if implementation is None or implementation["ms"] is None:
+                axes.text(x, 0, "–", ha="center", va="bottom", color=INK, fontsize=8)
+                continue
+            rate = implementation["gflops"] / per_unit
+            top = max(top, rate)
+            axes.bar(x, rate, width * 0.92, color=colour, label=name, zorder=2)
+            text = f"{rate:.0f}" if rate >= 10 else f"{rate:.1f}"
+            if name == OURS and row["ratio"] is not None:
+                text += f"\n{row['ratio']:.2f}×"
+            weight = "bold" if name == OURS else "normal"
+            axes.annotate(
+                text, (x, rate), xytext=(0, 2), textcoords="offset points", ha="center",
+                va="bottom", fontsize=8, color=OUR_COLOUR if name == OURS else INK, weight=weight,
+            )  # fmt: skip
+    axes.set_ylim(0, top * 1.22 or 1)
+    axes.set_xticks(range(len(rows)), [row["label"].replace(",causal", "\ncausal") for row in rows])
+
+
+def style_panel(axes: Any, name: str, unit: str) -> None:
+    axes.set_title(name, loc="left", fontsize=10, color=INK, weight="bold")
+    axes.set_ylabel(unit, fontsize=9, color=INK)
+    axes.tick_params(labelsize=8, colors=INK, length=0)
+    axes.grid(axis="y", color="#e8eaee", zorder=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color("#c0c4cc")
+
+
+def write_plot(results: dict[str, Any], path: Path) -> None:
+    """One panel per dtype and pass, to be looked at."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # a file, wherever there is no display
+    import matplotlib.pyplot as plt
+
+    about, rows = results["about"], results["rows"]
+    unit, per_unit = rate_unit(about["device"])
+    panels, names = panels_of(rows), names_of(rows)
+    columns = 1 if len(panels) == 1 else 2
+    lines = -(-len(panels) // columns)
+    figure, grid = plt.subplots(
+        lines, columns, figsize=(7.2 * columns, 3.1 * lines + 1.1), squeeze=False
+    )
+    for axes, (name, members) in zip(grid.flat, panels.items(), strict=False):
+        draw_panel(axes, members, names, per_unit)
+        style_panel(axes, name, unit)
+    for axes in list(grid.flat)[len(panels) :]:
+        axes.set_visible(False)
+    colours = [OUR_COLOUR, *PEER_COLOURS]
+    handles = [plt.Rectangle((0, 0), 1, 1, color=c) for c in colours[: len(names)]]
+    labels = [name if name == OURS else f"PyTorch {name}" for name in names]
+    # Room for the title above and the legend below, in inches, whatever the height of the figure.
+    height = figure.get_size_inches()[1]
+    figure.suptitle(
+        f"Attention on {title(about)} (higher is better; × is best peer's time over ours)",
+        x=0.01, y=1 - 0.12 / height, ha="left", va="top", fontsize=12, color=INK, weight="bold",
+    )  # fmt: skip
+    figure.legend(handles, labels, loc="lower left", ncol=len(names), frameon=False, fontsize=9)
+    figure.text(0.99, 0.14 / height, provenance(about), ha="right", fontsize=8, color="#7a808c")
+    figure.tight_layout(rect=(0, 0.4 / height, 1, 1 - 0.4 / height))
+    figure.savefig(path, dpi=150, facecolor="white")
+    plt.close(figure)
+
+
+def provenance(about: dict[str, Any]) -> str:
+    """Versions, commit and date in one line."""
+    versions = about["versions"]
+    commit = f"commit {about['commit'][:10]}" if about["commit"] else "no commit"
+    dirty = " with changes" if about["dirty"] else ""
+    package = f"flashmoe_science {versions['flashmoe_science']} ({about['cpu_target']})"
+    return f"{package}, torch {versions['torch']}, {commit}{dirty}, {about['date'][:10]}"

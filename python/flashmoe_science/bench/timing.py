@@ -1,0 +1,244 @@
+"""Clocks: how long implementations of one case take, measured side by side.
+
+Peers and ours run in the order peers, ours, ours, peers, so that a machine that warms up or slows down
+does not favour whoever runs first; each gets the better of its two medians. The time is boxed: an
+implementation far slower than the best peer is called once and not again, and where even one call
+would be long, that call is made on a few heads and scaled (marked as an estimate).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+
+from flashmoe_science.bench.workloads import Case, Implementation, forced_backend
+
+OURS = "ours"
+FAR_SLOWER = 4.0  # times the best peer: such a peer cannot decide a row, so it is not timed further
+FEW_SAMPLES = 6  # below this, a row says so
+BIG_FLOPS = 8e9  # of a CPU forward pass: first calls are made on a few heads
+LONG_CALL_S = 2.0  # such a call gets one sample a round and no warm-up
+
+
+@dataclass
+class Timing:
+    """What is known about one implementation on one row. No rounds and a reason: it cannot run."""
+
+    rounds: list[list[float]] = field(default_factory=list)  # milliseconds, one list per round
+    reason: str | None = None
+    estimated_from_heads: int | None = None
+    host_us: float | None = None  # CUDA: until the call returned, the device still running
+
+    @property
+    def ms(self) -> float | None:
+        """The better of the rounds' medians."""
+        return min(statistics.median(r) for r in self.rounds) if self.rounds else None
+
+    @property
+    def samples(self) -> list[float]:
+        return [ms for r in self.rounds for ms in r]
+
+    @property
+    def few(self) -> bool:
+        return len(self.samples) < FEW_SAMPLES
+
+
+class CpuClock:
+    """Wall time of calls that return when they are done."""
+
+    big_flops = BIG_FLOPS
+
+    def once(self, call: Callable[[], None]) -> float:
+        """Milliseconds of one call."""
+        start = time.perf_counter()
+        call()
+        return (time.perf_counter() - start) * 1e3
+
+    def sample(self, call: Callable[[], None], reset: Callable[[], None], count: int) -> list[float]:
+        """Milliseconds of count calls, with reset() before each and outside the clock."""
+        times = []
+        for _ in range(count):
+            reset()
+            times.append(self.once(call))
+        return times
+
+    def host_us(self, call: Callable[[], None], reset: Callable[[], None]) -> float | None:
+        return None
+
+
+class CudaClock:
+    """Device time by events, each call finding the L2 cache filled with something else."""
+
+    big_flops = float("inf")  # a GPU does the whole thing in milliseconds
+
+    def __init__(self, device: torch.device) -> None:
+        properties = torch.cuda.get_device_properties(device)
+        l2_bytes = max(getattr(properties, "L2_cache_size", 0), 32 << 20)
+        self.flush = torch.empty(2 * l2_bytes, dtype=torch.int8, device=device)
+
+    def once(self, call: Callable[[], None]) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - start) * 1e3
+
+    def sample(self, call: Callable[[], None], reset: Callable[[], None], count: int) -> list[float]:
+        pairs = []
+        for _ in range(count):
+            reset()
+            self.flush.zero_()
+            # About 0.3 ms of nothing on the device, so that the host has enqueued the whole call before
+            # the first event is reached and its launch time stays out of the measurement.
+            torch.cuda._sleep(500_000)
+            pairs.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
+            pairs[-1][0].record()
+            call()
+            pairs[-1][1].record()
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) for start, end in pairs]
+
+    def host_us(self, call: Callable[[], None], reset: Callable[[], None]) -> float | None:
+        """Median time until a call returns, on an idle device."""
+        times = []
+        for _ in range(20):
+            reset()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - start) * 1e6)
+        torch.cuda.synchronize()
+        return statistics.median(times)
+
+
+Clock = CpuClock | CudaClock
+
+
+def make_clock(device: torch.device) -> Clock:
+    return CudaClock(device) if device.type == "cuda" else CpuClock()
+
+
+class Runner:
+    """One implementation bound to its inputs: call() is what gets timed."""
+
+    def __init__(self, implementation: Implementation, case: Case, backward: bool) -> None:
+        leaves, grad = implementation.prepare(case.leaves, case.grad)
+        self.implementation = implementation
+        self.leaves = {n: t.detach().requires_grad_(backward) for n, t in leaves.items()}
+        self.grad = grad
+        self.backward = backward
+
+    def call(self) -> None:
+        out = self.implementation.run(self.leaves)
+        if self.backward:
+            out.backward(self.grad)
+
+    def reset(self) -> None:
+        for leaf in self.leaves.values():
+            leaf.grad = None
+
+    def context(self) -> tuple:
+        """Entered around many calls, not each: entering costs as much as a small kernel."""
+        return forced_backend(self.implementation), (
+            nullcontext() if self.backward else torch.no_grad()
+        )
+
+    def sample(self, clock: Clock, count: int) -> list[float]:
+        backend, grad_mode = self.context()
+        with backend, grad_mode:
+            return clock.sample(self.call, self.reset, count)
+
+    def host_us(self, clock: Clock) -> float | None:
+        backend, grad_mode = self.context()
+        with backend, grad_mode:
+            return clock.host_us(self.call, self.reset)
+
+
+def cannot_run(error: Exception, caught: list[warnings.WarningMessage]) -> str:
+    """Why a call failed, in one line: PyTorch says "no kernel" in the error and the reason in warnings."""
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
+    details = [str(w.message).split("(Triggered")[0].strip() for w in caught]
+    reasons = [f"{type(error).__name__}: {first_line}", *dict.fromkeys(d for d in details if d)]
+    return " | ".join(reasons)[:500]
+
+
+def first_call(
+    implementation: Implementation, case: Case, backward: bool, clock: Clock
+) -> tuple[float, int]:
+    """Milliseconds of an early call, scaled to all heads, and the heads it was made on.
+
+    A second call is made where the first was short: the first one includes one-time costs.
+    """
+    heads = case.heads
+    if case.flops > clock.big_flops:
+        # Enough heads to keep every thread busy: PyTorch's backward pass has one thread per head.
+        heads = min(case.heads, -(-torch.get_num_threads() // case.group) * case.group)
+    runner = Runner(implementation, case.take_heads(heads) if heads < case.heads else case, backward)
+    ms = runner.sample(clock, 1)[0]
+    if ms < 300:
+        ms = runner.sample(clock, 1)[0]
+    return ms * case.heads / heads, heads
+
+
+def samples_per_round(estimate_ms: float, budget_s: float) -> int:
+    """How many calls fit the budget, within reason."""
+    if estimate_ms > LONG_CALL_S * 1e3:
+        return 1
+    return max(2, min(50, int(budget_s * 1e3 / max(estimate_ms, 1e-3))))
+
+
+def warm_up_calls(estimate_ms: float, second_round: bool) -> int:
+    """Calls before a round, for caches, allocator and threads; a long call warms itself up."""
+    if estimate_ms < 100:
+        return 3
+    return 0 if second_round or estimate_ms > LONG_CALL_S * 1e3 else 1
+
+
+def measure(case: Case, peers: list[str], backward: bool, clock: Clock, budget_s: float) -> dict:
+    """Times ours and the named peers on a case; returns a Timing by name, ours first."""
+    implementations = {OURS: case.ours, **{name: case.peers[name] for name in peers}}
+    timings = {name: Timing() for name in implementations}
+    estimates: dict[str, float] = {}
+    for name, implementation in implementations.items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                estimates[name], heads = first_call(implementation, case, backward, clock)
+            except Exception as error:
+                timings[name].reason = cannot_run(error, caught)
+                continue  # an out-of-memory error lands here too, and says so in the table
+        timings[name].estimated_from_heads = heads if heads < case.heads else None
+    peer_estimates = [ms for name, ms in estimates.items() if name != OURS]
+    limit = FAR_SLOWER * min(peer_estimates, default=float("inf"))
+    for name in [name for name, ms in estimates.items() if name != OURS and ms > limit]:
+        timings[name].rounds.append([estimates.pop(name)])
+    run_rounds(implementations, timings, estimates, case, backward, clock, budget_s)
+    return timings
+
+
+def run_rounds(
+    implementations: dict[str, Implementation],
+    timings: dict[str, Timing],
+    estimates: dict[str, float],
+    case: Case,
+    backward: bool,
+    clock: Clock,
+    budget_s: float,
+) -> None:
+    """Peers, ours, ours, peers: adds two rounds to every implementation that has an estimate."""
+    runners = {n: Runner(implementations[n], case, backward) for n in estimates}
+    order = [n for n in runners if n != OURS] + [n for n in runners if n == OURS]
+    for name in order + order[::-1]:
+        runner, timing = runners[name], timings[name]
+        count = samples_per_round(estimates[name], budget_s)
+        runner.sample(clock, warm_up_calls(estimates[name], bool(timing.rounds)))
+        timing.rounds.append(runner.sample(clock, count))
+        timing.estimated_from_heads = None
+    for name, runner in runners.items():
+        timings[name].host_us = runner.host_us(clock)

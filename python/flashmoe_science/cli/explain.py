@@ -1,0 +1,3 @@
+SUMMARY="";EXAMPLES=""
+def add_arguments(p):pass
+run=None

@@ -1,0 +1,1 @@
+"""Other libraries' function names and layouts, so that changing an import is enough."""

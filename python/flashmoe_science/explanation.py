@@ -1,0 +1,55 @@
+"""What would run, and why."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import _library  # noqa: F401  (registers the ops)
+from .attention import _check_tensors, _options
+
+__all__ = ["explain"]
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    key_lengths: Tensor | None = None,
+    deterministic: bool = False,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    backward: bool = False,
+    device: str | None = None,
+) -> str:
+    """Says which kernel a call would run, how the work is cut, and why each better one was passed over.
+
+    Takes the arguments of :func:`flash_attention` (or, with ``cu_seqlens``, of
+    :func:`flash_attention_varlen`); only shapes, strides and dtypes matter, so meta tensors do.
+
+    Args:
+        backward: ask about the backward pass.
+        device: ask for another machine: ``"cpu"``, or a chip such as ``"sm_90"``.
+
+    Raises:
+        RuntimeError: nothing can run the call; the message says why and what would work.
+    """
+    tensors = {"q": q, "k": k, "v": v, "bias": bias, "key_lengths": key_lengths}
+    _check_tensors(**tensors, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    return torch.ops.flashmoe.explain(
+        *tensors.values(),
+        cu_seqlens_q,
+        cu_seqlens_k,
+        *_options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap),
+        backward,
+        deterministic,
+        device or "",
+    )

@@ -1,0 +1,100 @@
+"""Routes PyTorch's own attention to ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn.attention import _registry as registry
+
+from .attention import flash_attention
+
+__all__ = ["enable_sdpa"]
+
+NAME = "flashmoe"
+KEYS = ("CPU", "AutogradCPU", "CUDA", "AutogradCUDA")
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``F.scaled_dot_product_attention`` in our terms."""
+    if dropout_p:
+        raise NotImplementedError(
+            f"dropout_p={dropout_p}: flashmoe_science has no dropout; call the model in eval mode, "
+            "set dropout_p=0, or leave enable_sdpa()"
+        )
+    if is_causal and attn_mask is not None:
+        raise RuntimeError("attn_mask must be None when is_causal=True, as in PyTorch")
+    rank = query.dim()
+    # PyTorch's (S, D) and (N, S, D) have one head.
+    query, key, value = (t[(None,) * max(4 - t.dim(), 0)] for t in (query, key, value))
+    query, key, value = _broadcast(query, key, value, enable_gqa)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.where(attn_mask, 0.0, float("-inf")).to(query.dtype)
+    window = None
+    if is_causal:
+        # PyTorch aligns the top left corners: row i sees j <= i. Keys past the last row are unseen.
+        rows, keys = query.shape[-2], key.shape[-2]
+        key, value = key[..., :rows, :], value[..., :rows, :]
+        window = (-1, rows - min(rows, keys))
+    out = flash_attention(query, key, value, bias=attn_mask, window=window, scale=scale)
+    return out.reshape(out.shape[out.dim() - rank :]) if rank < 4 else out
+
+
+def _broadcast(query, key, value, enable_gqa):
+    """Leading dimensions (and heads, without GQA) broadcast in PyTorch; as views here."""
+    keep = 3 if enable_gqa else 2
+    lead = torch.broadcast_shapes(*(t.shape[:-keep] for t in (query, key, value)))
+    return tuple(t.expand(*lead, *t.shape[-keep:]) for t in (query, key, value))
+
+
+class _Handle:
+    """Our kernels in the dispatcher, until removed."""
+
+    def __init__(self) -> None:
+        self.library = torch.library.Library("aten", "IMPL")
+        for key in KEYS:
+            self.library.impl("scaled_dot_product_attention", _attend, key)
+
+    def remove(self) -> None:
+        self.library._destroy()
+
+
+registry.register_flash_attention_impl(NAME, register_fn=_Handle)
+
+
+def _deactivate(previous: str | None) -> None:
+    # torch 2.10 can activate an implementation but not take it back, so that is done here.
+    handle = registry._FLASH_ATTENTION_HANDLES.pop(NAME, None)
+    if handle is not None:
+        handle.remove()
+    registry._FLASH_ATTENTION_ACTIVE = previous
+
+
+@contextmanager
+def enable_sdpa() -> Iterator[None]:
+    """Inside this context ``F.scaled_dot_product_attention`` is ours, masks with gradients included.
+
+    Process-wide while it lasts. What we do not have, dropout, is refused rather than handed back to
+    PyTorch in silence.
+    """
+    previous = registry.current_flash_attention_impl()
+    if previous == NAME:  # nested: the outermost context takes it back
+        yield
+        return
+    registry.activate_flash_attention_impl(NAME)
+    try:
+        yield
+    finally:
+        _deactivate(previous)

@@ -1,0 +1,312 @@
+#include "attention/problem.h"
+
+#include <cmath>
+#include <limits>
+
+#include "attention/text.h"
+
+namespace flashmoe {
+namespace {
+
+bool is_float(DType dtype) {
+  return dtype == DType::kFloat64 || dtype == DType::kFloat32 || dtype == DType::kFloat16 ||
+         dtype == DType::kBFloat16;
+}
+
+bool is_int(DType dtype) { return dtype == DType::kInt32 || dtype == DType::kInt64; }
+
+// Sizes are not negative, and the last element's offset in bytes fits 63 bits.
+Status check_extent(const char* name, const TensorSpec& spec) {
+  if (spec.rank < 0 || spec.rank > kMaxRank) {
+    return invalid(name, " has ", spec.rank, " dimensions; at most ", kMaxRank, " are supported");
+  }
+  int64_t count = dtype_bytes(spec.dtype);
+  int64_t reach = dtype_bytes(spec.dtype);
+  bool overflow = false;
+  for (int i = 0; i < spec.rank; ++i) {
+    const int64_t size = spec.shape[i];
+    if (size < 0) return invalid(name, " has shape ", shape_text(spec), ": a size is negative");
+    if (size == 0) return {};
+    int64_t span = 0;
+    const int64_t stride = spec.stride[i] < 0 ? -spec.stride[i] : spec.stride[i];
+    overflow |= __builtin_mul_overflow(count, size, &count);
+    overflow |= __builtin_mul_overflow(size - 1, stride, &span);
+    overflow |= __builtin_mul_overflow(span, dtype_bytes(spec.dtype), &span);
+    overflow |= __builtin_add_overflow(reach, span, &reach);
+  }
+  if (overflow) {
+    return invalid(name, " of shape ", shape_text(spec), " spans more than 2^63 bytes");
+  }
+  return {};
+}
+
+// A result must not have two elements at one address.
+Status check_writable(const char* name, const TensorSpec& spec) {
+  for (int i = 0; i < spec.rank; ++i) {
+    if (spec.shape[i] > 1 && spec.stride[i] == 0) {
+      return invalid(name, " has stride 0 in dimension ", i, " of size ", spec.shape[i],
+                     ": its elements share memory, so it cannot be written");
+    }
+  }
+  return {};
+}
+
+// `spec` has the shape of `like` (first `rank` dimensions), then the sizes in `tail`.
+Status check_shape(const char* name, const TensorSpec& spec, const TensorSpec& like, int rank,
+                   std::initializer_list<int64_t> tail) {
+  TensorSpec want = like;
+  want.rank = rank;
+  for (int64_t size : tail) want.shape[want.rank++] = size;
+  bool same = spec.rank == want.rank;
+  for (int i = 0; same && i < want.rank; ++i) same = spec.shape[i] == want.shape[i];
+  if (same) return {};
+  return invalid(name, " has shape ", shape_text(spec), ", expected ", shape_text(want));
+}
+
+Status check_dtype(const char* name, const TensorSpec& spec, DType want, const char* why) {
+  if (spec.dtype == want) return {};
+  return invalid(name, " is ", dtype_name(spec.dtype), ", expected ", dtype_name(want), " ", why);
+}
+
+#define FLASHMOE_RETURN_IF_ERROR(expression)                       \
+  do {                                                             \
+    if (Status status = (expression); !status.ok()) return status; \
+  } while (0)
+
+Status check_query_key_value(const AttentionProblem& p) {
+  const TensorSpec &q = p.query, &k = p.key, &v = p.value;
+  FLASHMOE_RETURN_IF_ERROR(check_extent("query", q));
+  FLASHMOE_RETURN_IF_ERROR(check_extent("key", k));
+  FLASHMOE_RETURN_IF_ERROR(check_extent("value", v));
+  if (!is_float(q.dtype)) {
+    return invalid("query is ", dtype_name(q.dtype),
+                   "; attention works in float64, float32, float16 and bfloat16");
+  }
+  FLASHMOE_RETURN_IF_ERROR(check_dtype("key", k, q.dtype, "like query"));
+  FLASHMOE_RETURN_IF_ERROR(check_dtype("value", v, q.dtype, "like query"));
+
+  if (p.ragged && q.rank != 3) {
+    return invalid("query has shape ", shape_text(q),
+                   "; a ragged batch is (tokens, heads, head_dim)");
+  }
+  if (!p.ragged && q.rank < 4) {
+    return invalid("query has shape ", shape_text(q), "; at least 4 dimensions are needed, ",
+                   "(batch, heads, length, head_dim). Add a batch dimension with unsqueeze(0)");
+  }
+  for (const auto& [name, spec] : {std::pair{"key", &k}, std::pair{"value", &v}}) {
+    if (spec->rank != q.rank) {
+      return invalid(name, " has ", spec->rank, " dimensions and query has ", q.rank,
+                     "; they must have the same number");
+    }
+  }
+
+  // Dense is (..., H, S, D), ragged is (T, H, D).
+  const int head = p.ragged ? -2 : -3;
+  const int length = p.ragged ? -3 : -2;
+  for (int i = 0; i < q.rank - 3; ++i) {
+    for (const auto& [name, spec] : {std::pair{"key", &k}, std::pair{"value", &v}}) {
+      if (spec->shape[i] != q.shape[i]) {
+        return invalid(name, " has shape ", shape_text(*spec), " and query ", shape_text(q),
+                       ": dimension ", i, " is ", spec->shape[i], ", expected ", q.shape[i]);
+      }
+    }
+  }
+  if (k.size(head) != v.size(head)) {
+    return invalid("value has ", v.size(head), " heads and key has ", k.size(head),
+                   "; they must have the same number");
+  }
+  if (k.size(head) < 1 || q.size(head) < 1 || q.size(head) % k.size(head) != 0) {
+    return invalid("query has ", q.size(head), " heads and key has ", k.size(head),
+                   "; query heads must be a multiple of key heads, and at least 1");
+  }
+  if (k.size(length) != v.size(length)) {
+    return invalid("value has length ", v.size(length), " and key has length ", k.size(length),
+                   "; they must be equal");
+  }
+  if (q.size(-1) != k.size(-1)) {
+    return invalid("key has head dim ", k.size(-1), " and query has head dim ", q.size(-1),
+                   "; they must be equal");
+  }
+  for (const auto& [name, spec] : {std::pair{"query", &q}, std::pair{"value", &v}}) {
+    if (spec->size(-1) < 1 || spec->size(-1) > kMaxHeadDim) {
+      return invalid(name, " has head dim ", spec->size(-1), "; it must be from 1 to ",
+                     kMaxHeadDim);
+    }
+  }
+  return {};
+}
+
+Status check_ragged(const AttentionProblem& p) {
+  const Ragged& r = *p.ragged;
+  FLASHMOE_RETURN_IF_ERROR(check_extent("cu_seqlens_q", r.cu_seqlens_q));
+  FLASHMOE_RETURN_IF_ERROR(check_extent("cu_seqlens_k", r.cu_seqlens_k));
+  for (const auto& [name, spec] :
+       {std::pair{"cu_seqlens_q", &r.cu_seqlens_q}, std::pair{"cu_seqlens_k", &r.cu_seqlens_k}}) {
+    if (!is_int(spec->dtype)) {
+      return invalid(name, " is ", dtype_name(spec->dtype), "; it must be int32 or int64");
+    }
+    if (spec->rank != 1 || spec->shape[0] < 1) {
+      return invalid(name, " has shape ", shape_text(*spec),
+                     "; it must be 1-dimensional with one entry more than there are sequences");
+    }
+  }
+  if (r.cu_seqlens_q.shape[0] != r.cu_seqlens_k.shape[0]) {
+    return invalid("cu_seqlens_k has ", r.cu_seqlens_k.shape[0], " entries and cu_seqlens_q has ",
+                   r.cu_seqlens_q.shape[0],
+                   "; both must have one entry more than there are sequences");
+  }
+  FLASHMOE_RETURN_IF_ERROR(
+      check_dtype("cu_seqlens_k", r.cu_seqlens_k, r.cu_seqlens_q.dtype, "like cu_seqlens_q"));
+  if (r.max_seqlen_q < 0)
+    return invalid("max_seqlen_q is ", r.max_seqlen_q, "; it must be at least 0");
+  if (r.max_seqlen_k < 0)
+    return invalid("max_seqlen_k is ", r.max_seqlen_k, "; it must be at least 0");
+  if (p.key_lengths) {
+    return invalid(
+        "key_lengths and cu_seqlens are both given; a ragged batch has its lengths in cu_seqlens");
+  }
+  return {};
+}
+
+// Sizes of `spec`, aligned at the end with `sizes`, are equal or 1.
+bool broadcasts(const TensorSpec& spec, const int64_t* sizes, int num_sizes) {
+  if (spec.rank > num_sizes) return false;
+  for (int i = 0; i < spec.rank; ++i) {
+    const int64_t size = sizes[num_sizes - spec.rank + i];
+    if (spec.shape[i] != size && spec.shape[i] != 1) return false;
+  }
+  return true;
+}
+
+Status check_bias(const AttentionProblem& p) {
+  const TensorSpec& bias = *p.bias;
+  FLASHMOE_RETURN_IF_ERROR(check_extent("bias", bias));
+  if (bias.dtype != p.query.dtype && bias.dtype != DType::kFloat32) {
+    return invalid("bias is ", dtype_name(bias.dtype), "; it must be ", dtype_name(p.query.dtype),
+                   " like query, or float32");
+  }
+  TensorSpec want = p.query;
+  if (p.ragged) {
+    if (bias.rank == 2 && (bias.shape[1] == p.query.size(1) || bias.shape[1] == 1)) return {};
+    return invalid("bias has shape ", shape_text(bias),
+                   "; a ragged batch takes a packed bias of shape (",
+                   "sum of n_i * m_i over the sequences, ", p.query.size(1), " or 1)");
+  }
+  want.shape[want.rank - 1] = p.key.size(-2);
+  if (broadcasts(bias, want.shape.data(), want.rank)) return {};
+  return invalid("bias has shape ", shape_text(bias), ", which does not broadcast to ",
+                 shape_text(want), ", (..., query heads, query length, key length)");
+}
+
+Status check_options(const AttentionProblem& p) {
+  if (p.window_left < -1 || p.window_right < -1) {
+    return invalid("window is (", p.window_left, ", ", p.window_right,
+                   "); each side must be at least 0, or -1 for no limit");
+  }
+  if (p.scale && !std::isfinite(*p.scale))
+    return invalid("scale is ", *p.scale, "; it must be finite");
+  if (!std::isfinite(p.softcap) || p.softcap < 0) {
+    return invalid("softcap is ", p.softcap, "; it must be positive, or 0 for none");
+  }
+  return {};
+}
+
+Status check_results(const AttentionProblem& p) {
+  const TensorSpec& q = p.query;
+  FLASHMOE_RETURN_IF_ERROR(check_extent("out", p.out));
+  FLASHMOE_RETURN_IF_ERROR(check_dtype("out", p.out, q.dtype, "like query"));
+  FLASHMOE_RETURN_IF_ERROR(check_shape("out", p.out, q, q.rank - 1, {p.value.size(-1)}));
+  if (p.pass == Pass::kForward) FLASHMOE_RETURN_IF_ERROR(check_writable("out", p.out));
+  const DType lse_dtype = q.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+  if (p.lse) {
+    FLASHMOE_RETURN_IF_ERROR(check_extent("lse", *p.lse));
+    FLASHMOE_RETURN_IF_ERROR(check_dtype("lse", *p.lse, lse_dtype, "(float64 for float64 inputs)"));
+    FLASHMOE_RETURN_IF_ERROR(check_shape("lse", *p.lse, q, q.rank - 1, {}));
+    if (p.pass == Pass::kForward) FLASHMOE_RETURN_IF_ERROR(check_writable("lse", *p.lse));
+  }
+  return {};
+}
+
+Status check_gradients(const AttentionProblem& p) {
+  if (!p.lse) return invalid("lse is missing; the backward pass needs the one of the forward pass");
+  struct Gradient {
+    const char* name;
+    const std::optional<TensorSpec>* grad;
+    const TensorSpec* like;  // null when there is nothing it could be the gradient of
+    bool written;
+  };
+  const Gradient gradients[] = {
+      {"grad_out", &p.grad_out, &p.out, false},
+      {"grad_lse", &p.grad_lse, &*p.lse, false},
+      {"grad_query", &p.grad_query, &p.query, true},
+      {"grad_key", &p.grad_key, &p.key, true},
+      {"grad_value", &p.grad_value, &p.value, true},
+      {"grad_bias", &p.grad_bias, p.bias ? &*p.bias : nullptr, true},
+  };
+  for (const Gradient& g : gradients) {
+    if (!*g.grad) continue;
+    if (!g.like) return invalid(g.name, " is asked for, but the problem has no bias");
+    const TensorSpec& spec = **g.grad;
+    FLASHMOE_RETURN_IF_ERROR(check_extent(g.name, spec));
+    FLASHMOE_RETURN_IF_ERROR(
+        check_dtype(g.name, spec, g.like->dtype, "like the tensor it belongs to"));
+    FLASHMOE_RETURN_IF_ERROR(check_shape(g.name, spec, *g.like, g.like->rank, {}));
+    if (g.written) FLASHMOE_RETURN_IF_ERROR(check_writable(g.name, spec));
+  }
+  return {};
+}
+
+}  // namespace
+
+Status check(const AttentionProblem& p) {
+  FLASHMOE_RETURN_IF_ERROR(check_query_key_value(p));
+  if (p.ragged) FLASHMOE_RETURN_IF_ERROR(check_ragged(p));
+  if (p.bias) FLASHMOE_RETURN_IF_ERROR(check_bias(p));
+  if (p.key_lengths) {
+    const TensorSpec& lengths = *p.key_lengths;
+    FLASHMOE_RETURN_IF_ERROR(check_extent("key_lengths", lengths));
+    if (!is_int(lengths.dtype)) {
+      return invalid("key_lengths is ", dtype_name(lengths.dtype), "; it must be int32 or int64");
+    }
+    TensorSpec lead = p.query;
+    lead.rank -= 3;
+    if (!broadcasts(lengths, lead.shape.data(), lead.rank)) {
+      return invalid("key_lengths has shape ", shape_text(lengths),
+                     ", which does not broadcast to the batch ", shape_text(lead));
+    }
+  }
+  FLASHMOE_RETURN_IF_ERROR(check_options(p));
+  FLASHMOE_RETURN_IF_ERROR(check_results(p));
+  if (p.pass == Pass::kBackward) FLASHMOE_RETURN_IF_ERROR(check_gradients(p));
+  return {};
+}
+
+#undef FLASHMOE_RETURN_IF_ERROR
+
+Geometry geometry(const AttentionProblem& p) {
+  Geometry g;
+  g.ragged = p.ragged.has_value();
+  const int head = g.ragged ? -2 : -3;
+  if (g.ragged) {
+    g.batch = p.ragged->cu_seqlens_q.shape[0] - 1;
+    g.len_q = p.ragged->max_seqlen_q;
+    g.len_k = p.ragged->max_seqlen_k;
+  } else {
+    g.num_lead = p.query.rank - 3;
+    for (int i = 0; i < g.num_lead; ++i) g.batch *= g.lead[i] = p.query.shape[i];
+    g.len_q = p.query.size(-2);
+    g.len_k = p.key.size(-2);
+  }
+  g.heads_q = p.query.size(head);
+  g.heads_k = p.key.size(head);
+  g.group = g.heads_q / g.heads_k;
+  g.head_dim = p.query.size(-1);
+  g.head_dim_v = p.value.size(-1);
+  g.left = p.window_left;
+  g.right = p.causal ? 0 : p.window_right;
+  g.scale = p.scale ? *p.scale : 1 / std::sqrt(static_cast<double>(g.head_dim));
+  g.softcap = p.softcap;
+  return g;
+}
+
+}  // namespace flashmoe

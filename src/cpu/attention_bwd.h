@@ -1,0 +1,419 @@
+// Backward pass: one (batch, key head), one block of queries of its group at a time, over all keys.
+//
+//   S^T = K Q^T     P^T = exp2(S^T - lse)               dV += P^T dO     (keys)
+//   dP^T = V dO^T   dS^T = P^T * (dP^T - delta)         dK += dS^T Q     (keys)
+//   delta = rowsum(O * dO) - dlse                       dQ += dS K       (queries)
+//
+// dQ of a block is finished when its keys have passed. dK and dV are summed over the queries in
+// fp32 (fp64) in scratch; where a head is cut into chunks, each chunk sums into memory of its own
+// and `reduce` adds the chunks up in their order. No two work items write to one place, and no sum
+// depends on who runs first.
+#pragma once
+
+#include "cpu/attention_fwd.h"
+
+namespace flashmoe::cpu {
+namespace {
+
+// dK and dV of one work item: (len_k x ld_in), then (len_k x ld_out).
+template <class A>
+int64_t partial_elems(const Geometry& g) {
+  return g.len_k * (round_up(g.head_dim, kLanes<A>) + round_up(g.head_dim_v, kLanes<A>));
+}
+
+template <class A>
+struct BackwardScratch {
+  int64_t ld, ld_in, ld_out;  // queries in a block, D, Dv, padded to whole vectors
+  A* queries;                 // block_q x ld_in
+  A* queries_t;               // D x ld
+  A* grads;                   // block_q x ld_out   dO
+  A* grads_t;                 // Dv x ld
+  A* rows;                    // block_q x max(ld_in, ld_out)
+  A* keys;                    // block_k x ld_in
+  A* values;                  // block_k x ld_out
+  A* scores;                  // block_k x ld       S^T, then P^T
+  A* dscores;                 // block_k x ld       dP^T, then dS^T
+  A* bias;                    // block_k x ld       then dBias
+  A* bias_line;               // block_q x block_k
+  A* bias_sum;                // block_k x ld       shared dBias of one tile
+  A* grad_query;              // block_q x ld_in
+  A* lse;                     // ld, times log2(e)
+  A* delta;                   // ld
+  Mask<A> mask;
+  A* partial;  // dK and dV of this item, when a head is not cut
+  size_t bytes;
+
+  BackwardScratch(const Params& p, void* memory) {
+    Arena arena(memory);
+    const Geometry& g = p.geometry;
+    ld = round_up(p.block_q, kLanes<A>);
+    ld_in = round_up(g.head_dim, kLanes<A>);
+    ld_out = round_up(g.head_dim_v, kLanes<A>);
+    queries = arena.take<A>(p.block_q * ld_in);
+    queries_t = arena.take<A>(g.head_dim * ld);
+    grads = arena.take<A>(p.block_q * ld_out);
+    grads_t = arena.take<A>(g.head_dim_v * ld);
+    rows = arena.take<A>(p.block_q * larger(ld_in, ld_out));
+    keys = arena.take<A>(p.block_k * ld_in);
+    values = arena.take<A>(p.block_k * ld_out);
+    scores = arena.take<A>(p.block_k * ld);
+    dscores = arena.take<A>(p.block_k * ld);
+    bias = arena.take<A>(p.has_bias ? p.block_k * ld : 0);
+    bias_line = arena.take<A>(p.has_bias ? p.block_q * p.block_k : 0);
+    bias_sum = arena.take<A>(p.bias_grad == Params::BiasGrad::kShared ? p.block_k * ld : 0);
+    grad_query = arena.take<A>(p.block_q * ld_in);
+    lse = arena.take<A>(ld);
+    delta = arena.take<A>(ld);
+    mask.begin = arena.take<Int<A>>(ld);
+    mask.end = arena.take<Int<A>>(ld);
+    partial = arena.take<A>(p.chunks == 1 ? partial_elems<A>(g) : 0);
+    bytes = arena.used();
+  }
+};
+
+// The tensors of one (batch, query head).
+struct HeadTensors {
+  Matrix query, key, value, bias, out, lse, grad_out, grad_lse, grad_query, grad_bias;
+
+  HeadTensors(const Params& p, const Sequence& s, int64_t head) {
+    const int64_t head_k = head / p.geometry.group;
+    query = matrix(p, p.query, s.batch, head, s.first_row);
+    key = matrix(p, p.key, s.batch, head_k, s.first_key);
+    value = matrix(p, p.value, s.batch, head_k, s.first_key);
+    bias = bias_matrix(p, p.bias, s, head);
+    out = matrix(p, p.out, s.batch, head, s.first_row);
+    lse = matrix(p, p.lse, s.batch, head, s.first_row);
+    grad_out = matrix(p, p.grad_out, s.batch, head, s.first_row);
+    grad_lse = matrix(p, p.grad_lse, s.batch, head, s.first_row);
+    grad_query = matrix(p, p.grad_query, s.batch, head, s.first_row);
+    grad_bias = bias_matrix(p, p.grad_bias, s, head);
+  }
+};
+
+// A block of queries, ready to meet keys.
+template <class A>
+struct QueryBlock {
+  int64_t row, rows, padded;
+  Block<A> queries, grads;
+};
+
+template <class A>
+QueryBlock<A> load_query_block(const Geometry& g, const HeadTensors& x, int64_t row, int64_t rows,
+                               const BackwardScratch<A>& t) {
+  QueryBlock<A> q{row, rows, round_up(rows, kLanes<A>), {}, {}};
+  q.queries = load_block(x.query, row, rows, g.head_dim, t.queries);
+  transpose(q.queries.data, q.queries.ld, rows, g.head_dim, t.queries_t, t.ld);
+  if (x.grad_out) {
+    q.grads = load_block(x.grad_out, row, rows, g.head_dim_v, t.grads);
+  } else {
+    for (int64_t i = 0; i < rows * t.ld_out; ++i) t.grads[i] = 0;
+    q.grads = {t.grads, t.ld_out};
+  }
+  transpose(q.grads.data, q.grads.ld, rows, g.head_dim_v, t.grads_t, t.ld);
+
+  const Block<A> out = load_block(x.out, row, rows, g.head_dim_v, t.rows);
+  for (int64_t i = 0; i < q.padded; ++i) {
+    t.lse[i] = kInf<A>;
+    t.delta[i] = 0;
+    if (i >= rows) continue;
+    A lse, grad_lse = 0;
+    load_row(x.lse.dtype, element(x.lse, row + i, 0), 1, 1, &lse);
+    if (x.grad_lse) load_row(x.grad_lse.dtype, element(x.grad_lse, row + i, 0), 1, 1, &grad_lse);
+    if (lse == -kInf<A>) continue;  // no key allowed: +inf makes every probability 0
+    t.lse[i] = lse * static_cast<A>(kLog2e);
+    Vec<A> sum = {};
+    for (int64_t d = 0; d < t.ld_out; d += kLanes<A>) {
+      sum +=
+          load<Vec<A>>(out.data + i * out.ld + d) * load<Vec<A>>(q.grads.data + i * q.grads.ld + d);
+    }
+    A delta = 0;
+    for (int d = 0; d < kLanes<A>; ++d) delta += sum[d];
+    t.delta[i] = delta - grad_lse;
+  }
+  return q;
+}
+
+// A block of keys as the products want it.
+template <class A>
+struct KeyBlock {
+  int64_t key, keys;
+  Block<A> k, v;
+};
+
+template <class A>
+KeyBlock<A> load_key_block(const Geometry& g, const HeadTensors& x, int64_t key, int64_t keys,
+                           const BackwardScratch<A>& t) {
+  return {key, keys, load_block(x.key, key, keys, g.head_dim, t.keys),
+          load_block(x.value, key, keys, g.head_dim_v, t.values)};
+}
+
+// P^T and dS^T of one tile, dS being the gradient of q.k * scale. Where t.bias is, dBias stays.
+template <class A>
+void score_gradients(const Params& p, const Sequence& s, const HeadTensors& x,
+                     const QueryBlock<A>& q, const KeyBlock<A>& k, TileKind kind,
+                     const BackwardScratch<A>& t) {
+  const Geometry& g = p.geometry;
+  const bool masked = kind == TileKind::kMasked;
+  if (masked) set_mask(p, s, q.row, q.rows, q.padded, k.key, k.keys, t.mask);
+  if (x.bias) load_bias_tile(x.bias, q.row, q.rows, k.key, k.keys, t.bias_line, t.bias, t.ld);
+  product<Order::kRowMajor>(k.keys, q.padded, g.head_dim, k.k.data, k.k.ld, t.queries_t, t.ld,
+                            t.scores, t.ld, false);
+  product<Order::kRowMajor>(k.keys, q.padded, g.head_dim_v, k.v.data, k.v.ld, t.grads_t, t.ld,
+                            t.dscores, t.ld, false);
+  const ScoreRule<A> rule(g, x.bias ? t.bias : nullptr, masked ? &t.mask : nullptr, t.ld);
+  for (int64_t i = 0; i < q.padded; i += kLanes<A>) {
+    const Vec<A> lse = load<Vec<A>>(t.lse + i), delta = load<Vec<A>>(t.delta + i);
+    for (int64_t j = 0; j < k.keys; ++j) {
+      const int64_t at = j * t.ld + i;
+      Vec<A> slope = splat(A(1));
+      const Vec<A> score = rule(load<Vec<A>>(t.scores + at), j, i, &slope);
+      const Vec<A> probability = score == -kInf<A> ? splat(A(-0.0)) : exp2(score - lse);
+      const Vec<A> through = probability * (load<Vec<A>>(t.dscores + at) - delta);
+      const Vec<A> dscore = score == -kInf<A> ? Vec<A>{} : through;
+      store(t.scores + at, probability);
+      store(t.dscores + at, score == -kInf<A> ? Vec<A>{} : dscore * slope);
+      if (x.bias) store(t.bias + at, dscore);
+    }
+  }
+}
+
+// dQ, dK and dV gain one tile.
+template <class A>
+void accumulate_gradients(const Params& p, const QueryBlock<A>& q, const KeyBlock<A>& k,
+                          bool may_be_masked, bool first, A* grad_key, A* grad_value,
+                          const BackwardScratch<A>& t) {
+  const Geometry& g = p.geometry;
+  const bool exact = may_be_masked && !(all_finite(q.queries, q.rows, g.head_dim) &&
+                                        all_finite(q.grads, q.rows, g.head_dim_v) &&
+                                        all_finite(k.k, k.keys, g.head_dim));
+  if (exact) {
+    if (first) {
+      for (int64_t i = 0; i < q.rows * t.ld_in; ++i) t.grad_query[i] = 0;
+    }
+    product_unmasked(k.keys, g.head_dim_v, q.rows, t.scores, t.scores, t.ld, 1, q.grads, grad_value,
+                     t.ld_out);
+    product_unmasked(k.keys, g.head_dim, q.rows, t.dscores, t.scores, t.ld, 1, q.queries, grad_key,
+                     t.ld_in);
+    product_unmasked(q.rows, g.head_dim, k.keys, t.dscores, t.scores, 1, t.ld, k.k, t.grad_query,
+                     t.ld_in);
+    return;
+  }
+  if (p.grad_value) {
+    product<Order::kRowMajor>(k.keys, t.ld_out, q.rows, t.scores, t.ld, q.grads.data, q.grads.ld,
+                              grad_value, t.ld_out, true);
+  }
+  if (p.grad_key) {
+    product<Order::kRowMajor>(k.keys, t.ld_in, q.rows, t.dscores, t.ld, q.queries.data,
+                              q.queries.ld, grad_key, t.ld_in, true);
+  }
+  if (p.grad_query) {
+    product<Order::kColMajor>(q.rows, t.ld_in, k.keys, t.dscores, t.ld, k.k.data, k.k.ld,
+                              t.grad_query, t.ld_in, !first);
+  }
+}
+
+// A tile of dBias (keys x queries in scratch) to its place; null stands for zeros.
+template <class A>
+void store_bias_tile(const Matrix& grad_bias, int64_t row, int64_t rows, int64_t key, int64_t keys,
+                     const A* tile, int64_t ld, A* line) {
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t j = 0; j < keys; ++j) line[j] = tile ? tile[j * ld + i] : 0;
+    store_row(grad_bias.dtype, element(grad_bias, row + i, key), grad_bias.col, keys, line);
+  }
+}
+
+template <class A>
+void backward_block(const Params& p, const Sequence& s, const HeadTensors& x, int64_t row,
+                    int64_t rows, A* grad_key, A* grad_value, const BackwardScratch<A>& t) {
+  const Geometry& g = p.geometry;
+  const bool store_bias = p.bias_grad == Params::BiasGrad::kDirect;
+  const QueryBlock<A> q = load_query_block(g, x, row, rows, t);
+  bool first = true;
+  for (int64_t j = 0; j < s.all_keys; j += p.block_k) {
+    const int64_t keys = smaller(p.block_k, s.all_keys - j);
+    const TileKind kind = tile_kind(p, s, row, rows, j, keys);
+    if (kind == TileKind::kEmpty) {
+      if (store_bias) {
+        store_bias_tile<A>(x.grad_bias, row, rows, j, keys, nullptr, t.ld, t.bias_line);
+      }
+      continue;
+    }
+    const KeyBlock<A> k = load_key_block(g, x, j, keys, t);
+    score_gradients(p, s, x, q, k, kind, t);
+    if (store_bias) store_bias_tile(x.grad_bias, row, rows, j, keys, t.bias, t.ld, t.bias_line);
+    accumulate_gradients(p, q, k, x.bias || kind == TileKind::kMasked, first,
+                         grad_key + j * t.ld_in, grad_value + j * t.ld_out, t);
+    first = false;
+  }
+  if (!x.grad_query) return;
+  for (int64_t i = 0; i < rows; ++i) {
+    A* from = t.grad_query + i * t.ld_in;
+    for (int64_t d = 0; d < g.head_dim; ++d)
+      from[d] = first ? 0 : from[d] * static_cast<A>(g.scale);
+    store_row(x.grad_query.dtype, element(x.grad_query, row + i, 0), x.grad_query.col, g.head_dim,
+              from);
+  }
+}
+
+// dK and dV, summed over the chunks from `partial` on, to their place.
+template <class A>
+void store_key_gradients(const Params& p, const Sequence& s, int64_t head_k, int64_t first,
+                         int64_t last, A* partial, int64_t chunks) {
+  const Geometry& g = p.geometry;
+  const int64_t ld_in = round_up(g.head_dim, kLanes<A>), ld_out = round_up(g.head_dim_v, kLanes<A>);
+  const Matrix grad_key = matrix(p, p.grad_key, s.batch, head_k, s.first_key);
+  const Matrix grad_value = matrix(p, p.grad_value, s.batch, head_k, s.first_key);
+  struct Part {
+    const Matrix& to;
+    A* from;
+    int64_t ld, cols;
+    A factor;
+  };
+  const Part parts[] = {
+      {grad_key, partial, ld_in, g.head_dim, static_cast<A>(g.scale)},
+      {grad_value, partial + g.len_k * ld_in, ld_out, g.head_dim_v, 1},
+  };
+  for (const Part& part : parts) {
+    if (!part.to) continue;
+    for (int64_t j = first; j < last; ++j) {
+      A* line = part.from + j * part.ld;
+      for (int64_t c = 1; c < chunks; ++c) {
+        for (int64_t d = 0; d < part.cols; ++d) line[d] += line[c * partial_elems<A>(g) + d];
+      }
+      for (int64_t d = 0; d < part.cols; ++d) line[d] *= part.factor;
+      store_row(part.to.dtype, element(part.to, j, 0), part.to.col, part.cols, line);
+    }
+  }
+}
+
+// Work item: (batch, key head, chunk of the query blocks of all heads in the group).
+template <class A>
+void backward(const Params& p, int64_t item, void* scratch) {
+  const Geometry& g = p.geometry;
+  const BackwardScratch<A> t(p, scratch);
+  const int64_t chunk = item % p.chunks;
+  const int64_t head_k = item / p.chunks % g.heads_k;
+  const Sequence s = sequence(p, item / p.chunks / g.heads_k);
+  A* partial = p.chunks == 1 ? t.partial : static_cast<A*>(p.partial) + item * partial_elems<A>(g);
+  A* grad_key = partial;
+  A* grad_value = partial + g.len_k * t.ld_in;
+  for (int64_t i = 0; i < s.all_keys * t.ld_in; ++i) grad_key[i] = 0;
+  for (int64_t i = 0; i < s.all_keys * t.ld_out; ++i) grad_value[i] = 0;
+
+  const int64_t blocks = (s.rows + p.block_q - 1) / p.block_q;
+  const int64_t units = blocks * g.group;
+  for (int64_t u = units * chunk / p.chunks; u < units * (chunk + 1) / p.chunks; ++u) {
+    const HeadTensors x(p, s, head_k * g.group + u / blocks);
+    const int64_t row = u % blocks * p.block_q;
+    backward_block(p, s, x, row, smaller(p.block_q, s.rows - row), grad_key, grad_value, t);
+  }
+  if (p.chunks == 1) store_key_gradients<A>(p, s, head_k, 0, s.all_keys, partial, 1);
+}
+
+// Work item: (batch, key head, block of keys).
+template <class A>
+void reduce(const Params& p, int64_t item, void*) {
+  const Geometry& g = p.geometry;
+  const int64_t blocks = (g.len_k + p.block_k - 1) / p.block_k;
+  const int64_t head = item / blocks;  // counted over the batch
+  const Sequence s = sequence(p, head / g.heads_k);
+  const int64_t first = smaller(item % blocks * p.block_k, s.all_keys);
+  const int64_t last = smaller(first + p.block_k, s.all_keys);
+  A* partial = static_cast<A*>(p.partial) + head * p.chunks * partial_elems<A>(g);
+  store_key_gradients<A>(p, s, head % g.heads_k, first, last, partial, p.chunks);
+}
+
+// Adds the tile t.bias to t.bias_sum, folded to the rows and columns that the bias has of its own.
+template <class A>
+void add_bias_tile(const Params& p, int64_t rows, int64_t keys, const BackwardScratch<A>& t) {
+  for (int64_t j = 0; j < keys; ++j) {
+    for (int64_t i = 0; i < rows; ++i) {
+      t.bias_sum[(p.bias_cols ? j : 0) * t.ld + (p.bias_rows ? i : 0)] += t.bias[j * t.ld + i];
+    }
+  }
+}
+
+// Work item: one tile of a dBias that several (batch, head) share, as (own leading dims, own head,
+// block of rows, block of keys). Goes through all that share it and computes their dS anew: two
+// products more than keeping a copy of dBias per head, which would be S x S memory.
+template <class A>
+void bias_grad(const Params& p, int64_t item, void* scratch) {
+  const Geometry& g = p.geometry;
+  const BackwardScratch<A> t(p, scratch);
+  const int64_t row_blocks = p.bias_rows ? (g.len_q + p.block_q - 1) / p.block_q : 1;
+  const int64_t key_blocks = p.bias_cols ? (g.len_k + p.block_k - 1) / p.block_k : 1;
+  const int64_t key_block = item % key_blocks, row_block = item / key_blocks % row_blocks;
+  int64_t own = item / key_blocks / row_blocks;
+
+  // (batch, head) = own part, fixed by the item, plus shared part, walked below; both in mixed
+  // radix over the leading dims and the heads.
+  const int dims = g.num_lead + 1;
+  int64_t sizes[kMaxLead + 1], place[kMaxLead + 1];
+  int64_t fixed = 0, shared = 1, weight = 1;
+  for (int i = dims - 1; i >= 0; --i) {
+    // A ragged batch has no leading dims; its sequences are walked like one that the bias owns.
+    sizes[i] = i == g.num_lead ? g.heads_q : g.lead[i];
+    place[i] = weight;
+    weight *= sizes[i];
+    if (p.bias_own[i]) {
+      fixed += own % sizes[i] * place[i];
+      own /= sizes[i];
+    } else {
+      shared *= sizes[i];
+    }
+  }
+  const int64_t own_sequence = g.ragged ? own : 0;
+
+  for (int64_t i = 0; i < p.block_k * t.ld; ++i) t.bias_sum[i] = 0;
+  Sequence s;  // with an empty batch there is none, and dBias is zero
+  s.rows = g.len_q;
+  s.all_keys = g.len_k;
+  for (int64_t m = 0; m < shared; ++m) {
+    int64_t which = fixed, rest = m;
+    for (int i = dims - 1; i >= 0; --i) {
+      if (p.bias_own[i]) continue;
+      which += rest % sizes[i] * place[i];
+      rest /= sizes[i];
+    }
+    s = sequence(p, g.ragged ? own_sequence : which / g.heads_q);
+    const HeadTensors x(p, s, which % g.heads_q);
+    const int64_t first_row = p.bias_rows ? row_block * p.block_q : 0;
+    const int64_t last_row = p.bias_rows ? smaller(first_row + p.block_q, s.rows) : s.rows;
+    const int64_t first_key = p.bias_cols ? key_block * p.block_k : 0;
+    const int64_t last_key = p.bias_cols ? smaller(first_key + p.block_k, s.keys) : s.keys;
+    for (int64_t row = first_row; row < last_row; row += p.block_q) {
+      const int64_t rows = smaller(p.block_q, last_row - row);
+      const QueryBlock<A> q = load_query_block(g, x, row, rows, t);
+      for (int64_t key = first_key; key < last_key; key += p.block_k) {
+        const int64_t keys = smaller(p.block_k, last_key - key);
+        const TileKind kind = tile_kind(p, s, row, rows, key, keys);
+        if (kind == TileKind::kEmpty) continue;
+        score_gradients(p, s, x, q, load_key_block(g, x, key, keys, t), kind, t);
+        add_bias_tile(p, rows, keys, t);
+      }
+    }
+  }
+
+  const HeadTensors x(p, s, fixed % g.heads_q);
+  const int64_t rows =
+      p.bias_rows ? larger(smaller(p.block_q, s.rows - row_block * p.block_q), 0) : 1;
+  const int64_t keys =
+      p.bias_cols ? larger(smaller(p.block_k, s.all_keys - key_block * p.block_k), 0) : 1;
+  store_bias_tile(x.grad_bias, p.bias_rows ? row_block * p.block_q : 0, rows,
+                  p.bias_cols ? key_block * p.block_k : 0, keys, t.bias_sum, t.ld, t.bias_line);
+}
+
+template <class A>
+size_t backward_scratch(const Params& p) {
+  return BackwardScratch<A>(p, nullptr).bytes;
+}
+
+template <class A>
+size_t partial_bytes(const Params& p) {
+  const Geometry& g = p.geometry;
+  if (p.chunks == 1) return 0;
+  return static_cast<size_t>(g.batch * g.heads_k * p.chunks * partial_elems<A>(g)) * sizeof(A);
+}
+
+}  // namespace
+}  // namespace flashmoe::cpu

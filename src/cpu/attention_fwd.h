@@ -1,0 +1,223 @@
+// Forward pass: one (batch, query head), one block of queries at a time, over all its keys.
+//
+//   Q^T ── scores ──> S^T (keys x queries) ── softmax_step ──> P^T ── accumulate ──> O
+//
+// Each query keeps a running maximum and a running sum of exponentials, base 2. When a block of
+// keys raises the maximum, what was summed so far is scaled down. Memory: one tile of scores,
+// whatever the length.
+#pragma once
+
+#include "cpu/product.h"
+#include "cpu/tile.h"
+
+namespace flashmoe::cpu {
+namespace {
+
+template <class A>
+struct ForwardScratch {
+  int64_t ld;      // queries in a block, padded to whole vectors
+  int64_t ld_out;  // Dv, padded
+  A* rows;         // block_q x max(D, Dv)   rows on their way in or out
+  A* queries;      // D x ld                 Q^T
+  A* keys;         // block_k x D            when the keys cannot be used where they lie
+  A* values;       // block_k x ld_out
+  A* scores;       // block_k x ld           S^T, then P^T
+  A* bias;         // block_k x ld
+  A* bias_line;    // block_q x block_k
+  A* out;          // block_q x ld_out
+  A* maximum;      // ld, times log2(e) like the scores
+  A* sum;          // ld
+  A* correction;   // ld
+  Mask<A> mask;    // ld each
+  size_t bytes;
+
+  ForwardScratch(const Params& p, void* memory) {
+    Arena arena(memory);
+    const Geometry& g = p.geometry;
+    const int64_t ld_in = round_up(g.head_dim, kLanes<A>);
+    ld = round_up(p.block_q, kLanes<A>);
+    ld_out = round_up(g.head_dim_v, kLanes<A>);
+    rows = arena.take<A>(p.block_q * larger(ld_in, ld_out));
+    queries = arena.take<A>(g.head_dim * ld);
+    keys = arena.take<A>(p.block_k * ld_in);
+    values = arena.take<A>(p.block_k * ld_out);
+    scores = arena.take<A>(p.block_k * ld);
+    bias = arena.take<A>(p.has_bias ? p.block_k * ld : 0);
+    bias_line = arena.take<A>(p.has_bias ? p.block_q * p.block_k : 0);
+    out = arena.take<A>(p.block_q * ld_out);
+    maximum = arena.take<A>(ld);
+    sum = arena.take<A>(ld);
+    correction = arena.take<A>(ld);
+    mask.begin = arena.take<Int<A>>(ld);
+    mask.end = arena.take<Int<A>>(ld);
+    bytes = arena.used();
+  }
+};
+
+// The raw products q.k of a tile become scores in base 2: scaled, capped, biased, masked.
+// Everything about a score is decided here, for both passes. With softcap, `slope` (if not null)
+// receives the derivative.
+template <class A>
+struct ScoreRule {
+  A factor;             // scale * log2(e), or scale / softcap
+  A cap = 0;            // softcap * log2(e), 0 = none
+  const A* bias;        // tile or null
+  const Mask<A>* mask;  // or null
+  int64_t ld;
+
+  ScoreRule(const Geometry& g, const A* bias_tile, const Mask<A>* tile_mask, int64_t tile_ld)
+      : bias(bias_tile), mask(tile_mask), ld(tile_ld) {
+    factor = static_cast<A>(g.softcap > 0 ? g.scale / g.softcap : g.scale * kLog2e);
+    cap = static_cast<A>(g.softcap * kLog2e);
+  }
+
+  // The vector of queries from `query` on, against key `key` of the tile.
+  Vec<A> operator()(Vec<A> product, int64_t key, int64_t query, Vec<A>* slope = nullptr) const {
+    Vec<A> score = product * factor;
+    if (cap > 0) {
+      const Vec<A> t = tanh(score);
+      score = t * cap;
+      if (slope) *slope = A(1) - t * t;
+    }
+    if (bias) {
+      const Vec<A> b = load<Vec<A>>(bias + key * ld + query) * static_cast<A>(kLog2e);
+      score = b == -kInf<A> ? b : score + b;  // a mask, even where the score is NaN
+    }
+    if (mask) {
+      using IntVec = Vec<Int<A>>;
+      const IntVec k = splat(static_cast<Int<A>>(key));
+      const IntVec allowed =
+          (k >= load<IntVec>(mask->begin + query)) & (k < load<IntVec>(mask->end + query));
+      score = allowed ? score : splat(-kInf<A>);
+    }
+    return score;
+  }
+};
+
+// Scores to probabilities relative to the new maximum; sums and corrections brought up to date.
+template <class A>
+void softmax_step(const ScoreRule<A>& rule, int64_t keys, int64_t queries,
+                  const ForwardScratch<A>& t) {
+  for (int64_t i = 0; i < queries; i += kLanes<A>) {
+    const Vec<A> before = load<Vec<A>>(t.maximum + i);
+    Vec<A> maximum = before;
+    for (int64_t j = 0; j < keys; ++j) {
+      A* at = t.scores + j * t.ld + i;
+      const Vec<A> score = rule(load<Vec<A>>(at), j, i);
+      store(at, score);
+      maximum = score > maximum ? score : maximum;
+    }
+    store(t.maximum + i, maximum);
+    // A query that has seen no key yet keeps -inf, which must not meet another -inf.
+    const Vec<A> reference = maximum == -kInf<A> ? Vec<A>{} : maximum;
+    Vec<A> sum = {};
+    for (int64_t j = 0; j < keys; ++j) {
+      A* at = t.scores + j * t.ld + i;
+      const Vec<A> score = load<Vec<A>>(at);
+      const Vec<A> p = score == -kInf<A> ? splat(A(-0.0)) : exp2(score - reference);
+      store(at, p);
+      sum += p;
+    }
+    const Vec<A> correction = before == maximum ? splat(A(1)) : exp2(before - reference);
+    store(t.correction + i, correction);
+    store(t.sum + i, load<Vec<A>>(t.sum + i) * correction + sum);
+  }
+}
+
+// O = correction * O + P V
+template <class A>
+void accumulate(const ForwardScratch<A>& t, int64_t rows, int64_t keys, const Block<A>& values,
+                bool first, bool may_be_masked, int64_t head_dim_v) {
+  if (!first) {
+    for (int64_t i = 0; i < rows; ++i) {
+      if (t.correction[i] == 1) continue;
+      for (int64_t d = 0; d < t.ld_out; ++d) t.out[i * t.ld_out + d] *= t.correction[i];
+    }
+  }
+  if (may_be_masked && !all_finite(values, keys, head_dim_v)) {
+    if (first) {
+      for (int64_t i = 0; i < rows * t.ld_out; ++i) t.out[i] = 0;
+    }
+    product_unmasked(rows, head_dim_v, keys, t.scores, t.scores, 1, t.ld, values, t.out, t.ld_out);
+    return;
+  }
+  product<Order::kColMajor>(rows, t.ld_out, keys, t.scores, t.ld, values.data, values.ld, t.out,
+                            t.ld_out, !first);
+}
+
+template <class A>
+void store_output(const ForwardScratch<A>& t, int64_t row, int64_t rows, const Matrix& out,
+                  const Matrix& lse, int64_t head_dim_v) {
+  for (int64_t i = 0; i < rows; ++i) {
+    A* from = t.out + i * t.ld_out;
+    const bool empty = t.sum[i] == 0;  // no key allowed; a NaN is not empty
+    const A inverse = empty ? 0 : 1 / t.sum[i];
+    for (int64_t d = 0; d < head_dim_v; ++d) from[d] = empty ? 0 : from[d] * inverse;
+    store_row(out.dtype, element(out, row + i, 0), out.col, head_dim_v, from);
+    if (!lse) continue;
+    const double log_sum = t.maximum[i] * kLn2 + __builtin_log(static_cast<double>(t.sum[i]));
+    const A value = empty ? -kInf<A> : static_cast<A>(t.sum[i] != t.sum[i] ? t.sum[i] : log_sum);
+    store_row(lse.dtype, element(lse, row + i, 0), 1, 1, &value);
+  }
+}
+
+template <class A>
+void forward_block(const Params& p, const Sequence& s, int64_t head, int64_t row, int64_t rows,
+                   const ForwardScratch<A>& t) {
+  const Geometry& g = p.geometry;
+  const Matrix query = matrix(p, p.query, s.batch, head, s.first_row);
+  const Matrix key = matrix(p, p.key, s.batch, head / g.group, s.first_key);
+  const Matrix value = matrix(p, p.value, s.batch, head / g.group, s.first_key);
+  const Matrix bias = bias_matrix(p, p.bias, s, head);
+  const int64_t padded = round_up(rows, kLanes<A>);
+
+  const Block<A> q = load_block(query, row, rows, g.head_dim, t.rows);
+  transpose(q.data, q.ld, rows, g.head_dim, t.queries, t.ld);
+  for (int64_t i = 0; i < padded; ++i) {
+    t.maximum[i] = -kInf<A>;
+    t.sum[i] = 0;
+  }
+
+  bool first = true;
+  const int64_t begin = row_range(p, s, row).begin, end = row_range(p, s, row + rows - 1).end;
+  for (int64_t j = begin; j < end; j += p.block_k) {
+    const int64_t keys = smaller(p.block_k, end - j);
+    const TileKind kind = tile_kind(p, s, row, rows, j, keys);
+    if (kind == TileKind::kMasked) set_mask(p, s, row, rows, padded, j, keys, t.mask);
+    if (bias) load_bias_tile(bias, row, rows, j, keys, t.bias_line, t.bias, t.ld);
+    const Block<A> k = load_block(key, j, keys, g.head_dim, t.keys);
+    product<Order::kRowMajor>(keys, padded, g.head_dim, k.data, k.ld, t.queries, t.ld, t.scores,
+                              t.ld, false);
+    const ScoreRule<A> rule(g, bias ? t.bias : nullptr,
+                            kind == TileKind::kMasked ? &t.mask : nullptr, t.ld);
+    softmax_step(rule, keys, padded, t);
+    const Block<A> v = load_block(value, j, keys, g.head_dim_v, t.values);
+    accumulate(t, rows, keys, v, first, bias || kind == TileKind::kMasked, g.head_dim_v);
+    first = false;
+  }
+  const Matrix out = matrix(p, p.out, s.batch, head, s.first_row);
+  const Matrix lse = matrix(p, p.lse, s.batch, head, s.first_row);
+  store_output(t, row, rows, out, lse, g.head_dim_v);
+}
+
+// Work item: (batch, query head, chunk of query blocks).
+template <class A>
+void forward(const Params& p, int64_t item, void* scratch) {
+  const Geometry& g = p.geometry;
+  const ForwardScratch<A> t(p, scratch);
+  const int64_t chunk = p.chunks - 1 - item % p.chunks;  // causal: the longest rows first
+  const int64_t head = item / p.chunks % g.heads_q;
+  const Sequence s = sequence(p, item / p.chunks / g.heads_q);
+  const int64_t blocks = (s.rows + p.block_q - 1) / p.block_q;
+  for (int64_t b = blocks * chunk / p.chunks; b < blocks * (chunk + 1) / p.chunks; ++b) {
+    forward_block(p, s, head, b * p.block_q, smaller(p.block_q, s.rows - b * p.block_q), t);
+  }
+}
+
+template <class A>
+size_t forward_scratch(const Params& p) {
+  return ForwardScratch<A>(p, nullptr).bytes;
+}
+
+}  // namespace
+}  // namespace flashmoe::cpu

@@ -1,0 +1,29 @@
+// One instruction set's kernels. CMake compiles this file once per target, with FLASHMOE_CPU_TARGET
+// naming it and the compiler flags choosing its instructions; all else it includes is local to this
+// file.
+#include "cpu/kernels.h"
+
+#include "cpu/attention_bwd.h"
+#include "cpu/attention_fwd.h"
+
+#define FLASHMOE_CONCAT_(a, b) a##b
+#define FLASHMOE_CONCAT(a, b) FLASHMOE_CONCAT_(a, b)
+#define FLASHMOE_STRING_(a) #a
+#define FLASHMOE_STRING(a) FLASHMOE_STRING_(a)
+
+namespace flashmoe::cpu {
+namespace {
+
+template <class A>
+constexpr Kernels kKernels = {
+    forward_scratch<A>, forward<A>, backward_scratch<A>, partial_bytes<A>,
+    backward<A>,        reduce<A>,  bias_grad<A>,
+};
+
+}  // namespace
+
+extern const Target FLASHMOE_CONCAT(target_, FLASHMOE_CPU_TARGET);
+const Target FLASHMOE_CONCAT(target_, FLASHMOE_CPU_TARGET) = {FLASHMOE_STRING(FLASHMOE_CPU_TARGET),
+                                                              kKernels<float>, kKernels<double>};
+
+}  // namespace flashmoe::cpu

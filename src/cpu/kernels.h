@@ -1,0 +1,76 @@
+// The border between the CPU backend (plain C++, compiled once) and its kernels (compiled once per
+// instruction set): what a kernel is given, and the table of kernels that each instruction set
+// offers.
+//
+// Kernel files use no inline function or template that other files use too: the linker keeps one
+// copy of those, and that copy could hold instructions the machine does not have.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "attention/problem.h"
+
+namespace flashmoe::cpu {
+
+// A tensor as kernels see it. Strides in elements; 0 where the tensor is broadcast.
+struct Operand {
+  void* data = nullptr;
+  DType dtype = DType::kFloat32;
+  int64_t lead[kMaxLead] = {};
+  int64_t head = 0;
+  int64_t row = 0;  // queries or keys; ragged: tokens
+  int64_t col = 0;  // head dim; bias: keys
+
+  explicit operator bool() const { return data != nullptr; }
+};
+
+struct Params {
+  Geometry geometry;
+
+  Operand query, key, value;  // (..., H, S, D)
+  bool has_bias = false;      // as planned: scratch has room for it
+  Operand bias;               // (..., H, Sq, Sk); ragged: row is the stride of the packed dimension
+  Operand out, lse;
+  Operand grad_out, grad_lse, grad_query, grad_key, grad_value, grad_bias;
+  Operand key_lengths;                   // one integer per batch, by `lead`
+  Operand cu_seqlens_q, cu_seqlens_k;    // integers, by `row`
+  const int64_t* bias_offset = nullptr;  // ragged: first packed row of each sequence
+
+  int64_t block_q = 0, block_k = 0;  // tile of scores
+  int64_t chunks = 1;                // pieces each (batch, head) is cut into
+  // Backward with chunks > 1: partial dK and dV, (batch, heads_k, chunks, len_k, D + Dv), each
+  // dimension padded as the kernels pad it.
+  void* partial = nullptr;
+
+  // How dBias comes about. kDirect: no two (batch, head) share an element, so the main pass writes
+  // it. kShared: elements are sums over broadcast dimensions, made by a pass of their own, one tile
+  // of dBias at a time and always in the same order.
+  enum class BiasGrad { kNone, kDirect, kShared } bias_grad = BiasGrad::kNone;
+  bool bias_own[kMaxLead + 1] =
+      {};  // kShared: which leading dims (last: heads) the bias has of its own
+  bool bias_rows = true, bias_cols = true;  // kShared: the bias has rows, columns of its own
+};
+
+// One instruction set's kernels for one accumulator type. Each call does one work item, alone, in
+// `scratch`; what it computes depends on the item only.
+struct Kernels {
+  size_t (*forward_scratch)(const Params&);
+  void (*forward)(const Params&, int64_t item, void* scratch);
+  size_t (*backward_scratch)(const Params&);
+  size_t (*partial_bytes)(const Params&);
+  void (*backward)(const Params&, int64_t item, void* scratch);   // dQ, dK, dV, direct dBias
+  void (*reduce)(const Params&, int64_t item, void* scratch);     // sums the chunks' dK and dV
+  void (*bias_grad)(const Params&, int64_t item, void* scratch);  // shared dBias, one tile
+};
+
+struct Target {
+  const char* name;
+  Kernels single;  // accumulates in fp32: fp32, fp16, bf16
+  Kernels twice;   // accumulates in fp64: fp64
+};
+
+// The best target this machine can run, or the one FLASHMOE_CPU_TARGET names. Decided once.
+const Target& target();
+
+}  // namespace flashmoe::cpu

@@ -1,0 +1,99 @@
+// C = A B or C += A B, for tiles that live in cache. The one inner loop of the CPU backend: every
+// product of attention, forward and backward, is this one with its operands in one of two orders.
+//
+//            B: depth x cols, row-major, cols a multiple of the vector (padded)
+//            ┌────────────┐
+//   A: rows  │            │      A row-major (a[i * lda + k]) or column-major (a[k * lda + i]):
+//   x depth  │            │      single elements of it are broadcast, so both orders run alike
+//   ┌────┐   ├────────────┤
+//   │    │   │ C          │      kRows x kVecs vectors of C stay in registers over the whole depth
+//   └────┘   └────────────┘
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/simd.h"
+
+namespace flashmoe::cpu {
+namespace {
+
+enum class Order { kRowMajor, kColMajor };
+
+// 24 accumulators with 4 + 1 operands fill 32 registers; 12 with 2 + 1 fill 16.
+constexpr int kProductRows = 6;
+#if defined(__ARM_NEON) || defined(__AVX512F__)
+constexpr int kProductVecs = 4;
+#else
+constexpr int kProductVecs = 2;
+#endif
+
+template <Order kOrder, int kRows, int kVecs, class A>
+void product_tile(const A* a, int64_t lda, const A* b, int64_t ldb, A* c, int64_t ldc,
+                  int64_t depth, bool accumulate) {
+  Vec<A> acc[kRows][kVecs];
+  for (int i = 0; i < kRows; ++i) {
+    for (int j = 0; j < kVecs; ++j) {
+      acc[i][j] = accumulate ? load<Vec<A>>(c + i * ldc + j * kLanes<A>) : Vec<A>{};
+    }
+  }
+  for (int64_t k = 0; k < depth; ++k) {
+    Vec<A> rb[kVecs];
+    for (int j = 0; j < kVecs; ++j) rb[j] = load<Vec<A>>(b + k * ldb + j * kLanes<A>);
+    for (int i = 0; i < kRows; ++i) {
+      const A ra = kOrder == Order::kRowMajor ? a[i * lda + k] : a[k * lda + i];
+      for (int j = 0; j < kVecs; ++j) acc[i][j] += rb[j] * ra;
+    }
+  }
+  for (int i = 0; i < kRows; ++i) {
+    for (int j = 0; j < kVecs; ++j) store(c + i * ldc + j * kLanes<A>, acc[i][j]);
+  }
+}
+
+template <class A>
+using ProductTile = void (*)(const A*, int64_t, const A*, int64_t, A*, int64_t, int64_t, bool);
+
+// The tile functions for the last rows, 1 .. kProductRows of them.
+template <Order kOrder, int kVecs, class A>
+constexpr ProductTile<A> kProductTiles[kProductRows] = {
+    product_tile<kOrder, 1, kVecs, A>, product_tile<kOrder, 2, kVecs, A>,
+    product_tile<kOrder, 3, kVecs, A>, product_tile<kOrder, 4, kVecs, A>,
+    product_tile<kOrder, 5, kVecs, A>, product_tile<kOrder, 6, kVecs, A>};
+
+// One panel of kVecs vectors of B stays in the first-level cache while A passes by.
+template <Order kOrder, int kVecs, class A>
+void product_panel(int64_t rows, int64_t depth, const A* a, int64_t lda, const A* b, int64_t ldb,
+                   A* c, int64_t ldc, bool accumulate) {
+  const int64_t step = kOrder == Order::kRowMajor ? lda : 1;
+  int64_t i = 0;
+  for (; i + kProductRows <= rows; i += kProductRows) {
+    product_tile<kOrder, kProductRows, kVecs, A>(a + i * step, lda, b, ldb, c + i * ldc, ldc, depth,
+                                                 accumulate);
+  }
+  if (i < rows) {
+    kProductTiles<kOrder, kVecs, A>[rows - i - 1](a + i * step, lda, b, ldb, c + i * ldc, ldc,
+                                                  depth, accumulate);
+  }
+}
+
+// A and C have `rows` rows; B and C have `cols` columns, a multiple of kLanes<A>.
+template <Order kOrder, class A>
+void product(int64_t rows, int64_t cols, int64_t depth, const A* a, int64_t lda, const A* b,
+             int64_t ldb, A* c, int64_t ldc, bool accumulate) {
+  constexpr int kPanel = kProductVecs * kLanes<A>;
+  int64_t j = 0;
+  for (; j + kPanel <= cols; j += kPanel) {
+    product_panel<kOrder, kProductVecs>(rows, depth, a, lda, b + j, ldb, c + j, ldc, accumulate);
+  }
+  if constexpr (kProductVecs > 2) {
+    constexpr int kHalfPanel = 2 * kLanes<A>;
+    for (; j + kHalfPanel <= cols; j += kHalfPanel) {
+      product_panel<kOrder, 2>(rows, depth, a, lda, b + j, ldb, c + j, ldc, accumulate);
+    }
+  }
+  for (; j < cols; j += kLanes<A>) {
+    product_panel<kOrder, 1>(rows, depth, a, lda, b + j, ldb, c + j, ldc, accumulate);
+  }
+}
+
+}  // namespace
+}  // namespace flashmoe::cpu

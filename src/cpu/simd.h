@@ -1,0 +1,201 @@
+// Vectors of the widest kind the target has, in the compiler's own vector types: + - * ? : work as
+// on numbers. Only what the language cannot say (half precision conversion) is spelled in
+// intrinsics.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__ARM_NEON)
+#include <arm_neon.h>
+#elif defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+namespace flashmoe::cpu {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+#elif defined(__AVX2__)
+constexpr int kVectorBytes = 32;
+#else
+constexpr int kVectorBytes = 16;
+#endif
+
+template <class T>
+constexpr int kLanes = kVectorBytes / sizeof(T);
+
+template <class T, int kCount>
+struct VectorOf {
+  typedef T type __attribute__((vector_size(kCount * sizeof(T))));
+};
+template <class A>
+using Vec = typename VectorOf<A, kLanes<A>>::type;
+
+// The integer as wide as an accumulator.
+template <class A>
+struct IntOf;
+template <>
+struct IntOf<float> {
+  using type = int32_t;
+};
+template <>
+struct IntOf<double> {
+  using type = int64_t;
+};
+template <class A>
+using Int = typename IntOf<A>::type;
+
+template <class V, class T>
+inline V load(const T* p) {
+  V v;
+  __builtin_memcpy(&v, p, sizeof(V));
+  return v;
+}
+template <class V, class T>
+inline void store(T* p, V v) {
+  __builtin_memcpy(p, &v, sizeof(V));
+}
+template <class A>
+inline Vec<A> splat(A a) {
+  return Vec<A>{} + a;
+}
+template <class To, class From>
+inline To bits_as(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  __builtin_memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+constexpr double kLog2e = 1.4426950408889634;
+constexpr double kLn2 = 0.6931471805599453;
+template <class A>
+constexpr A kInf = __builtin_inff();
+
+// 2^x. Below -126 it is 0; NaN stays NaN. Relative error 2e-9 before rounding: a minimax polynomial
+// of degree 6 on [-1/2, 1/2]; degree 5 would show in fp32 (8e-8).
+inline Vec<float> exp2(Vec<float> x) {
+  const Vec<float> magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
+  const Vec<float> capped = x > 128.f ? splat(128.f) : x;
+  const Vec<float> t = capped + magic;
+  const Vec<float> f = capped - (t - magic);
+  Vec<float> p = splat(1.53458078e-4f);
+  p = p * f + 1.33999316e-3f;
+  p = p * f + 9.61848898e-3f;
+  p = p * f + 5.55032878e-2f;
+  p = p * f + 0.240226469f;
+  p = p * f + 0.693147206f;
+  p = p * f + 1.f;
+  // The low bits of t are the integer part: shifted into the exponent they multiply by its power of
+  // two.
+  using IntVec = Vec<int32_t>;
+  const Vec<float> scaled = bits_as<Vec<float>>(bits_as<IntVec>(p) + (bits_as<IntVec>(t) << 23));
+  const Vec<float> flushed = x < -126.f ? Vec<float>{} : scaled;
+  return x == x ? flushed : x;
+}
+inline Vec<double> exp2(Vec<double> x) {
+  for (int i = 0; i < kLanes<double>; ++i) x[i] = __builtin_exp2(x[i]);
+  return x;
+}
+
+// tanh(x). Near 0 an odd polynomial, so that small scores keep their relative precision; else by
+// exp2.
+inline Vec<float> tanh(Vec<float> x) {
+  const Vec<float> z = x * x;
+  Vec<float> p = splat(-5.71703257e-3f);
+  p = p * z + 2.06505756e-2f;
+  p = p * z - 5.37434943e-2f;
+  p = p * z + 0.133314912f;
+  p = p * z - 0.333332839f;
+  const Vec<float> small = x + x * z * p;
+  const Vec<float> large = 1.f - 2.f / (exp2(x * static_cast<float>(2 * kLog2e)) + 1.f);
+  return z < 0.390625f ? small : large;
+}
+inline Vec<double> tanh(Vec<double> x) {
+  for (int i = 0; i < kLanes<double>; ++i) x[i] = __builtin_tanh(x[i]);
+  return x;
+}
+
+// bfloat16 is the upper half of a float. Rounds to nearest even; NaN stays NaN.
+inline float from_bf16(uint16_t h) { return bits_as<float>(static_cast<uint32_t>(h) << 16); }
+inline uint16_t to_bf16(float f) {
+  const uint32_t u = bits_as<uint32_t>(f);
+  if (f != f) return static_cast<uint16_t>((u >> 16) | 0x40);
+  return static_cast<uint16_t>((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+
+#if defined(__ARM_NEON)
+inline float from_fp16(uint16_t h) { return bits_as<__fp16>(h); }
+inline uint16_t to_fp16(float f) { return bits_as<uint16_t>(static_cast<__fp16>(f)); }
+#elif defined(__F16C__)
+inline float from_fp16(uint16_t h) { return _cvtsh_ss(h); }
+inline uint16_t to_fp16(float f) { return _cvtss_sh(f, 0); }
+#else
+inline float from_fp16(uint16_t h) {
+  const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16;
+  const uint32_t rest = h & 0x7fff;
+  // 2^-24 per unit below the smallest normal; infinity and NaN keep their payload.
+  if (rest < 0x400) return bits_as<float>(bits_as<uint32_t>(rest * 0x1p-24f) | sign);
+  if (rest >= 0x7c00) return bits_as<float>(sign | 0x7f800000 | (rest & 0x3ff) << 13);
+  return bits_as<float>(sign | ((rest << 13) + (112u << 23)));
+}
+inline uint16_t to_fp16(float f) {
+  const uint32_t u = bits_as<uint32_t>(f);
+  const uint16_t sign = static_cast<uint16_t>(u >> 16 & 0x8000);
+  const uint32_t rest = u & 0x7fffffff;
+  if (rest > 0x7f800000) return sign | 0x7e00;   // NaN
+  if (rest >= 0x477ff000) return sign | 0x7c00;  // 65520 and more round to infinity
+  if (rest < 0x38800000) {                       // subnormal: let the adder round at 2^-24
+    return sign |
+           static_cast<uint16_t>(bits_as<uint32_t>(bits_as<float>(rest) + 0.5f) - 0x3f000000);
+  }
+  return sign | static_cast<uint16_t>((rest + 0xfff + (rest >> 13 & 1) - (112u << 23)) >> 13);
+}
+#endif
+
+// A vector's worth of elements, widened to float and back.
+using HalfVec = VectorOf<uint16_t, kLanes<float>>::type;
+
+inline Vec<float> widen_bf16(const uint16_t* p) {
+  const auto wide = __builtin_convertvector(load<HalfVec>(p), Vec<uint32_t>);
+  return bits_as<Vec<float>>(wide << 16);
+}
+inline void narrow_bf16(uint16_t* p, Vec<float> v) {
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  store(p, vcvt_bf16_f32(v));
+#else
+  const auto u = bits_as<Vec<uint32_t>>(v);
+  const auto rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+  const auto nan = (u >> 16) | 0x40;
+  store(p, __builtin_convertvector(v == v ? rounded : nan, HalfVec));
+#endif
+}
+
+inline Vec<float> widen_fp16(const uint16_t* p) {
+#if defined(__ARM_NEON)
+  return vcvt_f32_f16(load<float16x4_t>(p));
+#elif defined(__AVX512F__)
+  return _mm512_cvtph_ps(load<__m256i>(p));
+#elif defined(__F16C__)
+  return _mm256_cvtph_ps(load<__m128i>(p));
+#else
+  Vec<float> v;
+  for (int i = 0; i < kLanes<float>; ++i) v[i] = from_fp16(p[i]);
+  return v;
+#endif
+}
+inline void narrow_fp16(uint16_t* p, Vec<float> v) {
+#if defined(__ARM_NEON)
+  store(p, vcvt_f16_f32(v));
+#elif defined(__AVX512F__)
+  store(p, _mm512_cvtps_ph(v, 0));
+#elif defined(__F16C__)
+  store(p, _mm256_cvtps_ph(v, 0));
+#else
+  for (int i = 0; i < kLanes<float>; ++i) p[i] = to_fp16(v[i]);
+#endif
+}
+
+}  // namespace
+}  // namespace flashmoe::cpu

@@ -1,0 +1,117 @@
+#include "cpu/targets.h"
+
+#include <cstdlib>
+#include <cstring>
+
+#include "attention/text.h"
+#include "cpu/kernels.h"
+#include "flashmoe/attention.h"
+
+#if defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
+namespace flashmoe::cpu {
+
+extern const Target target_neon_bf16, target_neon, target_avx512, target_avx2, target_sse2,
+    target_generic;
+
+namespace {
+
+struct Entry {
+  const Target* target;
+  bool runnable;
+  const char* needs;
+};
+
+std::vector<Entry> entries() {
+  std::vector<Entry> list;
+#if defined(FLASHMOE_HAS_NEON_BF16)
+#if defined(HWCAP2_BF16)
+  const bool bf16 = (getauxval(AT_HWCAP2) & HWCAP2_BF16) && (getauxval(AT_HWCAP) & HWCAP_ASIMDHP);
+#else
+  const bool bf16 = false;
+#endif
+  list.push_back({&target_neon_bf16, bf16, "Armv8.2 with fp16 and bf16"});
+#endif
+#if defined(FLASHMOE_HAS_NEON)
+  list.push_back({&target_neon, true, "any 64-bit Arm"});
+#endif
+#if defined(FLASHMOE_HAS_AVX512)
+  list.push_back({&target_avx512,
+                  __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512cd"),
+                  "AVX-512 F, BW, CD, DQ and VL"});
+#endif
+#if defined(FLASHMOE_HAS_AVX2)
+  // Every CPU with AVX2 and FMA has F16C and BMI too, which this target uses.
+  list.push_back({&target_avx2,
+                  __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                      __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2"),
+                  "AVX2 and FMA"});
+#endif
+#if defined(FLASHMOE_HAS_SSE2)
+  list.push_back({&target_sse2, true, "any 64-bit x86"});
+#endif
+#if defined(FLASHMOE_HAS_GENERIC)
+  list.push_back({&target_generic, true, "any CPU"});
+#endif
+  return list;
+}
+
+struct Choice {
+  const Target* target = nullptr;
+  std::string problem;
+};
+
+Choice choose() {
+  const char* wanted = std::getenv("FLASHMOE_CPU_TARGET");
+  Choice choice;
+  std::string runnable;
+  for (const Entry& entry : entries()) {
+    if (!entry.runnable) continue;
+    runnable += text(runnable.empty() ? "" : ", ", entry.target->name);
+    const bool match = !wanted || !*wanted || !std::strcmp(wanted, entry.target->name);
+    if (match && !choice.target) choice.target = entry.target;
+  }
+  if (!choice.target) {
+    choice.problem = text("FLASHMOE_CPU_TARGET is ", wanted, "; this machine can run ", runnable);
+    choice.target = entries().back().target;
+  }
+  return choice;
+}
+
+const Choice& choice() {
+  static const Choice once = choose();
+  return once;
+}
+
+}  // namespace
+
+const Target& target() { return *choice().target; }
+
+std::string target_problem() { return choice().problem; }
+
+std::vector<TargetInfo> target_list() {
+  std::vector<TargetInfo> list;
+  for (const Entry& e : entries()) list.push_back({e.target->name, e.runnable, e.needs});
+  return list;
+}
+
+}  // namespace flashmoe::cpu
+
+namespace flashmoe {
+
+std::vector<std::string> cpu_targets() {
+  std::vector<std::string> names;
+  for (const cpu::TargetInfo& info : cpu::target_list()) {
+    if (info.runnable) names.push_back(info.name);
+  }
+  return names;
+}
+
+std::string cpu_target() { return cpu::target().name; }
+
+}  // namespace flashmoe

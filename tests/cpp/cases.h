@@ -1,0 +1,374 @@
+// Random attention problems with memory behind them, over every option there is, and what the
+// oracle says about them.
+#pragma once
+
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <utility>
+
+#include "flashmoe/attention.h"
+#include "tensors.h"
+
+namespace testing {
+
+using flashmoe::AttentionProblem;
+using flashmoe::AttentionTensors;
+using flashmoe::Pass;
+
+constexpr double kInf = std::numeric_limits<double>::infinity();
+
+// A problem and a tensor for each of its specs. `options` has the options and the ragged maxima;
+// problem() fills in the specs of the tensors that there are.
+struct Case {
+  AttentionProblem options;
+  Tensor query, key, value, bias, key_lengths, cu_seqlens_q, cu_seqlens_k;
+  Tensor out, lse, grad_out, grad_lse, grad_query, grad_key, grad_value, grad_bias;
+
+  DType dtype() const { return query.spec().dtype; }
+  bool ragged() const { return static_cast<bool>(cu_seqlens_q); }
+
+  AttentionProblem problem(Pass pass, int num_threads = 1) const {
+    const auto maybe = [](const Tensor& t) {
+      return t ? std::optional<TensorSpec>(t.spec()) : std::nullopt;
+    };
+    AttentionProblem p = options;
+    p.pass = pass;
+    p.device.num_threads = num_threads;
+    p.query = query.spec();
+    p.key = key.spec();
+    p.value = value.spec();
+    p.bias = maybe(bias);
+    p.key_lengths = maybe(key_lengths);
+    if (ragged()) {
+      p.ragged->cu_seqlens_q = cu_seqlens_q.spec();
+      p.ragged->cu_seqlens_k = cu_seqlens_k.spec();
+    }
+    p.out = out.spec();
+    p.lse = maybe(lse);
+    if (pass == Pass::kForward) return p;
+    p.grad_out = maybe(grad_out);
+    p.grad_lse = maybe(grad_lse);
+    p.grad_query = maybe(grad_query);
+    p.grad_key = maybe(grad_key);
+    p.grad_value = maybe(grad_value);
+    p.grad_bias = maybe(grad_bias);
+    return p;
+  }
+
+  AttentionTensors tensors() const {
+    AttentionTensors t;
+    t.query = query.data();
+    t.key = key.data();
+    t.value = value.data();
+    t.bias = bias.data();
+    t.key_lengths = key_lengths.data();
+    t.cu_seqlens_q = cu_seqlens_q.data();
+    t.cu_seqlens_k = cu_seqlens_k.data();
+    t.out = out.data();
+    t.lse = lse.data();
+    t.grad_out = grad_out.data();
+    t.grad_lse = grad_lse.data();
+    t.grad_query = grad_query.data();
+    t.grad_key = grad_key.data();
+    t.grad_value = grad_value.data();
+    t.grad_bias = grad_bias.data();
+    return t;
+  }
+
+  using Named = std::pair<const char*, Tensor*>;
+  std::vector<Named> inputs() {
+    return {{"query", &query}, {"key", &key},           {"value", &value},
+            {"bias", &bias},   {"grad_out", &grad_out}, {"grad_lse", &grad_lse}};
+  }
+  std::vector<Named> results(Pass pass) {
+    if (pass == Pass::kForward) return {{"out", &out}, {"lse", &lse}};
+    return {{"grad_query", &grad_query},
+            {"grad_key", &grad_key},
+            {"grad_value", &grad_value},
+            {"grad_bias", &grad_bias}};
+  }
+};
+
+// "float16 (2, 4, 17, 8) keys (2, 2, 33, 8) ..." enough to rebuild it by hand.
+inline std::string describe(const Case& c) {
+  std::ostringstream s;
+  const auto shape = [&](const char* name, const Tensor& t) {
+    if (!t) return;
+    s << " " << name << "(";
+    for (int i = 0; i < t.spec().rank; ++i) s << (i ? "," : "") << t.spec().shape[i];
+    s << " step";
+    for (int i = 0; i < t.spec().rank; ++i) s << (i ? "," : " ") << t.spec().stride[i];
+    s << ")";
+  };
+  s << flashmoe::dtype_name(c.dtype());
+  shape("query", c.query);
+  shape("key", c.key);
+  shape("value", c.value);
+  shape("bias", c.bias);
+  if (c.bias) s << " bias " << flashmoe::dtype_name(c.bias.spec().dtype);
+  const auto integers = [&](const char* name, const Tensor& t) {
+    if (!t) return;
+    s << " " << name;
+    for (double x : t.values()) s << " " << x;
+  };
+  integers("key_lengths", c.key_lengths);
+  integers("cu_seqlens_q", c.cu_seqlens_q);
+  integers("cu_seqlens_k", c.cu_seqlens_k);
+  if (c.options.causal) s << " causal";
+  s << " window " << c.options.window_left << " " << c.options.window_right;
+  if (c.options.scale) s << " scale " << *c.options.scale;
+  if (c.options.softcap > 0) s << " softcap " << c.options.softcap;
+  return s.str();
+}
+
+inline Values random_values(Random& random, int64_t count, double spread = 1) {
+  std::normal_distribution<double> normal(0, spread);
+  Values values(count);
+  for (double& x : values) x = normal(random);
+  return values;
+}
+
+// The way a case is made: which lengths to draw, and how large a case may become.
+struct CaseRules {
+  std::vector<int64_t> lengths = {0, 1, 2, 3, 7, 15, 16, 17, 31, 37, 95, 96, 97, 131};
+  std::vector<int64_t> head_dims = {1,  2,  3,  5,  7,  8,   12,  16, 17,
+                                    24, 32, 33, 48, 64, 100, 128, 256};
+  double most_products = 2e6;  // multiplications of the forward pass
+  std::optional<DType> dtype;  // any
+};
+
+class CaseMaker {
+ public:
+  CaseMaker(Random& random, const CaseRules& rules) : random_(random), rules_(rules) {}
+
+  Case make() {
+    do {
+      draw_sizes();
+    } while (products() > rules_.most_products);
+    Case c;
+    make_inputs(c);
+    make_options(c);
+    if (chance(random_, 0.5)) make_bias(c);
+    make_results(c);
+    return c;
+  }
+
+ private:
+  int64_t pick(const std::vector<int64_t>& from) {
+    return from[uniform(random_, 0, from.size() - 1)];
+  }
+  int64_t pick_length() { return pick(rules_.lengths); }
+
+  double products() const {
+    double pairs = 0;
+    for (size_t i = 0; i < lengths_q_.size(); ++i) pairs += double(lengths_q_[i]) * lengths_k_[i];
+    return pairs * heads_q_ * (dim_ + dim_v_);
+  }
+
+  void draw_sizes() {
+    const DType all[] = {DType::kFloat64, DType::kFloat32, DType::kFloat16, DType::kBFloat16};
+    dtype_ = rules_.dtype ? *rules_.dtype : all[uniform(random_, 0, 3)];
+    ragged_ = chance(random_, 0.3);
+    heads_k_ = uniform(random_, 1, 3);
+    heads_q_ = heads_k_ * uniform(random_, 1, 3);
+    dim_ = pick(rules_.head_dims);
+    dim_v_ = chance(random_, 0.7) ? dim_ : pick(rules_.head_dims);
+    lead_.clear();
+    lengths_q_.clear();
+    lengths_k_.clear();
+    int64_t batch = 0;
+    if (ragged_) {
+      batch = uniform(random_, 0, 5);
+    } else {
+      batch = 1;
+      const int64_t num_lead = chance(random_, 0.7) ? 1 : uniform(random_, 2, 5);
+      for (int i = 0; i < num_lead; ++i) {
+        lead_.push_back(chance(random_, 0.03) ? 0 : uniform(random_, 1, i == 0 ? 3 : 2));
+        batch *= lead_.back();
+      }
+      len_q_ = pick_length();
+      len_k_ = chance(random_, 0.3) ? len_q_ : pick_length();
+    }
+    for (int64_t i = 0; i < batch; ++i) {
+      lengths_q_.push_back(ragged_ ? pick_length() : len_q_);
+      lengths_k_.push_back(ragged_ ? (chance(random_, 0.5) ? lengths_q_[i] : pick_length())
+                                   : len_k_);
+    }
+  }
+
+  // (..., H, S, D), or (T, H, D).
+  std::vector<int64_t> shape(int64_t heads, int64_t length,
+                             std::initializer_list<int64_t> last) const {
+    std::vector<int64_t> result = lead_;
+    if (ragged_) {
+      result.insert(result.end(), {length, heads});
+    } else {
+      result.insert(result.end(), {heads, length});
+    }
+    result.insert(result.end(), last);
+    return result;
+  }
+
+  Tensor empty(DType dtype, const std::vector<int64_t>& shape, bool only_read) {
+    return Tensor(dtype, shape, random_layout(random_, static_cast<int>(shape.size()), only_read));
+  }
+  Tensor normal(DType dtype, const std::vector<int64_t>& shape) {
+    Tensor tensor = empty(dtype, shape, true);
+    tensor.set(random_values(random_, element_count(shape)));
+    return tensor;
+  }
+  Tensor integers(DType dtype, const std::vector<int64_t>& shape, const Values& values) {
+    Layout layout = random_layout(random_, static_cast<int>(shape.size()), false);
+    Tensor tensor(dtype, shape, layout);
+    tensor.set(values);
+    return tensor;
+  }
+
+  void make_inputs(Case& c) {
+    const DType int_dtype = chance(random_, 0.5) ? DType::kInt32 : DType::kInt64;
+    if (ragged_) {
+      c.options.ragged.emplace();
+      c.cu_seqlens_q = cu_seqlens(int_dtype, lengths_q_, &len_q_, &c.options.ragged->max_seqlen_q);
+      c.cu_seqlens_k = cu_seqlens(int_dtype, lengths_k_, &len_k_, &c.options.ragged->max_seqlen_k);
+    } else if (chance(random_, 0.3)) {
+      make_key_lengths(c, int_dtype);
+    }
+    c.query = normal(dtype_, shape(heads_q_, len_q_, {dim_}));
+    c.key = normal(dtype_, shape(heads_k_, len_k_, {dim_}));
+    c.value = normal(dtype_, shape(heads_k_, len_k_, {dim_v_}));
+  }
+
+  // Sometimes with tokens after the last sequence, and a maximum larger than any.
+  Tensor cu_seqlens(DType dtype, const std::vector<int64_t>& lengths, int64_t* tokens,
+                    int64_t* most) {
+    Values ends = {0};
+    *most = 0;
+    for (int64_t n : lengths) {
+      ends.push_back(ends.back() + static_cast<double>(n));
+      *most = std::max(*most, n);
+    }
+    *tokens =
+        static_cast<int64_t>(ends.back()) + (chance(random_, 0.3) ? uniform(random_, 1, 9) : 0);
+    if (chance(random_, 0.3)) *most += uniform(random_, 1, 200);
+    return integers(dtype, {static_cast<int64_t>(ends.size())}, ends);
+  }
+
+  void make_key_lengths(Case& c, DType dtype) {
+    std::vector<int64_t> shape(lead_.begin() + uniform(random_, 0, lead_.size()), lead_.end());
+    for (int64_t& size : shape) {
+      if (chance(random_, 0.2)) size = 1;
+    }
+    Values lengths(element_count(shape));
+    for (double& n : lengths)
+      n = static_cast<double>(chance(random_, 0.3) ? len_k_ : uniform(random_, 0, len_k_));
+    c.key_lengths = integers(dtype, shape, lengths);
+  }
+
+  int64_t random_window() {
+    if (chance(random_, 0.05)) return std::numeric_limits<int64_t>::max() - uniform(random_, 0, 5);
+    return chance(random_, 0.5) ? uniform(random_, 0, 8) : uniform(random_, 0, 140);
+  }
+
+  void make_options(Case& c) {
+    c.options.causal = chance(random_, 0.35);
+    if (chance(random_, 0.25)) c.options.window_left = random_window();
+    if (chance(random_, 0.25)) c.options.window_right = random_window();
+    if (chance(random_, 0.2))
+      c.options.scale = std::uniform_real_distribution<double>(-1, 1)(random_);
+    if (chance(random_, 0.25))
+      c.options.softcap = std::uniform_real_distribution<double>(0.5, 20)(random_);
+    c.options.deterministic = chance(random_, 0.5);
+  }
+
+  void make_bias(Case& c) {
+    std::vector<int64_t> shape;
+    if (ragged_) {
+      int64_t rows = 0;
+      for (size_t i = 0; i < lengths_q_.size(); ++i) rows += lengths_q_[i] * lengths_k_[i];
+      shape = {rows, chance(random_, 0.5) ? heads_q_ : 1};
+    } else {
+      shape = lead_;
+      shape.insert(shape.end(), {heads_q_, len_q_, len_k_});
+      if (chance(random_, 0.3))
+        shape.erase(shape.begin(), shape.begin() + uniform(random_, 0, shape.size()));
+      for (int64_t& size : shape) {
+        if (chance(random_, 0.25)) size = 1;
+      }
+    }
+    c.bias = empty(chance(random_, 0.5) ? dtype_ : DType::kFloat32, shape, true);
+    Values values = random_values(random_, element_count(shape));
+    if (chance(random_, 0.4)) {
+      const double hidden = chance(random_, 0.2) ? 0.95 : 0.1;  // some rows end up without a key
+      for (double& x : values) x = chance(random_, hidden) ? -kInf : x;
+    }
+    c.bias.set(values);
+  }
+
+  void make_results(Case& c) {
+    const DType lse_dtype = dtype_ == DType::kFloat64 ? dtype_ : DType::kFloat32;
+    const std::vector<int64_t> out = shape(heads_q_, len_q_, {dim_v_}),
+                               lse = shape(heads_q_, len_q_, {});
+    c.out = empty(dtype_, out, false);
+    c.lse = empty(lse_dtype, lse, false);
+    if (!chance(random_, 0.1)) c.grad_out = normal(dtype_, out);
+    if (chance(random_, 0.4)) c.grad_lse = normal(lse_dtype, lse);
+    const auto gradient = [&](Tensor& grad, const Tensor& of) {
+      if (of && !chance(random_, 0.15)) grad = empty(of.spec().dtype, of.shape(), false);
+    };
+    gradient(c.grad_query, c.query);
+    gradient(c.grad_key, c.key);
+    gradient(c.grad_value, c.value);
+    gradient(c.grad_bias, c.bias);
+  }
+
+  Random& random_;
+  const CaseRules& rules_;
+  DType dtype_ = DType::kFloat32;
+  bool ragged_ = false;
+  int64_t heads_q_ = 0, heads_k_ = 0, dim_ = 0, dim_v_ = 0;
+  int64_t len_q_ = 0, len_k_ = 0;  // ragged: all tokens
+  std::vector<int64_t> lead_, lengths_q_, lengths_k_;
+};
+
+inline Case random_case(Random& random, const CaseRules& rules = {}) {
+  return CaseMaker(random, rules).make();
+}
+
+// The same problem in float64 and dense, with every result asked for. Integers are shared by
+// copying.
+inline Case float64_twin(const Case& c) {
+  const auto copy = [](const Tensor& t, DType dtype) {
+    if (!t) return Tensor();
+    Tensor result(dtype, t.shape());
+    result.set(t.values());
+    return result;
+  };
+  const DType f64 = DType::kFloat64;
+  Case twin;
+  twin.options = c.options;
+  twin.query = copy(c.query, f64);
+  twin.key = copy(c.key, f64);
+  twin.value = copy(c.value, f64);
+  twin.bias = copy(c.bias, f64);
+  if (c.key_lengths) twin.key_lengths = copy(c.key_lengths, DType::kInt64);
+  if (c.ragged()) {
+    twin.cu_seqlens_q = copy(c.cu_seqlens_q, DType::kInt64);
+    twin.cu_seqlens_k = copy(c.cu_seqlens_k, DType::kInt64);
+  }
+  twin.out = Tensor(f64, c.out.shape());
+  std::vector<int64_t> rows = c.out.shape();
+  rows.pop_back();
+  twin.lse = Tensor(f64, rows);
+  twin.grad_out = copy(c.grad_out, f64);
+  twin.grad_lse = copy(c.grad_lse, f64);
+  twin.grad_query = Tensor(f64, c.query.shape());
+  twin.grad_key = Tensor(f64, c.key.shape());
+  twin.grad_value = Tensor(f64, c.value.shape());
+  if (c.bias) twin.grad_bias = Tensor(f64, c.bias.shape());
+  return twin;
+}
+
+}  // namespace testing

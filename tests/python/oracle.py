@@ -1,0 +1,321 @@
+"""The yardstick: attention in plain torch, and how far from it the library may be.
+
+`reference` evaluates the formula in float64 and lets autograd differentiate it. `math` evaluates
+the same formula as the math backend of F.scaled_dot_product_attention does in the inputs' dtype.
+`check` holds the library to twice the error of `math`. Nothing here shares a line with the library.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+RESULTS = ("out", "lse", "dq", "dk", "dv", "dbias")
+
+
+@dataclass
+class Case:
+    """One call of attention with its tensors: dense, or ragged when `cu_q` is there."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    grad_out: torch.Tensor
+    grad_lse: torch.Tensor | None = None  # None: lse takes no part in the loss
+    bias: torch.Tensor | None = None
+    key_lengths: torch.Tensor | None = None
+    cu_q: torch.Tensor | None = None
+    cu_k: torch.Tensor | None = None
+    max_q: int = 0
+    max_k: int = 0
+    options: dict[str, Any] = field(default_factory=dict)  # causal, window, scale, softcap
+    deterministic: bool | None = None
+    needs: str = "qkvb"  # which of q, k, v and bias want a gradient
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        named = {"q": self.q, "k": self.k, "v": self.v}
+        return named if self.bias is None else {**named, "bias": self.bias}
+
+    def wants(self, name: str) -> bool:
+        return name[0] in self.needs
+
+
+def allowed_keys(len_q, len_k, lengths, causal, window) -> torch.Tensor:
+    """(..., len_q, len_k) truth: row i sits at key position p = i + L - len_q."""
+    j = torch.arange(len_k)
+    p = torch.arange(len_q)[:, None] + lengths - len_q
+    left, right = window if window is not None else (-1, -1)
+    ok = (j < lengths).expand(*p.shape[:-1], len_k)
+    if causal:
+        ok = ok & (j <= p)
+    if left >= 0:
+        ok = ok & (j >= p - left)
+    if right >= 0:
+        ok = ok & (j <= p + right)
+    return ok
+
+
+def attention(
+    q,
+    k,
+    v,
+    bias=None,
+    causal=False,
+    window=None,
+    scale=None,
+    softcap=None,
+    key_lengths=None,
+    contain=False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse in the dtype of q, with every intermediate in that dtype too.
+
+    `contain` multiplies element by element and leaves masked pairs out of every product, so that a
+    NaN behind a mask stays there (0 * NaN is NaN), in the gradients too. Costs Sq * Sk * D memory.
+    """
+    len_q, len_k, group = q.shape[-2], k.shape[-2], q.shape[-3] // k.shape[-3]
+    k, v = (x.repeat_interleave(group, dim=-3) for x in (k, v))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+
+    lengths = torch.tensor(len_k) if key_lengths is None else key_lengths.long()
+    lengths = lengths.expand(q.shape[:-3])[..., None, None, None]
+    ok = allowed_keys(len_q, len_k, lengths, causal, window)
+    ok = ok.expand(*q.shape[:-2], len_q, len_k)
+    if bias is not None:
+        ok = ok & (bias != -torch.inf)
+
+    if contain:
+        pair = ok[..., None]
+        scores = (q[..., :, None, :].where(pair, 0) * k[..., None, :, :].where(pair, 0)).sum(-1)
+    else:
+        scores = q @ k.mT
+    scores = scores * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias.to(q.dtype)
+
+    # Masked scores are replaced before exp, never multiplied by 0 after it; a row without keys
+    # divides by 1. So no branch of the gradient meets inf or NaN that the inputs did not have.
+    any_key = ok.any(-1, keepdim=True)
+    top = scores.detach().masked_fill(~ok, -torch.inf)
+    top = top.amax(-1, keepdim=True) if len_k else top.new_full(any_key.shape, -torch.inf)
+    top = top.where(any_key, 0)
+    weights = torch.exp((scores - top).where(ok, 0)).where(ok, 0)
+    total = weights.sum(-1, keepdim=True).where(any_key, 1)
+    lse = (top + total.log()).where(any_key, -torch.inf).squeeze(-1)
+    p = weights / total
+    if contain:
+        out = (p.where(ok, 0)[..., None] * v[..., None, :, :].where(ok[..., None], 0)).sum(-2)
+    else:
+        out = p @ v
+    return out, lse
+
+
+def sequences(cu_q, cu_k, q, k, v, bias, *rows):
+    """A ragged batch as dense problems of batch size 1; `rows` are more tensors shaped like q."""
+    start = 0
+    for (q0, q1), (k0, k1) in zip(spans(cu_q), spans(cu_k), strict=True):
+        dense = [x.transpose(0, 1)[None] for x in (q[q0:q1], k[k0:k1], v[k0:k1])]
+        pairs = (q1 - q0) * (k1 - k0)
+        packed = None if bias is None else bias[start : start + pairs]
+        if packed is not None:
+            packed = packed.reshape(q1 - q0, k1 - k0, bias.shape[1]).permute(2, 0, 1)[None]
+        start += pairs
+        yield *dense, packed, *(x[q0:q1].transpose(0, 1)[None] for x in rows)
+
+
+def spans(cu_seqlens: torch.Tensor) -> list[tuple[int, int]]:
+    ends = cu_seqlens.tolist()
+    return list(pairwise(ends))
+
+
+def attention_varlen(q, k, v, bias, cu_q, cu_k, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """One sequence after the other. Tokens behind the last sequence give 0 and -inf."""
+    parts = [attention(*one, **options) for one in sequences(cu_q, cu_k, q, k, v, bias)]
+    rest = (q.shape[0] - int(cu_q[-1]), q.shape[1])
+    outs = [out[0].transpose(0, 1) for out, _ in parts] + [q.new_zeros(*rest, v.shape[-1])]
+    lses = [lse[0].transpose(0, 1) for _, lse in parts] + [q.new_full(rest, -torch.inf)]
+    return torch.cat(outs), torch.cat(lses)
+
+
+def call(case: Case, tensors: dict[str, torch.Tensor], **extra):
+    """The formula above applied to a case, with `tensors` in place of the case's own inputs."""
+    q, k, v, bias = (tensors.get(name) for name in ("q", "k", "v", "bias"))
+    options = {**case.options, **extra}
+    if case.cu_q is None:
+        return attention(q, k, v, bias, key_lengths=case.key_lengths, **options)
+    return attention_varlen(q, k, v, bias, case.cu_q, case.cu_k, **options)
+
+
+def differentiate(case: Case, leaves, out, lse) -> dict[str, torch.Tensor]:
+    """Gradients by name, of the inputs the case wants them for."""
+    outputs, grads = [out], [case.grad_out.to(out.dtype)]
+    if case.grad_lse is not None:
+        outputs, grads = [out, lse], [*grads, case.grad_lse.to(lse.dtype)]
+    names = [name for name in leaves if case.wants(name)]
+    wanted = [leaves[name] for name in names]
+    if wanted and out.requires_grad:
+        values = torch.autograd.grad(
+            outputs, wanted, grads, allow_unused=True, materialize_grads=True
+        )
+    else:  # nothing wanted, or a batch of no sequences
+        values = [torch.zeros_like(leaf) for leaf in wanted]
+    return {f"d{name}": value for name, value in zip(names, values, strict=True)}
+
+
+def reference(case: Case, contain=False) -> dict[str, torch.Tensor]:
+    """Everything the case asks for, in float64 from the first step to the last."""
+    leaves = {name: x.detach().double().requires_grad_() for name, x in case.inputs().items()}
+    out, lse = call(case, leaves, contain=contain)
+    grads = differentiate(case, leaves, out, lse)
+    return {"out": out.detach(), "lse": lse.detach(), **grads}
+
+
+def math(case: Case) -> dict[str, torch.Tensor]:
+    """As SDPA's math backend: float32 inside for the half types, results in the inputs' dtype."""
+    dtype = torch.float64 if case.q.dtype == torch.float64 else torch.float32
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in case.inputs().items()}
+    wide = {name: x.to(dtype) for name, x in leaves.items()}
+    out, lse = call(case, wide)
+    out = out.to(case.q.dtype)
+    grads = differentiate(case, leaves, out, lse)
+    return {"out": out.detach(), "lse": lse.detach(), **grads}
+
+
+def ours(case: Case) -> dict[str, torch.Tensor]:
+    """What the library says, through its public functions; the inputs keep their strides."""
+    import flashmoe_science as fm
+
+    leaves = {
+        name: x.detach().requires_grad_(case.wants(name)) for name, x in case.inputs().items()
+    }
+    bias = leaves.get("bias")
+    extra = {**case.options, "return_lse": True, "deterministic": case.deterministic}
+    q, k, v = leaves["q"], leaves["k"], leaves["v"]
+    if case.cu_q is None:
+        out, lse = fm.flash_attention(q, k, v, bias=bias, key_lengths=case.key_lengths, **extra)
+    else:
+        out, lse = fm.flash_attention_varlen(
+            q, k, v, case.cu_q, case.cu_k, case.max_q, case.max_k, bias=bias, **extra
+        )
+    differentiable = any(leaf.requires_grad for leaf in leaves.values())
+    assert out.requires_grad == lse.requires_grad == differentiable
+    grads = differentiate(case, leaves, out, lse)
+    return {"out": out.detach(), "lse": lse.detach(), **grads}
+
+
+def magnitudes(case: Case) -> dict[str, float]:
+    """How large each result would be if no two terms cancelled, which rounding is relative to.
+
+    Rounding in one score s = scale * q.k + bias is eps * A with A = scale * |q|.|k| + |bias|; it
+    changes the weight p by the factor 1 + eps * A and travels on from there. So: the sums of the
+    formula and of its gradient, taken over absolute values, with p * (1 + 2 A) for p.
+    """
+    with torch.no_grad():
+        wide = {name: x.double() for name, x in case.inputs().items()}
+        q, k, v, bias = (wide.get(name) for name in ("q", "k", "v", "bias"))
+        g = case.grad_out.double()
+        gl = g.new_zeros(g.shape[:-1]) if case.grad_lse is None else case.grad_lse.double()
+        if case.cu_q is None:
+            return dense_magnitudes(q, k, v, bias, g, gl, case.key_lengths, **case.options)
+        most = dict.fromkeys(RESULTS, 0.0)
+        gl = gl[..., None]  # with a last dimension, as sequences() wants
+        for *one, g_one, gl_one in sequences(case.cu_q, case.cu_k, q, k, v, bias, g, gl):
+            found = dense_magnitudes(*one, g_one, gl_one[..., 0], None, **case.options)
+            most = {name: max(most[name], found[name]) for name in RESULTS}
+        return most
+
+
+def dense_magnitudes(q, k, v, bias, g, gl, key_lengths, **options) -> dict[str, float]:
+    if not (q.numel() and k.numel()):
+        return dict.fromkeys(RESULTS, 0.0)
+    group = q.shape[-3] // k.shape[-3]
+    k, v = (x.repeat_interleave(group, dim=-3) for x in (k, v))
+    scale = abs(options["scale"]) if options.get("scale") is not None else q.shape[-1] ** -0.5
+    identity = torch.eye(k.shape[-2], dtype=q.dtype).expand(*k.shape[:-1], -1)
+    p, lse = attention(q, k, identity, bias, key_lengths=key_lengths, **options)
+    a = scale * (q.abs() @ k.abs().mT)
+    if bias is not None:
+        a = a + bias.masked_fill(bias == -torch.inf, 0).abs()
+    p_a = p * (1 + 2 * a)
+    dp = g.abs() @ v.abs().mT
+    ds = p_a * (dp + (p * dp).sum(-1, keepdim=True) + gl.abs()[..., None])
+
+    def per_key_head(x):
+        return x.unflatten(-3, (-1, group)).sum(-3)
+
+    found = {
+        "out": 2 * (p_a @ v.abs()),
+        "lse": (p_a.sum(-1) + lse.abs()).masked_fill(lse == -torch.inf, 0),
+        "dq": scale * (ds @ k.abs()),
+        "dk": scale * per_key_head(ds.mT @ q.abs()),
+        "dv": per_key_head(p_a.mT @ g.abs()),
+        "dbias": ds if bias is None else ds.sum_to_size(bias.shape),
+    }
+    return {name: x.max().item() for name, x in found.items()}
+
+
+def tolerance(name: str, got, want, by_math, magnitude: float) -> float:
+    """The largest error we may have in one result: twice that of the math backend, plus a floor.
+
+    The floor is for results where math is right by luck (one key: p is exactly 1) and is what no
+    implementation can avoid: rounding the exact result to its dtype once, and an error of one unit
+    in the precision that sums are kept in, relative to the terms summed. For float64 inputs math
+    and reference are one computation, so the floor, with a few units for both, is all there is.
+    """
+    if want.numel() == 0:
+        return 0.0
+    finite = want.isfinite()
+    largest = want[finite].abs().max().item() if finite.any() else 0.0
+    theirs = (by_math.double() - want)[finite].abs().max().item() if finite.any() else 0.0
+    info = torch.finfo(got.dtype)
+    rounding = info.eps / 2 * largest + info.smallest_normal * info.eps
+    if got.dtype == torch.float64:
+        return rounding + 4 * info.eps * magnitude
+    return 2 * theirs + rounding + torch.finfo(torch.float32).eps * magnitude
+
+
+def compare(case: Case, got: dict[str, torch.Tensor]) -> list[str]:
+    """What is wrong with `got`, one line per result; empty when all is well."""
+    want, by_math, sizes = reference(case), math(case), magnitudes(case)
+    complaints = []
+    if missing := want.keys() ^ got.keys():
+        complaints.append(f"results differ in {sorted(missing)}")
+    for name in want.keys() & got.keys():
+        a, b = got[name], want[name]
+        dtype = case.bias.dtype if name == "dbias" else case.q.dtype
+        if name == "lse" and dtype != torch.float64:
+            dtype = torch.float32
+        if a.shape != b.shape or a.dtype != dtype:
+            complaints.append(f"{name}: {a.dtype} {tuple(a.shape)}, not {dtype} {tuple(b.shape)}")
+            continue
+        legal = torch.where(b == -torch.inf, a == -torch.inf, a.isfinite())
+        if not legal.all():
+            bad = (~legal).nonzero()
+            complaints.append(f"{name}: {len(bad)} not finite, or finite, first {bad[:4].tolist()}")
+            continue
+        limit = tolerance(name, a, b, by_math[name], sizes[name])
+        error = (a.double() - b).where(b.isfinite(), 0).abs()
+        if error.numel() and error.max().item() > limit:
+            at = [int(i) for i in torch.unravel_index(error.argmax(), error.shape)]
+            values = f"{a[tuple(at)]:.6g}, not {b[tuple(at)]:.6g}"
+            complaints.append(f"{name}: error {error.max():.3g} > {limit:.3g} at {at}: {values}")
+    return complaints
+
+
+def check(case: Case) -> dict[str, torch.Tensor]:
+    """Runs the case through the library and fails unless every result is within its tolerance."""
+    got = ours(case)
+    complaints = compare(case, got)
+    assert not complaints, "\n  ".join(["against the float64 oracle:", *complaints])
+    return got
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal bit for bit: 0 and -0 differ, a NaN equals itself."""
+    whole = {8: torch.int64, 4: torch.int32, 2: torch.int16}[a.element_size()]
+    a, b = a.contiguous(), b.contiguous()
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(whole), b.view(whole))

@@ -1,0 +1,73 @@
+"""Finds or makes the Python that `make` builds and tests with, and writes its path for make to include.
+
+The python3 at hand is used in place when it already has everything (a GPU server without a network is
+the usual case). Otherwise a virtual environment is made in .venv and requirements-dev.txt installed there.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+REQUIREMENTS = ROOT / "requirements-dev.txt"
+MODULES = ["numpy", "pytest", "hypothesis", "rich", "matplotlib", "scikit_build_core"]
+COMMANDS = ["cmake", "ninja"]
+
+
+def missing_here() -> list[str]:
+    """What the running Python lacks."""
+    missing = [m for m in MODULES if importlib.util.find_spec(m) is None]
+    scripts = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    missing += [c for c in COMMANDS if shutil.which(c, path=scripts) is None]
+    try:
+        version = importlib.metadata.version("torch")
+        if tuple(int(x) for x in version.split("+")[0].split(".")[:2]) < (2, 10):
+            missing.append(f"torch>=2.10 (has {version})")
+    except importlib.metadata.PackageNotFoundError:
+        missing.append("torch>=2.10")
+    return missing
+
+
+def make_venv() -> Path:
+    """Creates .venv if need be, installs the requirements, and returns its Python."""
+    python = VENV / "bin" / "python"
+    if not python.exists():
+        print(f"making a virtual environment in {VENV.name}", file=sys.stderr, flush=True)
+        made = subprocess.run([sys.executable, "-m", "venv", str(VENV)], stdout=sys.stderr)
+        if made.returncode:
+            shutil.rmtree(VENV, ignore_errors=True)
+            sys.exit(
+                "cannot make a virtual environment with this python3. On Debian and Ubuntu install "
+                "python3-venv, or activate any environment that has pip and torch >= 2.10."
+            )
+    print("installing requirements-dev.txt into .venv", file=sys.stderr, flush=True)
+    command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-r", str(REQUIREMENTS)]
+    if not sys.stderr.isatty():
+        command += ["--progress-bar", "off"]
+    if subprocess.run(command, stdout=sys.stderr).returncode:
+        sys.exit("pip could not install requirements-dev.txt; its message is above.")
+    return python
+
+
+def main() -> None:
+    output = Path(sys.argv[1])
+    if sys.version_info < (3, 10):
+        sys.exit(f"Python >= 3.10 is needed; python3 is {sys.version.split()[0]}.")
+    missing = missing_here()
+    if missing:
+        print(f"python3 lacks {', '.join(missing)}", file=sys.stderr)
+        python = make_venv()
+    else:
+        python = Path(sys.executable)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(f"PYTHON := {python}\nexport PATH := {python.parent}:$(PATH)\n")
+    print(f"using {python}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

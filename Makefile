@@ -6,6 +6,7 @@
 
 PYTHON3 ?= python3
 BUILD := build/release
+ASAN := build/asan
 ENV := build/environment.mk
 GOALS_WITHOUT_ENV := clean help
 
@@ -24,14 +25,19 @@ export PYTHONPATH := $(CURDIR)/python
 $(BUILD)/build.ninja: $(ENV) CMakeLists.txt $(wildcard cmake/*.cmake)
 	@cmake -S . -B $(BUILD) -G Ninja -DPython3_EXECUTABLE=$(PYTHON) -DFLASHMOE_TORCH=ON -DFLASHMOE_TESTS=ON -DFLASHMOE_INPLACE=ON
 
+$(ASAN)/build.ninja: $(ENV) CMakeLists.txt $(wildcard cmake/*.cmake)
+	@cmake -S . -B $(ASAN) -G Ninja -DFLASHMOE_TESTS=ON -DFLASHMOE_SANITIZE=address,undefined
+
 build: $(BUILD)/build.ninja
 	@cmake --build $(BUILD)
 
 bench: build
 	@$(PYTHON) -m flashmoe_science bench $(ARGS)
 
-test: build
+test: build $(ASAN)/build.ninja
+	@cmake --build $(ASAN)
 	@ctest --test-dir $(BUILD) --output-on-failure
+	@ctest --test-dir $(ASAN) --output-on-failure
 	@$(PYTHON) -m pytest $(ARGS)
 
 format: $(ENV)

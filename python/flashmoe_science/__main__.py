@@ -22,7 +22,7 @@ examples:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The whole command line; every command is a module with SUMMARY, EXAMPLES, add_arguments, run."""
+    """The whole command line. A command is a module: SUMMARY, EXAMPLES, add_arguments, run."""
     parser = argparse.ArgumentParser(
         prog="flashmoe-science",
         description="Attention for models of materials, molecules and proteins.",

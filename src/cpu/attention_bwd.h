@@ -147,7 +147,28 @@ KeyBlock<A> load_key_block(const Geometry& g, const HeadTensors& x, int64_t key,
           load_block(x.value, key, keys, g.head_dim_v, t.values)};
 }
 
-// P^T and dS^T of one tile, dS being the gradient of q.k * scale. Where t.bias is, dBias stays.
+// S^T and dP^T of one tile to P^T and dS^T. Where the bias was, its gradient stays.
+template <bool kPlain, class A>
+void softmax_gradient(const ScoreRule<A>& rule, int64_t keys, int64_t queries,
+                      const BackwardScratch<A>& t) {
+  for (int64_t i = 0; i < queries; i += kLanes<A>) {
+    const Vec<A> lse = load<Vec<A>>(t.lse + i), delta = load<Vec<A>>(t.delta + i);
+    for (int64_t j = 0; j < keys; ++j) {
+      const int64_t at = j * t.ld + i;
+      Vec<A> slope = splat(A(1));
+      const Vec<A> score = rule.template score<kPlain>(load<Vec<A>>(t.scores + at), j, i, &slope);
+      const Vec<A> p = rule.template probability<kPlain>(score, lse);
+      Vec<A> gradient = p * (load<Vec<A>>(t.dscores + at) - delta);
+      if constexpr (!kPlain) gradient = score == -kInf<A> ? Vec<A>{} : gradient;
+      store(t.scores + at, p);
+      if (!kPlain && rule.bias) store(t.bias + at, gradient);
+      if constexpr (!kPlain) gradient = score == -kInf<A> ? Vec<A>{} : gradient * slope;
+      store(t.dscores + at, gradient);
+    }
+  }
+}
+
+// P^T and dS^T of one tile, dS being the gradient of q.k * scale.
 template <class A>
 void score_gradients(const Params& p, const Sequence& s, const HeadTensors& x,
                      const QueryBlock<A>& q, const KeyBlock<A>& k, TileKind kind,
@@ -161,19 +182,10 @@ void score_gradients(const Params& p, const Sequence& s, const HeadTensors& x,
   product<Order::kRowMajor>(k.keys, q.padded, g.head_dim_v, k.v.data, k.v.ld, t.grads_t, t.ld,
                             t.dscores, t.ld, false);
   const ScoreRule<A> rule(g, x.bias ? t.bias : nullptr, masked ? &t.mask : nullptr, t.ld);
-  for (int64_t i = 0; i < q.padded; i += kLanes<A>) {
-    const Vec<A> lse = load<Vec<A>>(t.lse + i), delta = load<Vec<A>>(t.delta + i);
-    for (int64_t j = 0; j < k.keys; ++j) {
-      const int64_t at = j * t.ld + i;
-      Vec<A> slope = splat(A(1));
-      const Vec<A> score = rule(load<Vec<A>>(t.scores + at), j, i, &slope);
-      const Vec<A> probability = score == -kInf<A> ? splat(A(-0.0)) : exp2(score - lse);
-      const Vec<A> through = probability * (load<Vec<A>>(t.dscores + at) - delta);
-      const Vec<A> dscore = score == -kInf<A> ? Vec<A>{} : through;
-      store(t.scores + at, probability);
-      store(t.dscores + at, score == -kInf<A> ? Vec<A>{} : dscore * slope);
-      if (x.bias) store(t.bias + at, dscore);
-    }
+  if (rule.plain()) {
+    softmax_gradient<true>(rule, k.keys, q.padded, t);
+  } else {
+    softmax_gradient<false>(rule, k.keys, q.padded, t);
   }
 }
 

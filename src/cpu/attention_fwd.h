@@ -55,8 +55,7 @@ struct ForwardScratch {
 };
 
 // The raw products q.k of a tile become scores in base 2: scaled, capped, biased, masked.
-// Everything about a score is decided here, for both passes. With softcap, `slope` (if not null)
-// receives the derivative.
+// Everything about a score is decided here, for both passes.
 template <class A>
 struct ScoreRule {
   A factor;             // scale * log2(e), or scale / softcap
@@ -71,9 +70,16 @@ struct ScoreRule {
     cap = static_cast<A>(g.softcap * kLog2e);
   }
 
-  // The vector of queries from `query` on, against key `key` of the tile.
-  Vec<A> operator()(Vec<A> product, int64_t key, int64_t query, Vec<A>* slope = nullptr) const {
+  // Nothing but the scale. Most tiles are plain, and their loops are compiled apart: 1.3x forward
+  // at D=64.
+  bool plain() const { return cap == 0 && !bias && !mask; }
+
+  // The vector of queries from `query` on, against key `key` of the tile. With softcap, `slope` (if
+  // not null) receives its derivative.
+  template <bool kPlain>
+  Vec<A> score(Vec<A> product, int64_t key, int64_t query, Vec<A>* slope = nullptr) const {
     Vec<A> score = product * factor;
+    if constexpr (kPlain) return score;
     if (cap > 0) {
       const Vec<A> t = tanh(score);
       score = t * cap;
@@ -92,36 +98,66 @@ struct ScoreRule {
     }
     return score;
   }
+
+  // The exponential of a score; where it is masked, the negative zero that says so.
+  template <bool kPlain>
+  static Vec<A> probability(Vec<A> score, Vec<A> reference) {
+    if constexpr (kPlain) return exp2(score - reference);
+    return score == -kInf<A> ? splat(A(-0.0)) : exp2(score - reference);
+  }
 };
 
-// Scores to probabilities relative to the new maximum; sums and corrections brought up to date.
-template <class A>
+// Scores to probabilities relative to the new maximum, for kVecs vectors of queries from `query`
+// on; their sums and corrections brought up to date.
+template <bool kPlain, int kVecs, class A>
+void softmax_columns(const ScoreRule<A>& rule, int64_t keys, int64_t query,
+                     const ForwardScratch<A>& t) {
+  Vec<A> before[kVecs], maximum[kVecs], reference[kVecs], sum[kVecs] = {};
+  for (int c = 0; c < kVecs; ++c) {
+    before[c] = maximum[c] = load<Vec<A>>(t.maximum + query + c * kLanes<A>);
+  }
+  for (int64_t j = 0; j < keys; ++j) {
+    for (int c = 0; c < kVecs; ++c) {
+      const int64_t i = query + c * kLanes<A>;
+      A* at = t.scores + j * t.ld + i;
+      const Vec<A> score = rule.template score<kPlain>(load<Vec<A>>(at), j, i);
+      if constexpr (!kPlain) store(at, score);  // a plain one is cheaper to compute twice
+      maximum[c] = score > maximum[c] ? score : maximum[c];
+    }
+  }
+  for (int c = 0; c < kVecs; ++c) {
+    // A query that has seen no key yet keeps -inf, which must not meet another -inf.
+    reference[c] = maximum[c] == -kInf<A> ? Vec<A>{} : maximum[c];
+  }
+  for (int64_t j = 0; j < keys; ++j) {
+    for (int c = 0; c < kVecs; ++c) {
+      const int64_t i = query + c * kLanes<A>;
+      A* at = t.scores + j * t.ld + i;
+      Vec<A> score = load<Vec<A>>(at);
+      if constexpr (kPlain) score = rule.template score<kPlain>(score, j, i);
+      const Vec<A> p = rule.template probability<kPlain>(score, reference[c]);
+      store(at, p);
+      sum[c] += p;
+    }
+  }
+  for (int c = 0; c < kVecs; ++c) {
+    const int64_t i = query + c * kLanes<A>;
+    const Vec<A> correction =
+        before[c] == maximum[c] ? splat(A(1)) : exp2(before[c] - reference[c]);
+    store(t.maximum + i, maximum[c]);
+    store(t.correction + i, correction);
+    store(t.sum + i, load<Vec<A>>(t.sum + i) * correction + sum[c]);
+  }
+}
+
+// All queries of a tile. Four vectors at a time hide the latency of the maximum and of the sum.
+template <bool kPlain, class A>
 void softmax_step(const ScoreRule<A>& rule, int64_t keys, int64_t queries,
                   const ForwardScratch<A>& t) {
-  for (int64_t i = 0; i < queries; i += kLanes<A>) {
-    const Vec<A> before = load<Vec<A>>(t.maximum + i);
-    Vec<A> maximum = before;
-    for (int64_t j = 0; j < keys; ++j) {
-      A* at = t.scores + j * t.ld + i;
-      const Vec<A> score = rule(load<Vec<A>>(at), j, i);
-      store(at, score);
-      maximum = score > maximum ? score : maximum;
-    }
-    store(t.maximum + i, maximum);
-    // A query that has seen no key yet keeps -inf, which must not meet another -inf.
-    const Vec<A> reference = maximum == -kInf<A> ? Vec<A>{} : maximum;
-    Vec<A> sum = {};
-    for (int64_t j = 0; j < keys; ++j) {
-      A* at = t.scores + j * t.ld + i;
-      const Vec<A> score = load<Vec<A>>(at);
-      const Vec<A> p = score == -kInf<A> ? splat(A(-0.0)) : exp2(score - reference);
-      store(at, p);
-      sum += p;
-    }
-    const Vec<A> correction = before == maximum ? splat(A(1)) : exp2(before - reference);
-    store(t.correction + i, correction);
-    store(t.sum + i, load<Vec<A>>(t.sum + i) * correction + sum);
-  }
+  int64_t i = 0;
+  for (; i + 4 * kLanes<A> <= queries; i += 4 * kLanes<A>)
+    softmax_columns<kPlain, 4>(rule, keys, i, t);
+  for (; i < queries; i += kLanes<A>) softmax_columns<kPlain, 1>(rule, keys, i, t);
 }
 
 // O = correction * O + P V
@@ -190,7 +226,11 @@ void forward_block(const Params& p, const Sequence& s, int64_t head, int64_t row
                               t.ld, false);
     const ScoreRule<A> rule(g, bias ? t.bias : nullptr,
                             kind == TileKind::kMasked ? &t.mask : nullptr, t.ld);
-    softmax_step(rule, keys, padded, t);
+    if (rule.plain()) {
+      softmax_step<true>(rule, keys, padded, t);
+    } else {
+      softmax_step<false>(rule, keys, padded, t);
+    }
     const Block<A> v = load_block(value, j, keys, g.head_dim_v, t.values);
     accumulate(t, rows, keys, v, first, bias || kind == TileKind::kMasked, g.head_dim_v);
     first = false;

@@ -11,14 +11,15 @@
 namespace flashmoe::cpu {
 namespace {
 
-// Tile of scores. 96 x 96 keeps the tile and the operands of a product in the second-level cache
-// and is a multiple of the product's 6 rows and of 16 lanes.
-constexpr int64_t kBlock = 96;
+// Tile of scores, at most: 80 x 80 keeps the tile and the operands of a product in the second-level
+// cache and is a multiple of the product's 5 rows and of 16 lanes.
+constexpr int64_t kBlock = 80;
 
 // Work items to aim for, so that a machine's threads stay busy to the end. A number of its own, not
 // the number of threads: how a head is cut decides the bits of dK and dV.
 constexpr int64_t kForwardItems = 64;
-constexpr int64_t kBackwardItems = 32;  // each more chunk costs memory for its dK and dV
+constexpr int64_t kBackwardItems = 32;
+constexpr int64_t kBackwardBlocks = 4;  // per chunk at least: each costs a pass over its dK and dV
 
 constexpr size_t kAlign = 64;
 
@@ -26,11 +27,10 @@ size_t align(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 
 int64_t div_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
-// Blocks of equal size, rather than full ones and a rest.
-int64_t even_block(int64_t length) {
-  if (length <= 0) return 16;
-  const int64_t blocks = div_up(length, kBlock);
-  return std::min(kBlock, div_up(div_up(length, blocks), 16) * 16);
+// Blocks of equal size, rather than full ones and a rest, rounded up to a multiple of `step`.
+int64_t even_block(int64_t length, int64_t step) {
+  const int64_t blocks = std::max<int64_t>(div_up(length, kBlock), 1);
+  return std::max(div_up(div_up(length, blocks), step) * step, step);
 }
 
 const Kernels& kernels(const AttentionProblem& problem) {
@@ -224,13 +224,13 @@ int64_t shared_bias_items(const Params& p) {
 void cut(AttentionPlan& plan) {
   const bool forward = plan.problem.pass == Pass::kForward;
   plan.kernel = text("cpu_", target().name, forward ? "_attention_fwd" : "_attention_bwd");
-  plan.block_q = even_block(plan.len_q);
-  plan.block_k = std::min(kBlock, std::max<int64_t>(plan.len_k, 1));
+  plan.block_q = even_block(plan.len_q, 16);
+  plan.block_k = even_block(plan.len_k, 5);
   const int64_t heads = plan.batch * (forward ? plan.heads_q : plan.heads_k);
   const int64_t blocks =
       div_up(plan.len_q, plan.block_q) * (forward ? 1 : plan.heads_q / plan.heads_k);
   const int64_t wanted = heads ? div_up(forward ? kForwardItems : kBackwardItems, heads) : 1;
-  plan.chunks = std::max<int64_t>(1, std::min(wanted, blocks));
+  plan.chunks = std::max<int64_t>(1, std::min(wanted, forward ? blocks : blocks / kBackwardBlocks));
   plan.work_items = heads * plan.chunks;
 
   const int threads =

@@ -58,7 +58,9 @@ inline void store(T* p, V v) {
 }
 template <class A>
 inline Vec<A> splat(A a) {
-  return Vec<A>{} + a;
+  Vec<A> v;
+  for (int i = 0; i < kLanes<A>; ++i) v[i] = a;  // not 0 + a, which loses the sign of -0
+  return v;
 }
 template <class To, class From>
 inline To bits_as(From from) {
@@ -73,13 +75,13 @@ constexpr double kLn2 = 0.6931471805599453;
 template <class A>
 constexpr A kInf = __builtin_inff();
 
-// 2^x. Below -126 it is 0; NaN stays NaN. Relative error 2e-9 before rounding: a minimax polynomial
-// of degree 6 on [-1/2, 1/2]; degree 5 would show in fp32 (8e-8).
+// 2^x for x <= 127. Below 2^-126 it is 0; NaN stays NaN. Relative error 2e-9 before rounding: a
+// minimax polynomial of degree 6 on [-1/2, 1/2]; degree 5 would show in fp32 (8e-8).
 inline Vec<float> exp2(Vec<float> x) {
   const Vec<float> magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
-  const Vec<float> capped = x > 128.f ? splat(128.f) : x;
-  const Vec<float> t = capped + magic;
-  const Vec<float> f = capped - (t - magic);
+  x = splat(-127.f) > x ? splat(-127.f) : x;   // this way round a NaN is kept
+  const Vec<float> t = x + magic;
+  const Vec<float> f = x - (t - magic);
   Vec<float> p = splat(1.53458078e-4f);
   p = p * f + 1.33999316e-3f;
   p = p * f + 9.61848898e-3f;
@@ -87,12 +89,10 @@ inline Vec<float> exp2(Vec<float> x) {
   p = p * f + 0.240226469f;
   p = p * f + 0.693147206f;
   p = p * f + 1.f;
-  // The low bits of t are the integer part: shifted into the exponent they multiply by its power of
-  // two.
-  using IntVec = Vec<int32_t>;
-  const Vec<float> scaled = bits_as<Vec<float>>(bits_as<IntVec>(p) + (bits_as<IntVec>(t) << 23));
-  const Vec<float> flushed = x < -126.f ? Vec<float>{} : scaled;
-  return x == x ? flushed : x;
+  // The low bits of t are the integer part: in the exponent's place, with its bias, they are a
+  // power of two. At -127 that is the bit pattern of 0.
+  const auto power = (bits_as<Vec<int32_t>>(t) << 23) + 0x3f800000;
+  return p * bits_as<Vec<float>>(power);
 }
 inline Vec<double> exp2(Vec<double> x) {
   for (int i = 0; i < kLanes<double>; ++i) x[i] = __builtin_exp2(x[i]);

@@ -121,6 +121,7 @@ inline std::string describe(const Case& c) {
   s << " window " << c.options.window_left << " " << c.options.window_right;
   if (c.options.scale) s << " scale " << *c.options.scale;
   if (c.options.softcap > 0) s << " softcap " << c.options.softcap;
+  s << (c.grad_out ? "" : " no") << " grad_out" << (c.grad_lse ? "" : " no") << " grad_lse";
   return s.str();
 }
 

@@ -131,7 +131,8 @@ class Tensor {
       last += reach;
       if (layout.spacing[dim] != 0) step *= shape[dim] * layout.spacing[dim];
     }
-    bytes_ = element_count(shape) == 0 ? 0 : (last + 1) * flashmoe::dtype_bytes(dtype);
+    count_ = element_count(shape);
+    bytes_ = count_ == 0 ? 0 : (last + 1) * flashmoe::dtype_bytes(dtype);
     memory_.reset(new std::byte[bytes_]);
     poison();
   }
@@ -143,6 +144,7 @@ class Tensor {
   std::vector<int64_t> shape() const {
     return {spec_.shape.begin(), spec_.shape.begin() + spec_.rank};
   }
+  int64_t count() const { return count_; }
   size_t bytes() const { return bytes_; }
   const std::byte* memory() const { return memory_.get(); }
   void* data() const {
@@ -179,8 +181,7 @@ class Tensor {
  private:
   std::vector<int64_t> offsets() const {
     std::vector<int64_t> result;
-    int64_t count = element_count(shape());
-    for (int64_t n = 0; n < count; ++n) {
+    for (int64_t n = 0; n < count_; ++n) {
       int64_t rest = n, offset = 0;
       for (int i = spec_.rank - 1; i >= 0; --i) {
         offset += rest % spec_.shape[i] * spec_.stride[i];
@@ -192,6 +193,7 @@ class Tensor {
   }
 
   TensorSpec spec_;
+  int64_t count_ = 0;
   int64_t first_ = 0;  // place of element (0, ..., 0)
   size_t bytes_ = 0;
   std::unique_ptr<std::byte[]> memory_;

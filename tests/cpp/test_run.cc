@@ -19,17 +19,24 @@ namespace {
 // is rounded on the way is changed by one rounding error, that is the inputs and, backward, the out
 // that comes from the forward pass. No computation in that dtype can be expected to do better.
 // kSlack covers that one change of the inputs is a sample, and the largest of many rounding errors
-// is not; and a sum of n numbers gathers about sqrt(n) errors of the accumulator.
+// is not. A sum of n numbers gathers about sqrt(n) errors of the accumulator on top.
 constexpr double kSlack = 6;
 
-double slack(DType dtype, double terms) {
-  const double accumulator = unit_roundoff(dtype == DType::kFloat64 ? dtype : DType::kFloat32);
-  return kSlack + std::sqrt(terms) * accumulator / unit_roundoff(dtype);
+double accumulator_roundoff(DType dtype) {
+  return unit_roundoff(dtype == DType::kFloat64 ? dtype : DType::kFloat32);
 }
 
 int case_count(int usual) {
   const char* text = std::getenv("FLASHMOE_TEST_CASES");
   return text ? std::atoi(text) : usual;
+}
+
+double largest(const Values& values) {
+  double most = 0;
+  for (double x : values) {
+    if (std::isfinite(x)) most = std::max(most, std::fabs(x));
+  }
+  return most;
 }
 
 Values changed(Random& random, Values values, double by) {
@@ -45,18 +52,22 @@ Case changed_twin(Random& random, const Case& twin, DType dtype) {
     if (*tensor) tensor->set(changed(random, tensor->values(), u));
   }
   if (!twin.grad_out) return result;
-  // The backward pass needs sum(grad_out * out) of each row, and has out rounded. That sum is
-  // subtracted where the gradient of lse is added, so its error is put there.
+  // The backward pass needs sum(grad_out * out) of each row, and has out rounded; and it adds up
+  // products of grad_out and value. That sum is subtracted where the gradient of lse is added, so
+  // its error is put there.
   const Values grad_out = twin.grad_out.values(), out = twin.out.values();
+  const double most = largest(twin.value.values());
   const int64_t dim = twin.out.spec().size(-1);
   Values grad_lse(out.size() / dim);
   if (result.grad_lse) grad_lse = result.grad_lse.values();
   for (size_t row = 0; row < grad_lse.size(); ++row) {
-    double squares = 0;
+    double squares = 0, products = 0;
     for (int64_t d = 0; d < dim; ++d) {
       squares += std::pow(grad_out[row * dim + d] * out[row * dim + d], 2);
+      products += std::fabs(grad_out[row * dim + d]) * most;
     }
-    grad_lse[row] += (chance(random, 0.5) ? u : -u) * std::sqrt(squares);
+    const double error = u * std::sqrt(squares) + accumulator_roundoff(dtype) * products;
+    grad_lse[row] += chance(random, 0.5) ? error : -error;
   }
   result.grad_lse = Tensor(DType::kFloat64, result.lse.shape());
   result.grad_lse.set(grad_lse);
@@ -117,24 +128,18 @@ void run_repeatedly(Case& c, Pass pass) {
   CHECK(run_pass(c, pass, 3, on_threads) == one, "not the same bits on 3 threads");
 }
 
-double largest(const Values& values) {
-  double most = 0;
-  for (double x : values) {
-    if (std::isfinite(x)) most = std::max(most, std::fabs(x));
-  }
-  return most;
-}
-
-// `slack` times how far the oracle moved is allowed, and one rounding of the result either way.
+// `terms` is how many numbers are added up for one element.
 void compare(const char* name, const Tensor& got, const Values& oracle, const Values& moved,
-             double slack) {
+             DType inputs, double terms) {
   const DType dtype = got.spec().dtype;
   double movement = 0;
   for (size_t i = 0; i < oracle.size(); ++i) {
     if (std::isfinite(oracle[i])) movement = std::max(movement, std::fabs(moved[i] - oracle[i]));
   }
+  const double sum_error = std::sqrt(terms) * accumulator_roundoff(inputs);
   const double smallest = dtype == DType::kFloat16 ? 0x1p-24 : 0x1p-126;  // what rounds to nothing
-  const double limit = slack * movement + 2 * unit_roundoff(dtype) * largest(oracle) + smallest;
+  const double limit = (kSlack + sum_error / unit_roundoff(inputs)) * movement +
+                       (2 * unit_roundoff(dtype) + sum_error) * largest(oracle) + smallest;
   const Values values = got.values();
   for (size_t i = 0; i < values.size(); ++i) {
     const double x = values[i], want = oracle[i];
@@ -153,7 +158,7 @@ double sum_terms(const Case& c, const Tensor& result) {
                keys = c.key.spec().size(ragged ? 0 : -2);
   const double heads = c.query.spec().size(ragged ? 1 : -3);
   if (&result == &c.grad_bias)
-    return c.out.values().size() * keys / std::max<double>(1, c.bias.values().size());
+    return static_cast<double>(c.out.count()) * keys / std::max<double>(1, c.bias.count());
   return std::max({rows * heads, keys, 256.});
 }
 
@@ -169,7 +174,7 @@ void check_case(Random& random, Case& c) {
     for (size_t i = 0; i < got.size(); ++i) {
       if (!*got[i].second) continue;
       compare(got[i].first, *got[i].second, want[i].second->values(), other[i].second->values(),
-              slack(c.dtype(), sum_terms(c, *got[i].second)));
+              c.dtype(), sum_terms(c, *got[i].second));
     }
   }
 }

@@ -42,7 +42,7 @@ struct Note {
 };
 
 template <class... Parts>
-void fail(const char* file, int line, const char* what, const Parts&... parts) {
+void fail(const char* file, int line, const std::string& what, const Parts&... parts) {
   constexpr int kShown = 10;  // one broken kernel fails thousands of checks
   if (++failures > kShown) return;
   std::ostringstream stream;

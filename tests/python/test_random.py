@@ -1,8 +1,9 @@
 """Random problems over every option: against the oracle, and the same bits with 1 and 2 threads."""
 
-import oracle
 import pytest
 from hypothesis import HealthCheck, given, settings
+
+import oracle
 from oracle import same_bits
 from problems import build, problems, seeded
 

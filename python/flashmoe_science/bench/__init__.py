@@ -1,4 +1,4 @@
-"""Our attention next to PyTorch's own: checks each answer, times it, and writes table, JSON and plot.
+"""Our attention next to PyTorch's own: checks each answer, times it, writes table, JSON and plot.
 
 Peers are PyTorch's SDPA backends in the same process with the same threads. A ratio is the best
 peer's time over ours: above 1 we are faster. The exit code is 1 when an answer is wrong.
@@ -26,6 +26,9 @@ examples:
   python -m flashmoe_science bench --list
 """
 
+DTYPES = "fp32, fp16, bf16"
+PEERS = "flash, math; on a GPU also cudnn, efficient; for ragged also varlen"
+
 
 def words(text: str) -> list[str]:
     return [word for word in text.split(",") if word]
@@ -35,22 +38,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench`."""
     add = parser.add_argument
     add("--workload", type=words, default=["dense"], metavar="NAME,...", help="default: dense")
-    add("--shape", nargs="+", action="extend", metavar="B,H,S,D[,causal][,kvN]",
-        help="shapes instead of the workload's own")  # fmt: skip
-    add("--dtype", type=words, metavar="fp32,fp16,bf16", help="default: all on the CPU, bf16 on a GPU")
-    add("--pass", type=words, dest="passes", default=["fwd", "fwd+bwd"], metavar="fwd,fwd+bwd",
-        help="default: both")  # fmt: skip
-    add("--peers", type=words, metavar="NAME,...",
-        help="flash, math; on a GPU also cudnn, efficient; for ragged also varlen. default: all")  # fmt: skip
+    shape = "B,H,S,D[,causal][,kvN]"
+    add("--shape", nargs="+", action="extend", metavar=shape, help="instead of the workload's own")
+    add("--dtype", type=words, metavar="NAME,...", help=f"{DTYPES}. default: all, on a GPU bf16")
+    add("--pass", type=words, dest="passes", default=["fwd", "fwd+bwd"], metavar="NAME,...",
+        help="fwd, fwd+bwd. default: both")  # fmt: skip
+    add("--peers", type=words, metavar="NAME,...", help=f"{PEERS}. default: all")
     add("--device", metavar="cpu|cuda[:N]", help="default: the best one the library can use")
     add("--threads", type=int, metavar="N", help="CPU threads, for everyone. default: torch's own")
-    add("--budget", type=float, default=0.25, metavar="S",
-        help="seconds for each implementation's round on a row (two rounds). default: 0.25")  # fmt: skip
+    add("--budget", type=float, default=0.25, metavar="SECONDS",
+        help="for each of an implementation's two rounds on a row. default: 0.25")  # fmt: skip
     add("--out", type=Path, default=Path("build/bench"), metavar="DIR",
         help="where results.json and results.png go. default: build/bench")  # fmt: skip
     add("--no-plot", action="store_true", help="do not draw results.png")
-    add("--check", action="store_true",
-        help="exit 1 also where the CPU is slower than promised against PyTorch")  # fmt: skip
+    add("--check", action="store_true", help="exit 1 also where the CPU misses its speed bars")
     add("--list", action="store_true", help="list the workloads with their shapes and stop")
 
 
@@ -116,7 +117,6 @@ def run(args: argparse.Namespace) -> int:
 def measure(args: argparse.Namespace) -> int:
     """The benchmark itself; ValueError for options that make no sense."""
     import torch
-
     from flashmoe_science.bench import machine, report, runner
     from flashmoe_science.bench.workloads import WORKLOADS
 
@@ -136,7 +136,8 @@ def measure(args: argparse.Namespace) -> int:
 
     console = report.make_console()
     about = machine.describe(device)
-    console.print(f"{machine.title(about)}; {report.provenance(about)}", markup=False, highlight=False)
+    heading = f"{machine.title(about)}; {report.provenance(about)}"
+    console.print(heading, markup=False, highlight=False)
     with report.ProgressReport(console, len(specs)) as progress:
         rows = runner.run_rows(specs, peers, device, args.budget, progress)
     if device.type == "cuda":

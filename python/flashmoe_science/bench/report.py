@@ -1,4 +1,4 @@
-"""The results for people: progress, table, and plot. Reads only the data that goes to the JSON file."""
+"""The results for people: progress, table and plot, from the data that goes to the JSON file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashmoe_science.bench.runner import Row, RowSpec
 from flashmoe_science.bench.timing import OURS
 
 MARKS = {"few": "*", "estimated": "~"}
-LEGEND = "~ one call on a few heads, scaled   * few samples   - cannot run (the reason is in the JSON)"
+LEGEND = "~ one call on a few heads, scaled   * few samples   - cannot run"
 
 
 def make_console() -> Console:
@@ -99,8 +99,7 @@ def print_table(console: Console, results: dict[str, Any]) -> None:
     unit, per_unit = rate_unit(about["device"])
     names = names_of(rows)
     table = Table(title=f"attention on {title(about)}", caption=LEGEND, title_style="bold")
-    columns = ("workload", "batch,heads,length,dim", "dtype", "pass")
-    for column in columns:
+    for column in ("workload", "batch,heads,length,dim", "dtype", "pass"):
         table.add_column(column, no_wrap=True)
     for name in names:
         table.add_column(f"{name}\nms", justify="right", no_wrap=True)
@@ -108,11 +107,11 @@ def print_table(console: Console, results: dict[str, Any]) -> None:
     if about["device"] == "cuda":
         table.add_column("host us\nours / best", justify="right", no_wrap=True)
     table.add_column("best peer\n/ ours", justify="right", no_wrap=True)
-    previous = None
+    previous = ""
     for row in rows:
-        if previous and (previous["workload"], previous["label"]) != (row["workload"], row["label"]):
+        if previous not in ("", row["workload"] + row["label"]):
             table.add_section()
-        previous = row
+        previous = row["workload"] + row["label"]
         cells = [row["workload"], row["label"], row["dtype"], row["pass"]]
         for name in names:
             implementation = row["implementations"].get(name)
@@ -152,7 +151,8 @@ def print_problems(console: Console, results: dict[str, Any]) -> None:
             console.print(f"{where}: {text}", markup=False, style="bold red")
         for name, implementation in row["implementations"].items():
             if implementation["ms"] is None:
-                reasons.setdefault(f"{name} cannot run: {implementation['reason']}", []).append(where)
+                reason = f"{name} cannot run: {implementation['reason']}"
+                reasons.setdefault(reason, []).append(where)
     for reason, places in reasons.items():
         console.print(f"{reason} ({len(places)} rows, first {places[0]})", markup=False)
 
@@ -161,11 +161,12 @@ def print_problems(console: Console, results: dict[str, Any]) -> None:
 OUR_COLOUR = "#1b6ca8"
 PEER_COLOURS = ("#c9ced6", "#9aa3b0", "#e0c9a6", "#b7c9b1", "#d8b4b4")
 INK = "#2b2f36"
+FAINT = "#7a808c"
 ROWS_PER_PANEL = 8
 
 
 def panels_of(rows: list[Row]) -> dict[str, list[Row]]:
-    """The rows of each panel by its title: one per workload, dtype and pass, split where crowded."""
+    """The rows of each panel by title: one per workload, dtype and pass, split where crowded."""
     panels: dict[str, list[Row]] = {}
     for row in rows:
         panels.setdefault(f"{row['workload']} · {row['dtype']} · {row['pass']}", []).append(row)
@@ -181,7 +182,9 @@ def panels_of(rows: list[Row]) -> dict[str, list[Row]]:
 
 def draw_panel(axes: Any, rows: list[Row], names: list[str], per_unit: float) -> None:
     """Grouped bars: one group a shape, one bar an implementation, the ratio above ours."""
-    width = 0.8 / len(names)
+    width = 0.86 / len(names)
+    # Numbers over thirty narrow bars must be small not to run into each other.
+    size = 8 if len(names) * len(rows) <= 18 else 6.5
     peers = [name for name in names if name != OURS]
     top = 0.0
     for index, name in enumerate(names):
@@ -190,18 +193,19 @@ def draw_panel(axes: Any, rows: list[Row], names: list[str], per_unit: float) ->
             implementation = row["implementations"].get(name)
             x = place + (index - (len(names) - 1) / 2) * width
             if implementation is None or implementation["ms"] is None:
-                axes.text(x, 0, "–", ha="center", va="bottom", color=INK, fontsize=8)
+                axes.text(x, 0, "-", ha="center", va="bottom", color=INK, fontsize=8)
                 continue
             rate = implementation["gflops"] / per_unit
             top = max(top, rate)
             axes.bar(x, rate, width * 0.92, color=colour, label=name, zorder=2)
             text = f"{rate:.0f}" if rate >= 10 else f"{rate:.1f}"
+            text += MARKS["estimated"] if "estimated_from_heads" in implementation else ""
             if name == OURS and row["ratio"] is not None:
-                text += f"\n{row['ratio']:.2f}×"
+                text += f"\n{row['ratio']:.2f}x"
             weight = "bold" if name == OURS else "normal"
             axes.annotate(
                 text, (x, rate), xytext=(0, 2), textcoords="offset points", ha="center",
-                va="bottom", fontsize=8, color=OUR_COLOUR if name == OURS else INK, weight=weight,
+                va="bottom", fontsize=size, color=OUR_COLOUR if name == OURS else INK, weight=weight,
             )  # fmt: skip
     axes.set_ylim(0, top * 1.22 or 1)
     axes.set_xticks(range(len(rows)), [row["label"].replace(",causal", "\ncausal") for row in rows])
@@ -237,20 +241,28 @@ def write_plot(results: dict[str, Any], path: Path) -> None:
         style_panel(axes, name, unit)
     for axes in list(grid.flat)[len(panels) :]:
         axes.set_visible(False)
-    colours = [OUR_COLOUR, *PEER_COLOURS]
-    handles = [plt.Rectangle((0, 0), 1, 1, color=c) for c in colours[: len(names)]]
-    labels = [name if name == OURS else f"PyTorch {name}" for name in names]
-    # Room for the title above and the legend below, in inches, whatever the height of the figure.
-    height = figure.get_size_inches()[1]
-    figure.suptitle(
-        f"Attention on {title(about)} (higher is better; × is best peer's time over ours)",
-        x=0.01, y=1 - 0.12 / height, ha="left", va="top", fontsize=12, color=INK, weight="bold",
-    )  # fmt: skip
-    figure.legend(handles, labels, loc="lower left", ncol=len(names), frameon=False, fontsize=9)
-    figure.text(0.99, 0.14 / height, provenance(about), ha="right", fontsize=8, color="#7a808c")
-    figure.tight_layout(rect=(0, 0.4 / height, 1, 1 - 0.4 / height))
+    write_margins(plt, figure, about, names)
     figure.savefig(path, dpi=150, facecolor="white")
     plt.close(figure)
+
+
+def write_margins(plt: Any, figure: Any, about: dict[str, Any], names: list[str]) -> None:
+    """Title above, legend and provenance below; sizes in inches, whatever the figure's height."""
+    height = figure.get_size_inches()[1]
+    note = "higher is better; 1.25x: the best peer takes 1.25 times as long; batch,heads,length,dim"
+    top = 1 - 0.1 / height
+    heading = f"Attention on {title(about)}"
+    figure.text(0.012, top, heading, va="top", fontsize=13, color=INK, weight="bold")
+    figure.text(0.012, top - 0.28 / height, note, va="top", fontsize=9, color=FAINT)
+    colours = [OUR_COLOUR, *PEER_COLOURS]
+    handles = [plt.Rectangle((0, 0), 1, 1, color=c) for c in colours[: len(names)]]
+    labels = ["flashmoe_science" if name == OURS else f"PyTorch {name}" for name in names]
+    figure.legend(
+        handles, labels, loc="lower left", bbox_to_anchor=(0, 0.22 / height), ncol=len(names),
+        frameon=False, fontsize=8, handlelength=1.2, columnspacing=1.2, labelcolor=INK,
+    )  # fmt: skip
+    figure.text(0.012, 0.12 / height, provenance(about), fontsize=8, color=FAINT)
+    figure.tight_layout(rect=(0, 0.55 / height, 1, 1 - 0.55 / height), h_pad=1.8)
 
 
 def provenance(about: dict[str, Any]) -> str:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-
 from flashmoe_science.bench import accuracy, timing
 from flashmoe_science.bench.workloads import WORKLOADS, Case, Shape
 
@@ -137,15 +136,16 @@ def geometric_mean(values: list[float]) -> float:
 
 
 def means(rows: list[Row], *keys: str) -> list[dict[str, Any]]:
-    """Geometric means of the ratios over the rows that share these keys. Wrong rows do not count."""
+    """Geometric means of the ratios of rows that share these keys. Wrong rows do not count."""
     groups: dict[tuple, list[float]] = {}
     for row in rows:
         if row["ratio"] is not None and row["check"]["status"] != "failed":
             groups.setdefault(tuple(row[k] for k in keys), []).append(row["ratio"])
-    return [
-        {**dict(zip(keys, group, strict=True)), "rows": len(ratios), "ratio": geometric_mean(ratios)}
-        for group, ratios in groups.items()
-    ]
+    found = []
+    for group, ratios in groups.items():
+        mean = {"rows": len(ratios), "ratio": geometric_mean(ratios)}
+        found.append(dict(zip(keys, group, strict=True)) | mean)
+    return found
 
 
 def missed_bars(rows: list[Row]) -> list[str]:

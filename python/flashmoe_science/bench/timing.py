@@ -1,9 +1,9 @@
 """Clocks: how long implementations of one case take, measured side by side.
 
-Peers and ours run in the order peers, ours, ours, peers, so that a machine that warms up or slows down
-does not favour whoever runs first; each gets the better of its two medians. The time is boxed: an
-implementation far slower than the best peer is called once and not again, and where even one call
-would be long, that call is made on a few heads and scaled (marked as an estimate).
+The order is peers, ours, ours, peers, so that a machine that warms up or slows down does not favour
+whoever runs first; each gets the better of its two medians. The time is boxed: a peer far slower
+than the best one is called once and not again, and where even one call would be long, that call is
+made on a few heads and scaled (marked as an estimate).
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
-
 from flashmoe_science.bench.workloads import Case, Implementation, forced_backend
+
+Call = Callable[[], None]
 
 OURS = "ours"
 FAR_SLOWER = 4.0  # times the best peer: such a peer cannot decide a row, so it is not timed further
 FEW_SAMPLES = 6  # below this, a row says so
 BIG_FLOPS = 8e9  # of a CPU forward pass: first calls are made on a few heads
-LONG_CALL_S = 2.0  # such a call gets one sample a round and no warm-up
+LONG_MS = 600.0  # a call this long gets one sample a round: it averages over its own noise
 
 
 @dataclass
@@ -54,13 +55,13 @@ class CpuClock:
 
     big_flops = BIG_FLOPS
 
-    def once(self, call: Callable[[], None]) -> float:
+    def once(self, call: Call) -> float:
         """Milliseconds of one call."""
         start = time.perf_counter()
         call()
         return (time.perf_counter() - start) * 1e3
 
-    def sample(self, call: Callable[[], None], reset: Callable[[], None], count: int) -> list[float]:
+    def sample(self, call: Call, reset: Call, count: int) -> list[float]:
         """Milliseconds of count calls, with reset() before each and outside the clock."""
         times = []
         for _ in range(count):
@@ -68,7 +69,7 @@ class CpuClock:
             times.append(self.once(call))
         return times
 
-    def host_us(self, call: Callable[[], None], reset: Callable[[], None]) -> float | None:
+    def host_us(self, call: Call, reset: Call) -> float | None:
         return None
 
 
@@ -82,20 +83,20 @@ class CudaClock:
         l2_bytes = max(getattr(properties, "L2_cache_size", 0), 32 << 20)
         self.flush = torch.empty(2 * l2_bytes, dtype=torch.int8, device=device)
 
-    def once(self, call: Callable[[], None]) -> float:
+    def once(self, call: Call) -> float:
         torch.cuda.synchronize()
         start = time.perf_counter()
         call()
         torch.cuda.synchronize()
         return (time.perf_counter() - start) * 1e3
 
-    def sample(self, call: Callable[[], None], reset: Callable[[], None], count: int) -> list[float]:
+    def sample(self, call: Call, reset: Call, count: int) -> list[float]:
         pairs = []
         for _ in range(count):
             reset()
             self.flush.zero_()
-            # About 0.3 ms of nothing on the device, so that the host has enqueued the whole call before
-            # the first event is reached and its launch time stays out of the measurement.
+            # About 0.3 ms of nothing on the device, so that the host has enqueued the whole call
+            # before the first event is reached, and launching stays out of the measurement.
             torch.cuda._sleep(500_000)
             pairs.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
             pairs[-1][0].record()
@@ -104,7 +105,7 @@ class CudaClock:
         torch.cuda.synchronize()
         return [start.elapsed_time(end) for start, end in pairs]
 
-    def host_us(self, call: Callable[[], None], reset: Callable[[], None]) -> float | None:
+    def host_us(self, call: Call, reset: Call) -> float | None:
         """Median time until a call returns, on an idle device."""
         times = []
         for _ in range(20):
@@ -161,11 +162,13 @@ class Runner:
 
 
 def cannot_run(error: Exception, caught: list[warnings.WarningMessage]) -> str:
-    """Why a call failed, in one line: PyTorch says "no kernel" in the error and the reason in warnings."""
-    first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
-    details = [str(w.message).split("(Triggered")[0].strip() for w in caught]
-    reasons = [f"{type(error).__name__}: {first_line}", *dict.fromkeys(d for d in details if d)]
-    return " | ".join(reasons)[:500]
+    """Why a call failed, in one line. PyTorch puts the reason for "no kernel" in warnings."""
+    lines = [str(error), *(str(w.message).split("(Triggered")[0] for w in caught)]
+    # The first sentence says it; what follows lists every dispatch key there is. A warning that
+    # ends in "because:" has its reason in a later one, or keeps it to itself.
+    sentences = [line.strip().split("\n")[0].split(". ")[0].rstrip(". ") for line in lines]
+    useful = dict.fromkeys(s for s in sentences if s and not s.endswith("because:"))
+    return f"{type(error).__name__}: {'; '.join(useful)}"
 
 
 def first_call(
@@ -179,7 +182,8 @@ def first_call(
     if case.flops > clock.big_flops:
         # Enough heads to keep every thread busy: PyTorch's backward pass has one thread per head.
         heads = min(case.heads, -(-torch.get_num_threads() // case.group) * case.group)
-    runner = Runner(implementation, case.take_heads(heads) if heads < case.heads else case, backward)
+    part = case.take_heads(heads) if heads < case.heads else case
+    runner = Runner(implementation, part, backward)
     ms = runner.sample(clock, 1)[0]
     if ms < 300:
         ms = runner.sample(clock, 1)[0]
@@ -188,16 +192,17 @@ def first_call(
 
 def samples_per_round(estimate_ms: float, budget_s: float) -> int:
     """How many calls fit the budget, within reason."""
-    if estimate_ms > LONG_CALL_S * 1e3:
+    if estimate_ms > LONG_MS:
         return 1
-    return max(2, min(50, int(budget_s * 1e3 / max(estimate_ms, 1e-3))))
+    fewest = 2 if estimate_ms > 300 else 3
+    return max(fewest, min(50, int(budget_s * 1e3 / max(estimate_ms, 1e-3))))
 
 
 def warm_up_calls(estimate_ms: float, second_round: bool) -> int:
-    """Calls before a round, for caches, allocator and threads; a long call warms itself up."""
+    """Calls before a round, for caches, allocator and threads."""
     if estimate_ms < 100:
         return 3
-    return 0 if second_round or estimate_ms > LONG_CALL_S * 1e3 else 1
+    return 0 if second_round or estimate_ms > 10 * LONG_MS else 1
 
 
 def measure(case: Case, peers: list[str], backward: bool, clock: Clock, budget_s: float) -> dict:

@@ -1,11 +1,11 @@
-"""What the benchmark can run: one entry of WORKLOADS per workload, and nothing about them elsewhere.
+"""What the benchmark can run: one entry of WORKLOADS each, and nothing about them elsewhere.
 
 A workload makes a Case from a shape: the tensors, our call, the same thing said with PyTorch's math
-backend (the correctness reference, in any dtype), and the peers. To add a workload, write a function
-that makes its Case and add an entry at the end of this file.
+backend (the correctness reference, in any dtype), and the peers. To add a workload, write a
+function that makes its Case and add an entry at the end of this file.
 
-Dimension 1 of every tensor of a Case counts heads, whatever the layout. Heads are independent of each
-other, so a few heads of a Case are a smaller Case with the same answer (Case.take_heads).
+Dimension 1 of every tensor of a Case counts heads, whatever the layout. Heads are independent of
+each other, so a few heads of a Case are a smaller Case with the same answer (Case.take_heads).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import torch
 from flashmoe_science import flash_attention, flash_attention_varlen
 
 Tensors = dict[str, torch.Tensor]
@@ -92,8 +92,8 @@ def no_change(leaves: Tensors, grad: torch.Tensor) -> tuple[Tensors, torch.Tenso
 class Implementation:
     """One way to compute a Case: run(leaves) gives the output.
 
-    prepare changes the layout of (leaves, grad of the output) before any clock starts. backend names
-    the PyTorch backend to force while it runs.
+    prepare changes the layout of (leaves, grad of the output) before any clock starts. backend
+    names the PyTorch backend to force while it runs.
     """
 
     run: Callable[[Tensors], torch.Tensor]
@@ -200,9 +200,7 @@ def make_dense(
     if with_bias:
         leaves["bias"] = normal(shape.batch, shape.heads, shape.length, shape.length, like=like)
     scores = shape.batch * shape.heads * shape.length**2 // (2 if shape.causal else 1)
-    sdpa = functools.partial(
-        sdpa_dense, causal=shape.causal, gqa=shape.kv_heads != shape.heads
-    )
+    sdpa = functools.partial(sdpa_dense, causal=shape.causal, gqa=shape.kv_heads != shape.heads)
     return Case(
         leaves=leaves,
         grad=normal(*query_size, like=like),
@@ -215,9 +213,9 @@ def make_dense(
 
 
 def ragged_lengths(count: int, mean: int) -> list[int]:
-    """count lengths spread like the atoms of crystals: log-normal around mean, always the same ones.
+    """Lengths spread like the atoms of crystals: log-normal around mean, always the same ones.
 
-    A spread of 0.8 puts the longest of 64 near eight times the median.
+    A spread of 0.8 puts the longest of 64 near seven times the median.
     """
     spread = 0.8
     normal = statistics.NormalDist(-spread * spread / 2, spread)
@@ -272,15 +270,17 @@ class Ragged:
 
     @functools.cached_property
     def padding_mask(self) -> torch.Tensor:
-        """Which keys a padded batch may see, (N, 1, 1 or longest, longest). Padded rows see some too:
-        a row that sees none is NaN in PyTorch."""
+        """Which keys a padded batch may see, (N, 1, 1 or longest, longest).
+
+        Padded rows see some keys too: a row that sees none is NaN in PyTorch.
+        """
         position = torch.arange(self.longest, device=self.device)
         lengths = torch.tensor(self.lengths, device=self.device)
         mask = (position < lengths[:, None])[:, None, None, :]
         return mask & (position <= position[:, None]) if self.causal else mask
 
     def pad(self, leaves: Tensors, grad: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-        """The packed tensors as a padded batch of (N, H, longest, D), with the mask as a bias if any."""
+        """The tensors as a padded batch, (N, H, longest, D); a bias takes in the padding mask."""
         padded = {name: self._pad_tokens(leaves[name]) for name in "qkv"}
         if "bias" in leaves:
             padded["bias"] = self._pad_bias(leaves["bias"])
@@ -320,8 +320,11 @@ class Ragged:
 def make_ragged(
     shape: Shape, dtype: torch.dtype, device: torch.device, with_bias: bool = False
 ) -> Case:
-    """(T, H, D): shape.batch sequences of shape.length tokens on average. The SDPA peers get them padded
-    to the longest, which is what a model without ragged attention does; padding itself is not timed."""
+    """(T, H, D): shape.batch sequences of shape.length tokens on average.
+
+    The SDPA peers get them padded to the longest, which is what a model without ragged attention
+    does; the padding itself is not timed.
+    """
     like = torch.empty(0, dtype=dtype, device=device)
     ragged = Ragged(ragged_lengths(shape.batch, shape.length), shape.causal, device)
     tokens, pairs = sum(ragged.lengths), sum(n * n for n in ragged.lengths)

@@ -1,1 +1,1 @@
-"""Commands for people; see flashmoe_science.__main__. Importing these modules costs next to nothing."""
+"""Commands for people; see flashmoe_science.__main__. Importing them costs next to nothing."""

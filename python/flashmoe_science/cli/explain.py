@@ -1,3 +1,138 @@
-SUMMARY="";EXAMPLES=""
-def add_arguments(p):pass
-run=None
+"""For given shapes and options, what would run and why each better kernel was passed over.
+
+Nothing is computed and no memory is used, so any size and any chip can be asked about. The exit
+code is 1 when nothing can run the problem.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any
+
+from flashmoe_science.cli import load
+
+if TYPE_CHECKING:
+    import torch
+
+SUMMARY = "what would run for given shapes, and why"
+EXAMPLES = """\
+examples:
+  python -m flashmoe_science explain --batch 2 --heads 8 --kv-heads 2 --len 512 --dim 64 --causal
+  python -m flashmoe_science explain --len 1 --kv-len 4096 --window 1024,0 --key-lengths
+  python -m flashmoe_science explain --len 384 --bias 1,8,384,384 --backward --device sm_90
+  python -m flashmoe_science explain --batch 64 --len 31 --ragged --dtype bf16
+"""
+DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+def size(text: str) -> int:
+    """Reads a length, which may be 0."""
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size")
+    return int(text)
+
+
+def integers(text: str) -> tuple[int, ...]:
+    """Reads "1,8,512,512"."""
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of integers") from None
+
+
+def pair(text: str) -> tuple[int, int]:
+    """Reads "128,0"."""
+    numbers = integers(text)
+    if len(numbers) != 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not LEFT,RIGHT")
+    return numbers
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `explain`, named as those of flash_attention."""
+    add = parser.add_argument
+    add("--batch", type=size, default=1, metavar="N", help="batch, or sequences. default: 1")
+    add("--heads", type=size, default=8, metavar="N", help="query heads. default: 8")
+    add("--kv-heads", type=size, metavar="N", help="key and value heads. default: as --heads")
+    add("--len", type=size, default=512, metavar="N", dest="length", help="queries. default: 512")
+    add("--kv-len", type=size, metavar="N", help="keys. default: as --len")
+    add("--dim", type=size, default=64, metavar="N", help="head dim. default: 64")
+    add("--value-dim", type=size, metavar="N", help="head dim of the values. default: as --dim")
+    add("--dtype", choices=list(DTYPES), default="fp32", help="default: fp32")
+    add("--bias", type=integers, metavar="SHAPE",
+        help="of the bias: 1,8,512,512; packed with --ragged: sum of n*m, heads")  # fmt: skip
+    add("--bias-dtype", choices=list(DTYPES), help="default: as --dtype")
+    add("--causal", action="store_true", help="rows see no later key")
+    add("--window", type=pair, metavar="LEFT,RIGHT", help="keys seen on each side, -1 = no limit")
+    add("--scale", type=float, help="default: 1 / sqrt(dim)")
+    add("--softcap", type=float, help="c of c * tanh(x / c)")
+    add("--key-lengths", action="store_true", help="a key length for every batch entry")
+    add("--ragged", action="store_true", help="packed sequences of at most --len and --kv-len")
+    add("--backward", action="store_true", help="the backward pass instead of the forward pass")
+    add("--deterministic", action="store_true", help="a bitwise reproducible backward pass")
+    add("--device", metavar="cpu|sm_NN", help="another machine. default: this one")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs `explain` and returns the exit code."""
+    if problem := load.problem():
+        print(problem, file=sys.stderr)
+        return 1
+    from flashmoe_science import explain
+
+    try:
+        text = explain(**arguments(args), device=args.device or best_device())
+    except (RuntimeError, ValueError, TypeError) as error:
+        print(f"cannot run: {str(error).strip()}", file=sys.stderr)
+        return 1
+    print(text.rstrip())
+    return 0
+
+
+def best_device() -> str:
+    """This machine's first GPU where the library has kernels for any, else the CPU."""
+    from flashmoe_science.bench import machine
+
+    gpus = machine.gpus() if machine.build_info()["families"] else []
+    return gpus[0]["capability"] if gpus else "cpu"
+
+
+def arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """The keyword arguments of explain(), with meta tensors of the shapes asked for."""
+    import torch
+
+    def meta(*size: int, dtype: str = DTYPES[args.dtype]) -> torch.Tensor:
+        return torch.empty(*size, dtype=getattr(torch, dtype), device="meta")
+
+    kv_heads = args.heads if args.kv_heads is None else args.kv_heads
+    kv_len = args.length if args.kv_len is None else args.kv_len
+    value_dim = args.dim if args.value_dim is None else args.value_dim
+    options: dict[str, Any] = {
+        "causal": args.causal,
+        "window": args.window,
+        "scale": args.scale,
+        "softcap": args.softcap,
+        "backward": args.backward,
+        "deterministic": args.deterministic,
+    }
+    if args.bias is not None:
+        options["bias"] = meta(*args.bias, dtype=DTYPES[args.bias_dtype or args.dtype])
+    if args.key_lengths:
+        options["key_lengths"] = meta(args.batch, dtype="int32")
+    if args.ragged:
+        offsets = meta(args.batch + 1, dtype="int32")
+        return options | {
+            "q": meta(args.batch * args.length, args.heads, args.dim),
+            "k": meta(args.batch * kv_len, kv_heads, args.dim),
+            "v": meta(args.batch * kv_len, kv_heads, value_dim),
+            "cu_seqlens_q": offsets,
+            "cu_seqlens_k": offsets,
+            "max_seqlen_q": args.length,
+            "max_seqlen_k": kv_len,
+        }
+    return options | {
+        "q": meta(args.batch, args.heads, args.length, args.dim),
+        "k": meta(args.batch, kv_heads, kv_len, args.dim),
+        "v": meta(args.batch, kv_heads, kv_len, value_dim),
+    }

@@ -16,7 +16,7 @@ def problem() -> str | None:
 
         importlib.import_module("flashmoe_science").flash_attention  # noqa: B018
         torch.ops.flashmoe.build_info()
-    except Exception as error:  # a broken library fails in many ways; all of them mean the same here
+    except Exception as error:  # a broken library fails in many ways, all meaning the same
         first = (str(error).strip() or type(error).__name__).rstrip(".")
         return f"The compiled library of flashmoe_science does not load: {first}.\n{HOW_TO_BUILD}"
     return None

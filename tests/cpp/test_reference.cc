@@ -1,0 +1,235 @@
+// The oracle itself: against the definition written out once more, against finite differences, and
+// against itself where two problems must have one answer.
+#include <cmath>
+
+#include "cases.h"
+#include "testing.h"
+
+using namespace testing;
+
+namespace {
+
+void run(const Case& c, Pass pass) {
+  const flashmoe::Status status = flashmoe::run_reference(c.problem(pass), c.tensors());
+  CHECK(status.ok(), status.message());
+}
+
+// What every legal problem of this size can be, small enough to differentiate element by element.
+CaseRules small_rules() {
+  CaseRules rules;
+  rules.lengths = {0, 1, 2, 3, 4, 5};
+  rules.head_dims = {1, 2, 3};
+  rules.most_products = 600;
+  rules.dtype = DType::kFloat64;
+  return rules;
+}
+
+double dot(const Values& a, const Values& b) {
+  double sum = 0;
+  for (size_t i = 0; i < a.size(); ++i) {
+    if (std::isfinite(b[i])) sum += a[i] * b[i];  // lse of a row without keys is -inf, and constant
+  }
+  return sum;
+}
+
+// The number that grad_out and grad_lse are gradients of.
+double loss(const Case& c) {
+  run(c, Pass::kForward);
+  double sum = 0;
+  if (c.grad_out) sum += dot(c.grad_out.values(), c.out.values());
+  if (c.grad_lse) sum += dot(c.grad_lse.values(), c.lse.values());
+  return sum;
+}
+
+void check_gradient(const char* name, Case& c, Tensor& input, const Tensor& gradient) {
+  if (!input || !gradient) return;
+  const Values start = input.values(), got = gradient.values();
+  constexpr double kStep =
+      1e-5;  // error of the difference: step^2 and 1e-16 / step, both near 1e-10
+  for (size_t i = 0; i < start.size(); ++i) {
+    if (!std::isfinite(start[i])) {
+      CHECK_EQ(got[i], 0.);  // a mask
+      continue;
+    }
+    Values values = start;
+    values[i] = start[i] + kStep;
+    input.set(values);
+    const double above = loss(c);
+    values[i] = start[i] - kStep;
+    input.set(values);
+    const double want = (above - loss(c)) / (2 * kStep);
+    CHECK(std::fabs(got[i] - want) < 1e-7 * (1 + std::fabs(want)), name, "element", i, "is", got[i],
+          "and by differences", want);
+  }
+  input.set(start);
+}
+
+}  // namespace
+
+TEST(gradients_match_finite_differences) {
+  for (int i = 0; i < 150; ++i) {
+    Random random(i);
+    Case c =
+        float64_twin(random_case(random, small_rules()));  // dense, so that each element is its own
+    const Note note("case ", i, " ", describe(c));
+    run(c, Pass::kForward);
+    run(c, Pass::kBackward);
+    check_gradient("grad_query", c, c.query, c.grad_query);
+    check_gradient("grad_key", c, c.key, c.grad_key);
+    check_gradient("grad_value", c, c.value, c.grad_value);
+    check_gradient("grad_bias", c, c.bias, c.grad_bias);
+  }
+}
+
+// One head, every mask option, written straight from the definition: which keys are seen is decided
+// here for each pair, without the range that the library computes.
+TEST(forward_follows_the_definition) {
+  for (int n = 0; n < 300; ++n) {
+    Random random(7000 + n);
+    const int64_t rows = uniform(random, 1, 6), keys = uniform(random, 0, 6),
+                  length = uniform(random, 0, keys);
+    Case c;
+    c.query = Tensor(DType::kFloat64, {1, 1, rows, 1});
+    c.key = Tensor(DType::kFloat64, {1, 1, keys, 1});
+    c.value = Tensor(DType::kFloat64, {1, 1, keys, 1});
+    c.bias = Tensor(DType::kFloat64, {rows, keys});
+    for (auto& [name, tensor] : c.inputs()) {
+      if (*tensor) tensor->set(random_values(random, tensor->count()));
+    }
+    c.key_lengths = Tensor(DType::kInt32, {1});
+    c.key_lengths.set({static_cast<double>(length)});
+    c.out = Tensor(DType::kFloat64, {1, 1, rows, 1});
+    c.lse = Tensor(DType::kFloat64, {1, 1, rows});
+    c.options.causal = chance(random, 0.5);
+    c.options.window_left = uniform(random, -1, 4);
+    c.options.window_right = uniform(random, -1, 4);
+    c.options.scale = 0.7;
+    c.options.softcap = chance(random, 0.5) ? 1.5 : 0;
+    const Note note(describe(c));
+    run(c, Pass::kForward);
+
+    const Values q = c.query.values(), k = c.key.values(), v = c.value.values(),
+                 bias = c.bias.values();
+    for (int64_t i = 0; i < rows; ++i) {
+      const int64_t p = i + length - rows;
+      double sum = 0, weighted = 0;
+      for (int64_t j = 0; j < length; ++j) {
+        if (c.options.causal && j > p) continue;
+        if (c.options.window_left >= 0 && j < p - c.options.window_left) continue;
+        if (c.options.window_right >= 0 && j > p + c.options.window_right) continue;
+        double score = 0.7 * q[i] * k[j];
+        if (c.options.softcap > 0) score = 1.5 * std::tanh(score / 1.5);
+        const double weight = std::exp(score + bias[i * keys + j]);
+        sum += weight;
+        weighted += weight * v[j];
+      }
+      const double out = c.out.values()[i], lse = c.lse.values()[i];
+      if (sum == 0) {
+        CHECK_EQ(out, 0.);
+        CHECK_EQ(lse, -kInf);
+      } else {
+        CHECK(std::fabs(out - weighted / sum) < 1e-14 * 10, out, weighted / sum);
+        CHECK(std::fabs(lse - std::log(sum)) < 1e-14 * 10, lse, std::log(sum));
+      }
+    }
+  }
+}
+
+// In any dtype and layout the oracle gives the float64 result of the same numbers, rounded once.
+TEST(results_are_rounded_once) {
+  CaseRules rules;
+  rules.lengths = {0, 1, 3, 9};
+  rules.head_dims = {1, 4, 5};
+  for (int i = 0; i < 200; ++i) {
+    Random random(20000 + i);
+    Case c = random_case(random, rules);
+    const Note note(describe(c));
+    Case twin = float64_twin(c);
+    for (Pass pass : {Pass::kForward, Pass::kBackward}) {
+      run(c, pass);
+      run(twin, pass);
+      const auto got = c.results(pass), want = twin.results(pass);
+      for (size_t n = 0; n < got.size(); ++n) {
+        if (!*got[n].second) continue;
+        CHECK(got[n].second->gaps_untouched(), got[n].first);
+        Tensor rounded(got[n].second->spec().dtype, got[n].second->shape());
+        rounded.set(want[n].second->values());
+        CHECK(got[n].second->values() == rounded.values(), got[n].first);
+      }
+    }
+  }
+}
+
+// A ragged batch is its sequences one by one.
+TEST(ragged_is_its_sequences) {
+  Random random(1);
+  const std::vector<int64_t> ends_q = {0, 3, 3, 8},
+                             ends_k = {0, 4, 6, 11};  // the second has no queries
+  const int64_t heads = 2, dim = 3;
+  Case c;
+  c.options.causal = true;
+  c.options.ragged.emplace();
+  c.options.ragged->max_seqlen_q = c.options.ragged->max_seqlen_k = 5;
+  const auto tensor = [&](std::vector<int64_t> shape) {
+    Tensor t(DType::kFloat64, shape);
+    t.set(random_values(random, t.count()));
+    return t;
+  };
+  c.query = tensor({9, heads, dim});  // one token belongs to no sequence
+  c.key = tensor({11, heads, dim});
+  c.value = tensor({11, heads, dim});
+  c.bias = tensor({3 * 4 + 0 * 2 + 5 * 5, heads});
+  c.out = tensor({9, heads, dim});
+  c.lse = tensor({9, heads});
+  c.cu_seqlens_q = Tensor(DType::kInt64, {4});
+  c.cu_seqlens_k = Tensor(DType::kInt32, {4});
+  c.cu_seqlens_q = Tensor(DType::kInt32, {4});
+  c.cu_seqlens_q.set({ends_q.begin(), ends_q.end()});
+  c.cu_seqlens_k.set({ends_k.begin(), ends_k.end()});
+  run(c, Pass::kForward);
+
+  int64_t bias_start = 0;
+  for (int s = 0; s < 3; ++s) {
+    const int64_t rows = ends_q[s + 1] - ends_q[s], keys = ends_k[s + 1] - ends_k[s];
+    // The same memory seen as (1, heads, length, dim).
+    AttentionProblem p;
+    p.causal = true;
+    const auto view = [&](int64_t length) {
+      TensorSpec spec = flashmoe::contiguous(DType::kFloat64, {1, heads, length, dim});
+      spec.stride = {0, dim, heads * dim, 1};
+      return spec;
+    };
+    p.query = view(rows);
+    p.key = p.value = view(keys);
+    p.bias = flashmoe::contiguous(DType::kFloat64, {1, heads, rows, keys});
+    p.bias->stride = {0, 1, keys * heads, heads};
+    Tensor out(DType::kFloat64, {1, heads, rows, dim});
+    p.out = out.spec();
+    AttentionTensors t;
+    t.query = static_cast<double*>(c.query.data()) + ends_q[s] * heads * dim;
+    t.key = static_cast<double*>(c.key.data()) + ends_k[s] * heads * dim;
+    t.value = static_cast<double*>(c.value.data()) + ends_k[s] * heads * dim;
+    t.bias = static_cast<double*>(c.bias.data()) + bias_start * heads;
+    t.out = out.data();
+    const flashmoe::Status status = flashmoe::run_reference(p, t);
+    CHECK(status.ok(), status.message());
+    const Values packed = c.out.values(), alone = out.values();
+    for (int64_t h = 0; h < heads; ++h) {
+      for (int64_t i = 0; i < rows * dim; ++i) {
+        CHECK_EQ(packed[((ends_q[s] + i / dim) * heads + h) * dim + i % dim],
+                 alone[h * rows * dim + i]);
+      }
+    }
+    bias_start += rows * keys;
+  }
+  for (int64_t i = 8 * heads * dim; i < 9 * heads * dim; ++i) CHECK_EQ(c.out.values()[i], 0.);
+  for (int64_t h = 0; h < heads; ++h) CHECK_EQ(c.lse.values()[8 * heads + h], -kInf);
+}
+
+TEST(only_host_memory) {
+  Random random(3);
+  const Case c = random_case(random);
+  AttentionProblem p = c.problem(Pass::kForward);
+  p.device.type = flashmoe::DeviceType::kCuda;
+  CHECK(flashmoe::run_reference(p, c.tensors()).code() == flashmoe::StatusCode::kUnsupported);
+}

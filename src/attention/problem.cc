@@ -40,8 +40,11 @@ Status check_extent(const char* name, const TensorSpec& spec) {
   return {};
 }
 
-// A result must not have two elements at one address.
+// A result must not have two elements at one address. An empty one has none, whatever its strides.
 Status check_writable(const char* name, const TensorSpec& spec) {
+  if (std::find(spec.shape.begin(), spec.shape.begin() + spec.rank, 0) !=
+      spec.shape.begin() + spec.rank)
+    return {};
   for (int i = 0; i < spec.rank; ++i) {
     if (spec.shape[i] > 1 && spec.stride[i] == 0) {
       return invalid(name, " has stride 0 in dimension ", i, " of size ", spec.shape[i],

@@ -21,24 +21,27 @@ int64_t partial_elems(const Geometry& g) {
   return g.len_k * (round_up(g.head_dim, kLanes<A>) + round_up(g.head_dim_v, kLanes<A>));
 }
 
-template <class A>
+template <class M>
 struct BackwardScratch {
+  using A = typename M::A;
   int64_t ld, ld_in, ld_out;  // queries in a block, D, Dv, padded to whole vectors
-  A* queries;                 // block_q x ld_in
-  A* queries_t;               // D x ld
-  A* grads;                   // block_q x ld_out   dO
-  A* grads_t;                 // Dv x ld
-  A* rows;                    // block_q x max(ld_in, ld_out)
-  A* keys;                    // block_k x ld_in
-  A* values;                  // block_k x ld_out
-  A* scores;                  // block_k x ld       S^T, then P^T
-  A* dscores;                 // block_k x ld       dP^T, then dS^T
-  A* bias;                    // block_k x ld       then dBias
-  A* bias_line;               // block_q x block_k
-  A* bias_sum;                // block_k x ld       shared dBias of one tile
-  A* grad_query;              // block_q x ld_in
-  A* lse;                     // ld, times log2(e)
-  A* delta;                   // ld
+  A* rows;           // max(block_q, block_k) x max(ld_in, ld_out), for one tensor at a time
+  void* queries;     // operands, block_q x D: Q
+  void* queries_t;   //                        and Q^T
+  void* grads;       // operands, block_q x Dv: dO
+  void* grads_t;     //                         and dO^T
+  void* keys;        // operands, block_k x D: K by rows
+  void* keys_plain;  //                        and along the depth
+  void* values;      // operand, block_k x Dv
+  A* scores;         // block_k x ld       S^T, then P^T
+  A* dscores;        // block_k x ld       dP^T, then dS^T
+  void* packed;      // operand, block_k x ld
+  A* bias;           // block_k x ld       then dBias
+  A* bias_line;      // block_q x block_k
+  A* bias_sum;       // block_k x ld       shared dBias of one tile
+  A* grad_query;     // block_q x ld_in
+  A* lse;            // ld, times log2(e)
+  A* delta;          // ld
   Mask<A> mask;
   A* partial;  // dK and dV of this item, when a head is not cut
   size_t bytes;
@@ -49,15 +52,17 @@ struct BackwardScratch {
     ld = round_up(p.block_q, kLanes<A>);
     ld_in = round_up(g.head_dim, kLanes<A>);
     ld_out = round_up(g.head_dim_v, kLanes<A>);
-    queries = arena.take<A>(p.block_q * ld_in);
-    queries_t = arena.take<A>(g.head_dim * ld);
-    grads = arena.take<A>(p.block_q * ld_out);
-    grads_t = arena.take<A>(g.head_dim_v * ld);
-    rows = arena.take<A>(p.block_q * larger(ld_in, ld_out));
-    keys = arena.take<A>(p.block_k * ld_in);
-    values = arena.take<A>(p.block_k * ld_out);
+    rows = arena.take<A>(larger(p.block_q, p.block_k) * larger(ld_in, ld_out));
+    queries = arena.take<char>(M::operand_bytes(p.block_q, g.head_dim));
+    queries_t = arena.take<char>(M::operand_bytes(p.block_q, g.head_dim));
+    grads = arena.take<char>(M::operand_bytes(p.block_q, g.head_dim_v));
+    grads_t = arena.take<char>(M::operand_bytes(p.block_q, g.head_dim_v));
+    keys = arena.take<char>(M::operand_bytes(p.block_k, g.head_dim));
+    keys_plain = arena.take<char>(M::operand_bytes(p.block_k, g.head_dim));
+    values = arena.take<char>(M::operand_bytes(p.block_k, g.head_dim_v));
     scores = arena.take<A>(p.block_k * ld);
     dscores = arena.take<A>(p.block_k * ld);
+    packed = arena.take<char>(M::tile_bytes(p.block_k, ld));
     bias = arena.take<A>(p.has_bias ? p.block_k * ld : 0);
     bias_line = arena.take<A>(p.has_bias ? p.block_q * p.block_k : 0);
     bias_sum = arena.take<A>(p.bias_grad == Params::BiasGrad::kShared ? p.block_k * ld : 0);
@@ -91,66 +96,75 @@ struct HeadTensors {
 };
 
 // A block of queries, ready to meet keys.
-template <class A>
+template <class M>
 struct QueryBlock {
   int64_t row, rows, padded;
-  Block<A> queries, grads;
+  typename M::Right queries, queries_t, grads, grads_t;
 };
 
-template <class A>
-QueryBlock<A> load_query_block(const Geometry& g, const HeadTensors& x, int64_t row, int64_t rows,
-                               const BackwardScratch<A>& t) {
-  QueryBlock<A> q{row, rows, round_up(rows, kLanes<A>), {}, {}};
-  q.queries = load_block(x.query, row, rows, g.head_dim, t.queries);
-  transpose(q.queries.data, q.queries.ld, rows, g.head_dim, t.queries_t, t.ld);
-  if (x.grad_out) {
-    q.grads = load_block(x.grad_out, row, rows, g.head_dim_v, t.grads);
-  } else {
-    for (int64_t i = 0; i < rows * t.ld_out; ++i) t.grads[i] = 0;
-    q.grads = {t.grads, t.ld_out};
-  }
-  transpose(q.grads.data, q.grads.ld, rows, g.head_dim_v, t.grads_t, t.ld);
-
-  const Block<A> out = load_block(x.out, row, rows, g.head_dim_v, t.rows);
+// lse and delta of each query. Queries past the last, and those that see no key, get an lse of
+// +inf, which makes every probability 0.
+template <class M>
+void load_row_numbers(const Geometry& g, const HeadTensors& x, const QueryBlock<M>& q,
+                      const BackwardScratch<M>& t) {
+  using A = typename M::A;
   for (int64_t i = 0; i < q.padded; ++i) {
     t.lse[i] = kInf<A>;
     t.delta[i] = 0;
-    if (i >= rows) continue;
+    if (i >= q.rows) continue;
     A lse, grad_lse = 0;
-    load_row(x.lse.dtype, element(x.lse, row + i, 0), 1, 1, &lse);
-    if (x.grad_lse) load_row(x.grad_lse.dtype, element(x.grad_lse, row + i, 0), 1, 1, &grad_lse);
-    if (lse == -kInf<A>) continue;  // no key allowed: +inf makes every probability 0
+    load_row(x.lse.dtype, element(x.lse, q.row + i, 0), 1, 1, &lse);
+    if (lse == -kInf<A>) continue;
     t.lse[i] = lse * static_cast<A>(kLog2e);
+    if (x.grad_lse) load_row(x.grad_lse.dtype, element(x.grad_lse, q.row + i, 0), 1, 1, &grad_lse);
     Vec<A> sum = {};
-    for (int64_t d = 0; d < t.ld_out; d += kLanes<A>) {
-      sum +=
-          load<Vec<A>>(out.data + i * out.ld + d) * load<Vec<A>>(q.grads.data + i * q.grads.ld + d);
+    if (x.grad_out) {
+      const Block<A> out = load_block(x.out, q.row + i, 1, g.head_dim_v, t.rows);
+      const Block<A> grad = load_block(x.grad_out, q.row + i, 1, g.head_dim_v, t.rows + t.ld_out);
+      for (int64_t d = 0; d < t.ld_out; d += kLanes<A>) {
+        sum += load<Vec<A>>(out.data + d) * load<Vec<A>>(grad.data + d);
+      }
     }
-    A delta = 0;
+    A delta = -grad_lse;
     for (int d = 0; d < kLanes<A>; ++d) delta += sum[d];
-    t.delta[i] = delta - grad_lse;
+    t.delta[i] = delta;
   }
+}
+
+template <class M>
+QueryBlock<M> load_query_block(const Geometry& g, const HeadTensors& x, int64_t row, int64_t rows,
+                               const BackwardScratch<M>& t) {
+  QueryBlock<M> q{row, rows, round_up(rows, kLanes<typename M::A>), {}, {}, {}, {}};
+  q.queries = M::plain(x.query, row, rows, g.head_dim, t.queries);
+  q.queries_t = M::transposed(x.query, row, rows, g.head_dim, t.queries_t, t.rows);
+  if (x.grad_out) {
+    q.grads = M::plain(x.grad_out, row, rows, g.head_dim_v, t.grads);
+    q.grads_t = M::transposed(x.grad_out, row, rows, g.head_dim_v, t.grads_t, t.rows);
+  }
+  load_row_numbers(g, x, q, t);
   return q;
 }
 
-// A block of keys as the products want it.
-template <class A>
+// A block of keys.
+template <class M>
 struct KeyBlock {
   int64_t key, keys;
-  Block<A> k, v;
+  typename M::Rows k, v;
+  typename M::Right k_plain;
 };
 
-template <class A>
-KeyBlock<A> load_key_block(const Geometry& g, const HeadTensors& x, int64_t key, int64_t keys,
-                           const BackwardScratch<A>& t) {
-  return {key, keys, load_block(x.key, key, keys, g.head_dim, t.keys),
-          load_block(x.value, key, keys, g.head_dim_v, t.values)};
+template <class M>
+KeyBlock<M> load_key_block(const Geometry& g, const HeadTensors& x, int64_t key, int64_t keys,
+                           const BackwardScratch<M>& t) {
+  return {key, keys, M::rows(x.key, key, keys, g.head_dim, t.keys),
+          M::rows(x.value, key, keys, g.head_dim_v, t.values),
+          M::plain(x.key, key, keys, g.head_dim, t.keys_plain)};
 }
 
 // S^T and dP^T of one tile to P^T and dS^T. Where the bias was, its gradient stays.
-template <bool kPlain, class A>
+template <bool kPlain, class M, class A = typename M::A>
 void softmax_gradient(const ScoreRule<A>& rule, int64_t keys, int64_t queries,
-                      const BackwardScratch<A>& t) {
+                      const BackwardScratch<M>& t) {
   for (int64_t i = 0; i < queries; i += kLanes<A>) {
     const Vec<A> lse = load<Vec<A>>(t.lse + i), delta = load<Vec<A>>(t.delta + i);
     for (int64_t j = 0; j < keys; ++j) {
@@ -169,18 +183,21 @@ void softmax_gradient(const ScoreRule<A>& rule, int64_t keys, int64_t queries,
 }
 
 // P^T and dS^T of one tile, dS being the gradient of q.k * scale.
-template <class A>
+template <class M>
 void score_gradients(const Params& p, const Sequence& s, const HeadTensors& x,
-                     const QueryBlock<A>& q, const KeyBlock<A>& k, TileKind kind,
-                     const BackwardScratch<A>& t) {
+                     const QueryBlock<M>& q, const KeyBlock<M>& k, TileKind kind,
+                     const BackwardScratch<M>& t) {
+  using A = typename M::A;
   const Geometry& g = p.geometry;
   const bool masked = kind == TileKind::kMasked;
   if (masked) set_mask(p, s, q.row, q.rows, q.padded, k.key, k.keys, t.mask);
   if (x.bias) load_bias_tile(x.bias, q.row, q.rows, k.key, k.keys, t.bias_line, t.bias, t.ld);
-  product<Order::kRowMajor>(k.keys, q.padded, g.head_dim, k.k.data, k.k.ld, t.queries_t, t.ld,
-                            t.scores, t.ld, false);
-  product<Order::kRowMajor>(k.keys, q.padded, g.head_dim_v, k.v.data, k.v.ld, t.grads_t, t.ld,
-                            t.dscores, t.ld, false);
+  M::multiply(k.k, q.queries_t, k.keys, q.padded, g.head_dim, t.scores, t.ld, false);
+  if (x.grad_out) {
+    M::multiply(k.v, q.grads_t, k.keys, q.padded, g.head_dim_v, t.dscores, t.ld, false);
+  } else {
+    for (int64_t i = 0; i < k.keys * t.ld; ++i) t.dscores[i] = 0;
+  }
   const ScoreRule<A> rule(g, x.bias ? t.bias : nullptr, masked ? &t.mask : nullptr, t.ld);
   if (rule.plain()) {
     softmax_gradient<true>(rule, k.keys, q.padded, t);
@@ -189,38 +206,57 @@ void score_gradients(const Params& p, const Sequence& s, const HeadTensors& x,
   }
 }
 
+template <class M>
+bool finite(const Matrix& m, int64_t first, int64_t rows, int64_t cols,
+            const BackwardScratch<M>& t) {
+  return !m || all_finite(load_block(m, first, rows, cols, t.rows), rows, cols);
+}
+
+// accumulate_gradients() where some operand is not finite and some score is masked.
+template <class M>
+void accumulate_unmasked(const Geometry& g, const HeadTensors& x, const QueryBlock<M>& q,
+                         const KeyBlock<M>& k, typename M::A* grad_key, typename M::A* grad_value,
+                         const BackwardScratch<M>& t) {
+  if (x.grad_out) {
+    const auto grads = load_block(x.grad_out, q.row, q.rows, g.head_dim_v, t.rows);
+    product_unmasked(k.keys, g.head_dim_v, q.rows, t.scores, t.scores, t.ld, 1, grads, grad_value,
+                     t.ld_out);
+  }
+  const auto queries = load_block(x.query, q.row, q.rows, g.head_dim, t.rows);
+  product_unmasked(k.keys, g.head_dim, q.rows, t.dscores, t.scores, t.ld, 1, queries, grad_key,
+                   t.ld_in);
+  const auto keys = load_block(x.key, k.key, k.keys, g.head_dim, t.rows);
+  product_unmasked(q.rows, g.head_dim, k.keys, t.dscores, t.scores, 1, t.ld, keys, t.grad_query,
+                   t.ld_in);
+}
+
 // dQ, dK and dV gain one tile.
-template <class A>
-void accumulate_gradients(const Params& p, const QueryBlock<A>& q, const KeyBlock<A>& k,
-                          bool may_be_masked, bool first, A* grad_key, A* grad_value,
-                          const BackwardScratch<A>& t) {
+template <class M>
+void accumulate_gradients(const Params& p, const HeadTensors& x, const QueryBlock<M>& q,
+                          const KeyBlock<M>& k, bool may_be_masked, bool first,
+                          typename M::A* grad_key, typename M::A* grad_value,
+                          const BackwardScratch<M>& t) {
   const Geometry& g = p.geometry;
-  const bool exact = may_be_masked && !(all_finite(q.queries, q.rows, g.head_dim) &&
-                                        all_finite(q.grads, q.rows, g.head_dim_v) &&
-                                        all_finite(k.k, k.keys, g.head_dim));
-  if (exact) {
+  if (may_be_masked && !(finite(x.query, q.row, q.rows, g.head_dim, t) &&
+                         finite(x.grad_out, q.row, q.rows, g.head_dim_v, t) &&
+                         finite(x.key, k.key, k.keys, g.head_dim, t))) {
     if (first) {
       for (int64_t i = 0; i < q.rows * t.ld_in; ++i) t.grad_query[i] = 0;
     }
-    product_unmasked(k.keys, g.head_dim_v, q.rows, t.scores, t.scores, t.ld, 1, q.grads, grad_value,
-                     t.ld_out);
-    product_unmasked(k.keys, g.head_dim, q.rows, t.dscores, t.scores, t.ld, 1, q.queries, grad_key,
-                     t.ld_in);
-    product_unmasked(q.rows, g.head_dim, k.keys, t.dscores, t.scores, 1, t.ld, k.k, t.grad_query,
-                     t.ld_in);
+    accumulate_unmasked(g, x, q, k, grad_key, grad_value, t);
     return;
   }
-  if (p.grad_value) {
-    product<Order::kRowMajor>(k.keys, t.ld_out, q.rows, t.scores, t.ld, q.grads.data, q.grads.ld,
-                              grad_value, t.ld_out, true);
+  if (p.grad_value && x.grad_out) {
+    const auto a = M::tile(t.scores, t.ld, k.keys, q.rows, t.packed);
+    M::multiply(a, q.grads, k.keys, t.ld_out, q.rows, grad_value, t.ld_out, true);
   }
   if (p.grad_key) {
-    product<Order::kRowMajor>(k.keys, t.ld_in, q.rows, t.dscores, t.ld, q.queries.data,
-                              q.queries.ld, grad_key, t.ld_in, true);
+    const auto a = M::tile(t.dscores, t.ld, k.keys, q.rows, t.packed);
+    M::multiply(a, q.queries, k.keys, t.ld_in, q.rows, grad_key, t.ld_in, true);
   }
   if (p.grad_query) {
-    product<Order::kColMajor>(q.rows, t.ld_in, k.keys, t.dscores, t.ld, k.k.data, k.k.ld,
-                              t.grad_query, t.ld_in, !first);
+    const auto a = M::tile_cols(t.dscores, t.ld, k.keys, q.rows, t.packed);
+    M::multiply(a, k.k_plain, q.rows, t.ld_in, k.keys, t.grad_query, t.ld_in, !first);
   }
 }
 
@@ -234,12 +270,14 @@ void store_bias_tile(const Matrix& grad_bias, int64_t row, int64_t rows, int64_t
   }
 }
 
-template <class A>
+template <class M>
 void backward_block(const Params& p, const Sequence& s, const HeadTensors& x, int64_t row,
-                    int64_t rows, A* grad_key, A* grad_value, const BackwardScratch<A>& t) {
+                    int64_t rows, typename M::A* grad_key, typename M::A* grad_value,
+                    const BackwardScratch<M>& t) {
+  using A = typename M::A;
   const Geometry& g = p.geometry;
   const bool store_bias = p.bias_grad == Params::BiasGrad::kDirect;
-  const QueryBlock<A> q = load_query_block(g, x, row, rows, t);
+  const QueryBlock<M> q = load_query_block<M>(g, x, row, rows, t);
   bool first = true;
   for (int64_t j = 0; j < s.all_keys; j += p.block_k) {
     const int64_t keys = smaller(p.block_k, s.all_keys - j);
@@ -250,11 +288,11 @@ void backward_block(const Params& p, const Sequence& s, const HeadTensors& x, in
       }
       continue;
     }
-    const KeyBlock<A> k = load_key_block(g, x, j, keys, t);
-    score_gradients(p, s, x, q, k, kind, t);
+    const KeyBlock<M> k = load_key_block<M>(g, x, j, keys, t);
+    score_gradients<M>(p, s, x, q, k, kind, t);
     if (store_bias) store_bias_tile(x.grad_bias, row, rows, j, keys, t.bias, t.ld, t.bias_line);
-    accumulate_gradients(p, q, k, x.bias || kind == TileKind::kMasked, first,
-                         grad_key + j * t.ld_in, grad_value + j * t.ld_out, t);
+    accumulate_gradients<M>(p, x, q, k, x.bias || kind == TileKind::kMasked, first,
+                            grad_key + j * t.ld_in, grad_value + j * t.ld_out, t);
     first = false;
   }
   if (!x.grad_query) return;
@@ -299,10 +337,11 @@ void store_key_gradients(const Params& p, const Sequence& s, int64_t head_k, int
 }
 
 // Work item: (batch, key head, chunk of the query blocks of all heads in the group).
-template <class A>
+template <class M>
 void backward(const Params& p, int64_t item, void* scratch) {
+  using A = typename M::A;
   const Geometry& g = p.geometry;
-  const BackwardScratch<A> t(p, scratch);
+  const BackwardScratch<M> t(p, scratch);
   const int64_t chunk = item % p.chunks;
   const int64_t head_k = item / p.chunks % g.heads_k;
   const Sequence s = sequence(p, item / p.chunks / g.heads_k);
@@ -323,8 +362,9 @@ void backward(const Params& p, int64_t item, void* scratch) {
 }
 
 // Work item: (batch, key head, block of keys).
-template <class A>
+template <class M>
 void reduce(const Params& p, int64_t item, void*) {
+  using A = typename M::A;
   const Geometry& g = p.geometry;
   const int64_t blocks = (g.len_k + p.block_k - 1) / p.block_k;
   const int64_t head = item / blocks;  // counted over the batch
@@ -336,8 +376,8 @@ void reduce(const Params& p, int64_t item, void*) {
 }
 
 // Adds the tile t.bias to t.bias_sum, folded to the rows and columns that the bias has of its own.
-template <class A>
-void add_bias_tile(const Params& p, int64_t rows, int64_t keys, const BackwardScratch<A>& t) {
+template <class M>
+void add_bias_tile(const Params& p, int64_t rows, int64_t keys, const BackwardScratch<M>& t) {
   for (int64_t j = 0; j < keys; ++j) {
     for (int64_t i = 0; i < rows; ++i) {
       t.bias_sum[(p.bias_cols ? j : 0) * t.ld + (p.bias_rows ? i : 0)] += t.bias[j * t.ld + i];
@@ -345,83 +385,104 @@ void add_bias_tile(const Params& p, int64_t rows, int64_t keys, const BackwardSc
   }
 }
 
-// Work item: one tile of a dBias that several (batch, head) share, as (own leading dims, own head,
-// block of rows, block of keys). Goes through all that share it and computes their dS anew: two
-// products more than keeping a copy of dBias per head, which would be S x S memory.
-template <class A>
-void bias_grad(const Params& p, int64_t item, void* scratch) {
-  const Geometry& g = p.geometry;
-  const BackwardScratch<A> t(p, scratch);
-  const int64_t row_blocks = p.bias_rows ? (g.len_q + p.block_q - 1) / p.block_q : 1;
-  const int64_t key_blocks = p.bias_cols ? (g.len_k + p.block_k - 1) / p.block_k : 1;
-  const int64_t key_block = item % key_blocks, row_block = item / key_blocks % row_blocks;
-  int64_t own = item / key_blocks / row_blocks;
+// The (batch, head) that share one slice of a bias. Both are counted together in mixed radix,
+// leading dims first and heads last: a part that the slice fixes, and a part that runs over what
+// was broadcast.
+struct Sharing {
+  const Params& p;
+  int64_t size[kMaxLead + 1], place[kMaxLead + 1];
+  int64_t fixed = 0;     // batch * heads_q + head of the first member
+  int64_t members = 1;   // 0 for an empty batch
+  int64_t sequence = 0;  // ragged: the slice's sequence, which a packed bias always has of its own
 
-  // (batch, head) = own part, fixed by the item, plus shared part, walked below; both in mixed
-  // radix over the leading dims and the heads.
-  const int dims = g.num_lead + 1;
-  int64_t sizes[kMaxLead + 1], place[kMaxLead + 1];
-  int64_t fixed = 0, shared = 1, weight = 1;
-  for (int i = dims - 1; i >= 0; --i) {
-    // A ragged batch has no leading dims; its sequences are walked like one that the bias owns.
-    sizes[i] = i == g.num_lead ? g.heads_q : g.lead[i];
-    place[i] = weight;
-    weight *= sizes[i];
-    if (p.bias_own[i]) {
-      fixed += own % sizes[i] * place[i];
-      own /= sizes[i];
-    } else {
-      shared *= sizes[i];
+  Sharing(const Params& params, int64_t slice) : p(params) {
+    const Geometry& g = p.geometry;
+    int64_t weight = 1;
+    for (int i = g.num_lead; i >= 0; --i) {
+      size[i] = i == g.num_lead ? g.heads_q : g.lead[i];
+      place[i] = weight;
+      weight *= larger(size[i], 1);
+      if (p.bias_own[i]) {
+        fixed += slice % size[i] * place[i];
+        slice /= size[i];
+      } else {
+        members *= size[i];
+      }
+    }
+    sequence = slice;
+  }
+
+  int64_t member(int64_t m) const {
+    int64_t which = fixed;
+    for (int i = p.geometry.num_lead; i >= 0; --i) {
+      if (p.bias_own[i]) continue;
+      which += m % size[i] * place[i];
+      m /= size[i];
+    }
+    return which;
+  }
+  int64_t batch(int64_t member) const {
+    return p.geometry.ragged ? sequence : member / p.geometry.heads_q;
+  }
+};
+
+// Adds up dS of one (batch, head) over rows [row, last_row) and keys [key, last_key).
+template <class M>
+void sum_bias_tile(const Params& p, const Sequence& s, int64_t head, int64_t row, int64_t last_row,
+                   int64_t key, int64_t last_key, const BackwardScratch<M>& t) {
+  const HeadTensors x(p, s, head);
+  for (int64_t i = row; i < last_row; i += p.block_q) {
+    const int64_t rows = smaller(p.block_q, last_row - i);
+    const QueryBlock<M> q = load_query_block<M>(p.geometry, x, i, rows, t);
+    for (int64_t j = key; j < last_key; j += p.block_k) {
+      const int64_t keys = smaller(p.block_k, last_key - j);
+      const TileKind kind = tile_kind(p, s, i, rows, j, keys);
+      if (kind == TileKind::kEmpty) continue;
+      score_gradients<M>(p, s, x, q, load_key_block<M>(p.geometry, x, j, keys, t), kind, t);
+      add_bias_tile(p, rows, keys, t);
     }
   }
-  const int64_t own_sequence = g.ragged ? own : 0;
+}
+
+// Work item: one tile of a dBias that several (batch, head) share, as (slice, block of rows, block
+// of keys). Goes through all that share it and computes their dS anew: two products more than
+// keeping a copy of dBias per head, which would be S x S memory.
+template <class M>
+void bias_grad(const Params& p, int64_t item, void* scratch) {
+  const Geometry& g = p.geometry;
+  const BackwardScratch<M> t(p, scratch);
+  const int64_t row_blocks = p.bias_rows ? (g.len_q + p.block_q - 1) / p.block_q : 1;
+  const int64_t key_blocks = p.bias_cols ? (g.len_k + p.block_k - 1) / p.block_k : 1;
+  const int64_t key = item % key_blocks * p.block_k;
+  const int64_t row = item / key_blocks % row_blocks * p.block_q;
+  const Sharing sharing(p, item / key_blocks / row_blocks);
 
   for (int64_t i = 0; i < p.block_k * t.ld; ++i) t.bias_sum[i] = 0;
   Sequence s;  // with an empty batch there is none, and dBias is zero
+  s.batch = sharing.batch(sharing.fixed);
   s.rows = g.len_q;
   s.all_keys = g.len_k;
-  for (int64_t m = 0; m < shared; ++m) {
-    int64_t which = fixed, rest = m;
-    for (int i = dims - 1; i >= 0; --i) {
-      if (p.bias_own[i]) continue;
-      which += rest % sizes[i] * place[i];
-      rest /= sizes[i];
-    }
-    s = sequence(p, g.ragged ? own_sequence : which / g.heads_q);
-    const HeadTensors x(p, s, which % g.heads_q);
-    const int64_t first_row = p.bias_rows ? row_block * p.block_q : 0;
-    const int64_t last_row = p.bias_rows ? smaller(first_row + p.block_q, s.rows) : s.rows;
-    const int64_t first_key = p.bias_cols ? key_block * p.block_k : 0;
-    const int64_t last_key = p.bias_cols ? smaller(first_key + p.block_k, s.keys) : s.keys;
-    for (int64_t row = first_row; row < last_row; row += p.block_q) {
-      const int64_t rows = smaller(p.block_q, last_row - row);
-      const QueryBlock<A> q = load_query_block(g, x, row, rows, t);
-      for (int64_t key = first_key; key < last_key; key += p.block_k) {
-        const int64_t keys = smaller(p.block_k, last_key - key);
-        const TileKind kind = tile_kind(p, s, row, rows, key, keys);
-        if (kind == TileKind::kEmpty) continue;
-        score_gradients(p, s, x, q, load_key_block(g, x, key, keys, t), kind, t);
-        add_bias_tile(p, rows, keys, t);
-      }
-    }
+  for (int64_t m = 0; m < sharing.members; ++m) {
+    const int64_t member = sharing.member(m);
+    s = sequence(p, sharing.batch(member));
+    sum_bias_tile<M>(p, s, member % g.heads_q, row,
+                     p.bias_rows ? smaller(row + p.block_q, s.rows) : s.rows, key,
+                     p.bias_cols ? smaller(key + p.block_k, s.keys) : s.keys, t);
   }
-
-  const HeadTensors x(p, s, fixed % g.heads_q);
-  const int64_t rows =
-      p.bias_rows ? larger(smaller(p.block_q, s.rows - row_block * p.block_q), 0) : 1;
-  const int64_t keys =
-      p.bias_cols ? larger(smaller(p.block_k, s.all_keys - key_block * p.block_k), 0) : 1;
-  store_bias_tile(x.grad_bias, p.bias_rows ? row_block * p.block_q : 0, rows,
-                  p.bias_cols ? key_block * p.block_k : 0, keys, t.bias_sum, t.ld, t.bias_line);
+  const Matrix grad_bias = bias_matrix(p, p.grad_bias, s, sharing.fixed % g.heads_q);
+  const int64_t rows = p.bias_rows ? smaller(p.block_q, s.rows - row) : 1;
+  const int64_t keys = p.bias_cols ? smaller(p.block_k, s.all_keys - key) : 1;
+  store_bias_tile(grad_bias, row, rows, key, keys, t.bias_sum, t.ld, t.bias_line);
 }
 
-template <class A>
+template <class M>
 size_t backward_scratch(const Params& p) {
-  return BackwardScratch<A>(p, nullptr).bytes;
+  return BackwardScratch<M>(p, nullptr).bytes;
 }
 
-template <class A>
+template <class M>
 size_t partial_bytes(const Params& p) {
+  using A = typename M::A;
   const Geometry& g = p.geometry;
   if (p.chunks == 1) return 0;
   return static_cast<size_t>(g.batch * g.heads_k * p.chunks * partial_elems<A>(g)) * sizeof(A);

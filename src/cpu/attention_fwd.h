@@ -7,21 +7,23 @@
 // whatever the length.
 #pragma once
 
-#include "cpu/product.h"
+#include "cpu/products.h"
 #include "cpu/tile.h"
 
 namespace flashmoe::cpu {
 namespace {
 
-template <class A>
+template <class M>
 struct ForwardScratch {
+  using A = typename M::A;
   int64_t ld;      // queries in a block, padded to whole vectors
   int64_t ld_out;  // Dv, padded
-  A* rows;         // block_q x max(D, Dv)   rows on their way in or out
-  A* queries;      // D x ld                 Q^T
-  A* keys;         // block_k x D            when the keys cannot be used where they lie
-  A* values;       // block_k x ld_out
+  A* rows;         // max(block_q, block_k) x max(D, Dv)
+  void* queries;   // operand, block_q x D    Q^T
+  void* keys;      // operand, block_k x D
+  void* values;    // operand, block_k x Dv
   A* scores;       // block_k x ld           S^T, then P^T
+  void* packed;    // operand, block_k x ld  P, where the arithmetic wants a copy
   A* bias;         // block_k x ld
   A* bias_line;    // block_q x block_k
   A* out;          // block_q x ld_out
@@ -34,14 +36,15 @@ struct ForwardScratch {
   ForwardScratch(const Params& p, void* memory) {
     Arena arena(memory);
     const Geometry& g = p.geometry;
-    const int64_t ld_in = round_up(g.head_dim, kLanes<A>);
     ld = round_up(p.block_q, kLanes<A>);
     ld_out = round_up(g.head_dim_v, kLanes<A>);
-    rows = arena.take<A>(p.block_q * larger(ld_in, ld_out));
-    queries = arena.take<A>(g.head_dim * ld);
-    keys = arena.take<A>(p.block_k * ld_in);
-    values = arena.take<A>(p.block_k * ld_out);
+    const int64_t ld_rows = larger(round_up(g.head_dim, kLanes<A>), ld_out);
+    rows = arena.take<A>(larger(p.block_q, p.block_k) * ld_rows);
+    queries = arena.take<char>(M::operand_bytes(p.block_q, g.head_dim));
+    keys = arena.take<char>(M::operand_bytes(p.block_k, g.head_dim));
+    values = arena.take<char>(M::operand_bytes(p.block_k, g.head_dim_v));
     scores = arena.take<A>(p.block_k * ld);
+    packed = arena.take<char>(M::tile_bytes(p.block_k, ld));
     bias = arena.take<A>(p.has_bias ? p.block_k * ld : 0);
     bias_line = arena.take<A>(p.has_bias ? p.block_q * p.block_k : 0);
     out = arena.take<A>(p.block_q * ld_out);
@@ -109,9 +112,9 @@ struct ScoreRule {
 
 // Scores to probabilities relative to the new maximum, for kVecs vectors of queries from `query`
 // on; their sums and corrections brought up to date.
-template <bool kPlain, int kVecs, class A>
+template <bool kPlain, int kVecs, class M, class A = typename M::A>
 void softmax_columns(const ScoreRule<A>& rule, int64_t keys, int64_t query,
-                     const ForwardScratch<A>& t) {
+                     const ForwardScratch<M>& t) {
   Vec<A> before[kVecs], maximum[kVecs], reference[kVecs], sum[kVecs] = {};
   for (int c = 0; c < kVecs; ++c) {
     before[c] = maximum[c] = load<Vec<A>>(t.maximum + query + c * kLanes<A>);
@@ -151,9 +154,9 @@ void softmax_columns(const ScoreRule<A>& rule, int64_t keys, int64_t query,
 }
 
 // All queries of a tile. Four vectors at a time hide the latency of the maximum and of the sum.
-template <bool kPlain, class A>
+template <bool kPlain, class M, class A = typename M::A>
 void softmax_step(const ScoreRule<A>& rule, int64_t keys, int64_t queries,
-                  const ForwardScratch<A>& t) {
+                  const ForwardScratch<M>& t) {
   int64_t i = 0;
   for (; i + 4 * kLanes<A> <= queries; i += 4 * kLanes<A>)
     softmax_columns<kPlain, 4>(rule, keys, i, t);
@@ -161,28 +164,35 @@ void softmax_step(const ScoreRule<A>& rule, int64_t keys, int64_t queries,
 }
 
 // O = correction * O + P V
-template <class A>
-void accumulate(const ForwardScratch<A>& t, int64_t rows, int64_t keys, const Block<A>& values,
-                bool first, bool may_be_masked, int64_t head_dim_v) {
-  if (!first) {
-    for (int64_t i = 0; i < rows; ++i) {
-      if (t.correction[i] == 1) continue;
-      for (int64_t d = 0; d < t.ld_out; ++d) t.out[i * t.ld_out + d] *= t.correction[i];
+template <class M>
+void accumulate(const ForwardScratch<M>& t, int64_t rows, int64_t keys, const Matrix& value,
+                int64_t key, bool first, bool may_be_masked, int64_t head_dim_v) {
+  using A = typename M::A;
+  for (int64_t i = 0; !first && i < rows; ++i) {
+    if (t.correction[i] == 1) continue;
+    const Vec<A> correction = splat(t.correction[i]);
+    for (int64_t d = 0; d < t.ld_out; d += kLanes<A>) {
+      A* at = t.out + i * t.ld_out + d;
+      store(at, load<Vec<A>>(at) * correction);
     }
   }
-  if (may_be_masked && !all_finite(values, keys, head_dim_v)) {
-    if (first) {
-      for (int64_t i = 0; i < rows * t.ld_out; ++i) t.out[i] = 0;
+  if (may_be_masked) {
+    const Block<A> exact = load_block(value, key, keys, head_dim_v, t.rows);
+    if (!all_finite(exact, keys, head_dim_v)) {
+      if (first) {
+        for (int64_t i = 0; i < rows * t.ld_out; ++i) t.out[i] = 0;
+      }
+      product_unmasked(rows, head_dim_v, keys, t.scores, t.scores, 1, t.ld, exact, t.out, t.ld_out);
+      return;
     }
-    product_unmasked(rows, head_dim_v, keys, t.scores, t.scores, 1, t.ld, values, t.out, t.ld_out);
-    return;
   }
-  product<Order::kColMajor>(rows, t.ld_out, keys, t.scores, t.ld, values.data, values.ld, t.out,
-                            t.ld_out, !first);
+  const auto p = M::tile_cols(t.scores, t.ld, keys, rows, t.packed);
+  const auto v = M::plain(value, key, keys, head_dim_v, t.values);
+  M::multiply(p, v, rows, t.ld_out, keys, t.out, t.ld_out, !first);
 }
 
-template <class A>
-void store_output(const ForwardScratch<A>& t, int64_t row, int64_t rows, const Matrix& out,
+template <class M, class A = typename M::A>
+void store_output(const ForwardScratch<M>& t, int64_t row, int64_t rows, const Matrix& out,
                   const Matrix& lse, int64_t head_dim_v) {
   for (int64_t i = 0; i < rows; ++i) {
     A* from = t.out + i * t.ld_out;
@@ -197,9 +207,10 @@ void store_output(const ForwardScratch<A>& t, int64_t row, int64_t rows, const M
   }
 }
 
-template <class A>
+template <class M>
 void forward_block(const Params& p, const Sequence& s, int64_t head, int64_t row, int64_t rows,
-                   const ForwardScratch<A>& t) {
+                   const ForwardScratch<M>& t) {
+  using A = typename M::A;
   const Geometry& g = p.geometry;
   const Matrix query = matrix(p, p.query, s.batch, head, s.first_row);
   const Matrix key = matrix(p, p.key, s.batch, head / g.group, s.first_key);
@@ -207,8 +218,7 @@ void forward_block(const Params& p, const Sequence& s, int64_t head, int64_t row
   const Matrix bias = bias_matrix(p, p.bias, s, head);
   const int64_t padded = round_up(rows, kLanes<A>);
 
-  const Block<A> q = load_block(query, row, rows, g.head_dim, t.rows);
-  transpose(q.data, q.ld, rows, g.head_dim, t.queries, t.ld);
+  const auto q = M::transposed(query, row, rows, g.head_dim, t.queries, t.rows);
   for (int64_t i = 0; i < padded; ++i) {
     t.maximum[i] = -kInf<A>;
     t.sum[i] = 0;
@@ -221,9 +231,8 @@ void forward_block(const Params& p, const Sequence& s, int64_t head, int64_t row
     const TileKind kind = tile_kind(p, s, row, rows, j, keys);
     if (kind == TileKind::kMasked) set_mask(p, s, row, rows, padded, j, keys, t.mask);
     if (bias) load_bias_tile(bias, row, rows, j, keys, t.bias_line, t.bias, t.ld);
-    const Block<A> k = load_block(key, j, keys, g.head_dim, t.keys);
-    product<Order::kRowMajor>(keys, padded, g.head_dim, k.data, k.ld, t.queries, t.ld, t.scores,
-                              t.ld, false);
+    const auto k = M::rows(key, j, keys, g.head_dim, t.keys);
+    M::multiply(k, q, keys, padded, g.head_dim, t.scores, t.ld, false);
     const ScoreRule<A> rule(g, bias ? t.bias : nullptr,
                             kind == TileKind::kMasked ? &t.mask : nullptr, t.ld);
     if (rule.plain()) {
@@ -231,8 +240,7 @@ void forward_block(const Params& p, const Sequence& s, int64_t head, int64_t row
     } else {
       softmax_step<false>(rule, keys, padded, t);
     }
-    const Block<A> v = load_block(value, j, keys, g.head_dim_v, t.values);
-    accumulate(t, rows, keys, v, first, bias || kind == TileKind::kMasked, g.head_dim_v);
+    accumulate(t, rows, keys, value, j, first, bias || kind == TileKind::kMasked, g.head_dim_v);
     first = false;
   }
   const Matrix out = matrix(p, p.out, s.batch, head, s.first_row);
@@ -241,10 +249,10 @@ void forward_block(const Params& p, const Sequence& s, int64_t head, int64_t row
 }
 
 // Work item: (batch, query head, chunk of query blocks).
-template <class A>
+template <class M>
 void forward(const Params& p, int64_t item, void* scratch) {
   const Geometry& g = p.geometry;
-  const ForwardScratch<A> t(p, scratch);
+  const ForwardScratch<M> t(p, scratch);
   const int64_t chunk = p.chunks - 1 - item % p.chunks;  // causal: the longest rows first
   const int64_t head = item / p.chunks % g.heads_q;
   const Sequence s = sequence(p, item / p.chunks / g.heads_q);
@@ -254,9 +262,9 @@ void forward(const Params& p, int64_t item, void* scratch) {
   }
 }
 
-template <class A>
+template <class M>
 size_t forward_scratch(const Params& p) {
-  return ForwardScratch<A>(p, nullptr).bytes;
+  return ForwardScratch<M>(p, nullptr).bytes;
 }
 
 }  // namespace

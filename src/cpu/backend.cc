@@ -34,7 +34,14 @@ int64_t even_block(int64_t length, int64_t step) {
 }
 
 const Kernels& kernels(const AttentionProblem& problem) {
-  return problem.query.dtype == DType::kFloat64 ? target().twice : target().single;
+  switch (problem.query.dtype) {
+    case DType::kFloat64:
+      return target().fp64;
+    case DType::kBFloat16:
+      return target().bf16;
+    default:
+      return target().fp32;
+  }
 }
 
 // Strides of `spec`, whose last dimensions are (head, row, col) or, for a per-row number, (head,

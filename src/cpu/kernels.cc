@@ -14,16 +14,17 @@
 namespace flashmoe::cpu {
 namespace {
 
-template <class A>
+template <class M>
 constexpr Kernels kKernels = {
-    forward_scratch<A>, forward<A>, backward_scratch<A>, partial_bytes<A>,
-    backward<A>,        reduce<A>,  bias_grad<A>,
+    forward_scratch<M>, forward<M>, backward_scratch<M>, partial_bytes<M>,
+    backward<M>,        reduce<M>,  bias_grad<M>,
 };
 
 }  // namespace
 
 extern const Target FLASHMOE_CONCAT(target_, FLASHMOE_CPU_TARGET);
-const Target FLASHMOE_CONCAT(target_, FLASHMOE_CPU_TARGET) = {FLASHMOE_STRING(FLASHMOE_CPU_TARGET),
-                                                              kKernels<float>, kKernels<double>};
+const Target FLASHMOE_CONCAT(target_, FLASHMOE_CPU_TARGET) = {
+    FLASHMOE_STRING(FLASHMOE_CPU_TARGET), kKernels<ExactProducts<float>>,
+    kKernels<ExactProducts<double>>, kKernels<Bf16Products>};
 
 }  // namespace flashmoe::cpu

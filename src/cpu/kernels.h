@@ -52,7 +52,7 @@ struct Params {
   bool bias_rows = true, bias_cols = true;  // kShared: the bias has rows, columns of its own
 };
 
-// One instruction set's kernels for one accumulator type. Each call does one work item, alone, in
+// One instruction set's kernels in one arithmetic. Each call does one work item, alone, in
 // `scratch`; what it computes depends on the item only.
 struct Kernels {
   size_t (*forward_scratch)(const Params&);
@@ -66,8 +66,9 @@ struct Kernels {
 
 struct Target {
   const char* name;
-  Kernels single;  // accumulates in fp32: fp32, fp16, bf16
-  Kernels twice;   // accumulates in fp64: fp64
+  Kernels fp32;  // fp32 and fp16 tensors, multiplied in fp32
+  Kernels fp64;
+  Kernels bf16;  // bf16 tensors, multiplied in bf16 where the target can, else in fp32
 };
 
 // The best target this machine can run, or the one FLASHMOE_CPU_TARGET names. Decided once.

@@ -151,7 +151,7 @@ TEST(another_machine_is_refused_with_a_reason) {
   p.device = {.type = flashmoe::DeviceType::kCuda, .compute_capability = 90};
   const auto plan = flashmoe::plan(p);
   CHECK(plan.ok() || plan.status().code() == flashmoe::StatusCode::kUnsupported);
-  if (!plan.ok()) CHECK_CONTAINS(plan.status().message(), "9.0");
+  if (!plan.ok()) CHECK_CONTAINS(plan.status().message(), "CUDA");
 
   p.device = {.num_threads = -1};
   CHECK(!flashmoe::plan(p).ok());

@@ -157,8 +157,9 @@ double sum_terms(const Case& c, const Tensor& result) {
   const double rows = c.query.spec().size(ragged ? 0 : -2),
                keys = c.key.spec().size(ragged ? 0 : -2);
   const double heads = c.query.spec().size(ragged ? 1 : -3);
-  if (&result == &c.grad_bias)
-    return static_cast<double>(c.out.count()) * keys / std::max<double>(1, c.bias.count());
+  if (&result == &c.grad_bias) {
+    return static_cast<double>(c.lse.count()) * keys / std::max<double>(1, c.bias.count());
+  }
   return std::max({rows * heads, keys, 256.});
 }
 

@@ -68,8 +68,8 @@ void fail(const char* file, int line, const std::string& what, const Parts&... p
 
 #define CHECK_EQ(a, b)                                                                          \
   do {                                                                                          \
-    const auto& value_a = (a);                                                                  \
-    const auto& value_b = (b);                                                                  \
+    const auto value_a = (a);                                                                   \
+    const auto value_b = (b);                                                                   \
     if (!(value_a == value_b))                                                                  \
       ::testing::fail(__FILE__, __LINE__, #a " == " #b " is not so:", value_a, "and", value_b); \
   } while (0)

@@ -495,7 +495,7 @@ def attend(seed):
 if __name__ == "__main__":
     torch.set_num_threads(2)
     want = [attend(seed) for seed in range(4)]  # the parent's threads are running now
-    # One thread, as a data loader gives its workers: OpenMP itself hangs in a forked child otherwise.
+    # One thread, as data loaders give their workers: more make OpenMP itself hang after a fork.
     context = multiprocessing.get_context(sys.argv[1])
     with context.Pool(2, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         got = pool.map_async(attend, range(4)).get(timeout=60)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -65,12 +66,13 @@ def choose_device(asked: str | None, families: list[str]) -> torch.device:
     import torch
 
     usable = torch.cuda.is_available() and bool(families)
-    device = torch.device(asked or ("cuda" if usable else "cpu"))
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device {asked}: cpu or cuda")
+    name = asked or ("cuda" if usable else "cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise ValueError(f"--device {name}: not cpu, cuda or cuda:N")
+    device = torch.device(name)
     if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"--device {asked}: torch sees no GPU here")
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"--device {asked}: torch sees no such GPU here")
         torch.cuda.set_device(device)
     return device
 
@@ -117,6 +119,7 @@ def run(args: argparse.Namespace) -> int:
 def measure(args: argparse.Namespace) -> int:
     """The benchmark itself; ValueError for options that make no sense."""
     import torch
+
     from flashmoe_science.bench import machine, report, runner
     from flashmoe_science.bench.workloads import WORKLOADS
 

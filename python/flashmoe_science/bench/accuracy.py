@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
+
 from flashmoe_science.bench.workloads import Case, Implementation, Tensors, forced_backend
 
 # 2^23 float64 scores are 64 MB, autograd keeps a few such tensors, and a CPU takes half a second.

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -72,7 +73,8 @@ def format_ms(implementation: dict[str, Any] | None) -> str:
     if implementation is None or implementation["ms"] is None:
         return "-"
     ms = implementation["ms"]
-    text = f"{ms:.4f}" if ms < 1 else f"{ms:.3f}" if ms < 10 else f"{ms:.1f}"
+    digits = 4 if ms < 1 else 3 if ms < 10 else 1 if ms < 1000 else 0
+    text = f"{ms:.{digits}f}"
     if "estimated_from_heads" in implementation:
         return text + MARKS["estimated"]
     return text + (MARKS["few"] if implementation["few_samples"] else "")
@@ -94,31 +96,35 @@ def format_ratio(row: Row) -> str:
 
 
 def print_table(console: Console, results: dict[str, Any]) -> None:
-    """All rows, and what is worth saying about them."""
+    """All rows. A narrow terminal does without the peers' rates and a column that never changes."""
     about, rows = results["about"], results["rows"]
     unit, per_unit = rate_unit(about["device"])
-    names = names_of(rows)
-    table = Table(title=f"attention on {title(about)}", caption=LEGEND, title_style="bold")
-    for column in ("workload", "batch,heads,length,dim", "dtype", "pass"):
-        table.add_column(column, no_wrap=True)
+    names, on_gpu = names_of(rows), about["device"] == "cuda"
+    rated = names if console.width >= 50 + 18 * len(names) else [OURS]
+    keys = ["workload", "label", "dtype", "pass"]
+    if len({row["workload"] for row in rows}) == 1:
+        keys.remove("workload")
+    table = Table(title=f"attention on {title(about)}", caption=LEGEND, box=box.SIMPLE_HEAD)
+    table.padding, table.pad_edge = (0, 1, 0, 0), False
+    for key in keys:
+        table.add_column("B,H,S,D" if key == "label" else key, no_wrap=True)
     for name in names:
         table.add_column(f"{name}\nms", justify="right", no_wrap=True)
-        table.add_column(f"\n{unit}", justify="right", no_wrap=True, style="dim")
-    if about["device"] == "cuda":
+        if name in rated:
+            table.add_column(f"\n{unit}", justify="right", no_wrap=True, style="dim")
+    if on_gpu:
         table.add_column("host us\nours / best", justify="right", no_wrap=True)
     table.add_column("best peer\n/ ours", justify="right", no_wrap=True)
-    previous = ""
-    for row in rows:
-        if previous not in ("", row["workload"] + row["label"]):
-            table.add_section()
-        previous = row["workload"] + row["label"]
-        cells = [row["workload"], row["label"], row["dtype"], row["pass"]]
+    for row, following in zip(rows, [*rows[1:], rows[-1]], strict=True):
+        cells = [row[key] for key in keys]
         for name in names:
             implementation = row["implementations"].get(name)
-            cells += [format_ms(implementation), format_rate(implementation, per_unit)]
-        if about["device"] == "cuda":
-            cells.append(format_host(row))
-        table.add_row(*cells, format_ratio(row))
+            cells.append(format_ms(implementation))
+            if name in rated:
+                cells.append(format_rate(implementation, per_unit))
+        cells += [format_host(row)] if on_gpu else []
+        ends = any(row[key] != following[key] for key in ("workload", "label"))
+        table.add_row(*cells, format_ratio(row), end_section=ends)
     console.print(table)
 
 
@@ -130,7 +136,7 @@ def format_host(row: Row) -> str:
 
 def print_means(console: Console, results: dict[str, Any]) -> None:
     """Geometric means of best peer / ours."""
-    table = Table(title="geometric means, best peer / ours", title_style="bold")
+    table = Table(title="geometric means", caption="of best peer / ours", box=box.SIMPLE_HEAD)
     for column in ("dtype", "pass"):
         table.add_column(column)
     for column in ("rows", "ratio"):
@@ -184,7 +190,7 @@ def draw_panel(axes: Any, rows: list[Row], names: list[str], per_unit: float) ->
     """Grouped bars: one group a shape, one bar an implementation, the ratio above ours."""
     width = 0.86 / len(names)
     # Numbers over thirty narrow bars must be small not to run into each other.
-    size = 8 if len(names) * len(rows) <= 18 else 6.5
+    size = 8 if len(names) * len(rows) <= 18 else 6
     peers = [name for name in names if name != OURS]
     top = 0.0
     for index, name in enumerate(names):
@@ -202,10 +208,10 @@ def draw_panel(axes: Any, rows: list[Row], names: list[str], per_unit: float) ->
             text += MARKS["estimated"] if "estimated_from_heads" in implementation else ""
             if name == OURS and row["ratio"] is not None:
                 text += f"\n{row['ratio']:.2f}x"
-            weight = "bold" if name == OURS else "normal"
+            style = {"color": OUR_COLOUR, "weight": "bold"} if name == OURS else {"color": INK}
             axes.annotate(
                 text, (x, rate), xytext=(0, 2), textcoords="offset points", ha="center",
-                va="bottom", fontsize=size, color=OUR_COLOUR if name == OURS else INK, weight=weight,
+                va="bottom", fontsize=size, **style,
             )  # fmt: skip
     axes.set_ylim(0, top * 1.22 or 1)
     axes.set_xticks(range(len(rows)), [row["label"].replace(",causal", "\ncausal") for row in rows])

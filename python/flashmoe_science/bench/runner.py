@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from flashmoe_science.bench import accuracy, timing
 from flashmoe_science.bench.workloads import WORKLOADS, Case, Shape
 

@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
+
 from flashmoe_science.bench.workloads import Case, Implementation, forced_backend
 
 Call = Callable[[], None]

@@ -19,10 +19,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import torch
 from flashmoe_science import flash_attention, flash_attention_varlen
 
 Tensors = dict[str, torch.Tensor]

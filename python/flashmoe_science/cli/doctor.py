@@ -84,6 +84,7 @@ def examine() -> dict[str, Any]:
 def backend(device: str) -> dict[str, Any]:
     """Which dtypes the planner would run on a device, each way, and why not the others."""
     import torch
+
     from flashmoe_science import explain
 
     runs, why_not = {"forward": [], "backward": []}, {}
@@ -105,6 +106,7 @@ def first_line(error: Exception) -> str:
 def self_check(device: torch.device) -> list[dict[str, Any]]:
     """Forward and backward passes on a device, each against float64."""
     import torch
+
     from flashmoe_science.bench.accuracy import check
     from flashmoe_science.bench.workloads import WORKLOADS, Shape
 

@@ -1,0 +1,156 @@
+"""The command line as a person meets it: doctor and explain, in health and in trouble."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import flashmoe_science
+from flashmoe_science.__main__ import main
+from flashmoe_science.bench import workloads
+from flashmoe_science.cli import doctor
+
+PACKAGE = Path(flashmoe_science.__file__).parent
+
+
+def run_as_user(*arguments: str, python_path: Path = PACKAGE.parent) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": str(python_path)}
+    command = [sys.executable, "-m", "flashmoe_science", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+
+
+def meta(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(*size, dtype=dtype, device="meta")
+
+
+def test_doctor_finds_a_healthy_machine():
+    done = run_as_user("doctor")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "verdict: healthy" in done.stdout
+    info = json.loads(torch.ops.flashmoe.build_info())
+    assert info["cpu_target"] in done.stdout
+    assert torch.__version__ in done.stdout
+
+
+def test_doctor_json_has_every_check(capsys):
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["healthy"] and report["threads"] == torch.get_num_threads()
+    on_cpu = {(c["dtype"], c["workload"]) for c in report["checks"] if c["device"] == "cpu"}
+    assert on_cpu == {(d, w) for d in doctor.DTYPES for w, _ in doctor.CHECKS}
+    assert all(0 < check["error"] <= check["limit"] for check in report["checks"])
+    cpu = report["backends"][0]
+    assert cpu["device"] == "cpu" and cpu["forward"] == cpu["backward"] == list(doctor.DTYPES)
+    for backend in report["backends"]:
+        assert len(backend["forward"]) == 4 or backend["why_not"], "no reason given"
+
+
+def test_doctor_finds_one_wrong_number(monkeypatch, capsys):
+    right = workloads.flash_attention
+
+    def wrong(q, k, v, **options):
+        out = right(q, k, v, **options)
+        mask = torch.zeros_like(out)
+        mask[0, 0, -1, -1] = 0.05
+        return out + mask
+
+    monkeypatch.setattr(workloads, "flash_attention", wrong)
+    assert main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert "WRONG" in text and "verdict: broken" in text
+
+
+def test_doctor_reports_a_call_that_fails(monkeypatch, capsys):
+    def broken(*args, **options):
+        raise RuntimeError("the kernel is on strike")
+
+    monkeypatch.setattr(workloads, "flash_attention_varlen", broken)
+    assert main(["doctor"]) == 1
+    assert "FAILED: the kernel is on strike" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["doctor", "bench"])
+def test_without_the_library_it_says_how_to_build(tmp_path, command):
+    ignore = shutil.ignore_patterns("lib", "__pycache__")
+    shutil.copytree(PACKAGE, tmp_path / "flashmoe_science", ignore=ignore)
+    done = run_as_user(command, python_path=tmp_path)
+    assert done.returncode == 1
+    assert "make build" in done.stdout + done.stderr
+    assert "pip install" in done.stdout + done.stderr
+    assert "healthy" not in done.stdout
+
+
+def test_explain_says_what_explain_says():
+    arguments = "--batch 2 --heads 8 --kv-heads 2 --len 96 --kv-len 128 --dim 64 --value-dim 32"
+    options = "--dtype bf16 --window 128,0 --bias 1,8,96,128 --bias-dtype fp32 --softcap 30"
+    more = "--key-lengths --scale 0.5 --backward --deterministic --device cpu"
+    done = run_as_user("explain", *f"{arguments} {options} {more}".split())
+    assert done.returncode == 0, done.stderr
+    bf16 = torch.bfloat16
+    expected = flashmoe_science.explain(
+        meta(2, 8, 96, 64, dtype=bf16),
+        meta(2, 2, 128, 64, dtype=bf16),
+        meta(2, 2, 128, 32, dtype=bf16),
+        bias=meta(1, 8, 96, 128),
+        window=(128, 0),
+        scale=0.5,
+        softcap=30.0,
+        key_lengths=meta(2, dtype=torch.int32),
+        deterministic=True,
+        backward=True,
+        device="cpu",
+    )
+    assert done.stdout.strip() == expected.strip()
+
+
+def test_explain_ragged(capsys):
+    command = "explain --ragged --batch 5 --heads 4 --len 31 --dim 16 --causal --device cpu"
+    assert main(command.split()) == 0
+    offsets = meta(6, dtype=torch.int32)
+    q = meta(5 * 31, 4, 16)
+    lengths = {"max_seqlen_q": 31, "max_seqlen_k": 31}
+    expected = flashmoe_science.explain(
+        q, q, q, causal=True, cu_seqlens_q=offsets, cu_seqlens_k=offsets, **lengths, device="cpu"
+    )
+    assert capsys.readouterr().out.strip() == expected.strip()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ("--heads 8 --kv-heads 3", "heads"),
+        ("--len 64 --bias 1,8,64,63", "bias"),
+        ("--window 4,-2", "window"),
+        ("--dim 512", "512"),
+        ("--device sm_1", "device"),
+        ("--device sm_90 --dtype fp64", ""),
+    ],
+)
+def test_explain_refuses(capsys, arguments, named):
+    assert main(["explain", *arguments.split()]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("cannot run: ") and named in shown.err
+
+
+@pytest.mark.parametrize("command", [[], ["doctor"], ["explain"], ["bench"]])
+def test_help_has_examples(capsys, command):
+    with pytest.raises(SystemExit) as stop:
+        main([*command, "--help"])
+    assert stop.value.code == 0
+    assert "examples:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("line", ["", "nothing", "explain --len -1", "explain --window 3"])
+def test_bad_usage(capsys, line):
+    with pytest.raises(SystemExit) as stop:
+        main(line.split())
+    assert stop.value.code == 2
+    assert "usage:" in capsys.readouterr().err

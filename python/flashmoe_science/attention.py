@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import _library
 
@@ -24,14 +23,30 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad_out, grad_lse):
         needs = ctx.needs_input_grad[1:5]
-        grads = _library.backward(
+        # Only under create_graph are there gradients to record here.
+        run = _AttentionBackward.apply if torch.is_grad_enabled() else _library.backward
+        grads = run(
             grad_out, grad_lse, *ctx.saved_tensors, *ctx.options, ctx.deterministic, *needs
         )
         grads = [grad if need else None for grad, need in zip(grads, needs, strict=True)]
         return None, *grads, *([None] * (3 + len(ctx.options)))
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """The backward pass as a node of the graph, so that differentiating it fails rather than giving 0."""
+
+    @staticmethod
+    def forward(ctx, *args):
+        return _library.backward(*args)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError(
+            "flashmoe_science attention has no second derivative yet: its gradients cannot be "
+            "differentiated twice. Use F.scaled_dot_product_attention with SDPBackend.MATH for this call."
+        )
 
 
 def _attend(tensors, options, return_lse, deterministic):

@@ -33,6 +33,7 @@ struct BackwardScratch {
   void* keys;        // operands, block_k x D: K by rows
   void* keys_plain;  //                        and along the depth
   void* values;      // operand, block_k x Dv
+  void* spare;       // operand of any tensor's size
   A* scores;         // block_k x ld       S^T, then P^T
   A* dscores;        // block_k x ld       dP^T, then dS^T
   void* packed;      // operand, block_k x ld
@@ -40,7 +41,8 @@ struct BackwardScratch {
   A* bias_line;      // block_q x block_k
   A* bias_sum;       // block_k x ld       shared dBias of one tile
   A* grad_query;     // block_q x ld_in
-  A* lse;            // ld, times log2(e)
+  A* lse;            // ld, times log2(e),
+  A* lse_rest;       // and what rounding took off it
   A* delta;          // ld
   Mask<A> mask;
   A* partial;  // dK and dV of this item, when a head is not cut
@@ -60,6 +62,8 @@ struct BackwardScratch {
     keys = arena.take<char>(M::operand_bytes(p.block_k, g.head_dim));
     keys_plain = arena.take<char>(M::operand_bytes(p.block_k, g.head_dim));
     values = arena.take<char>(M::operand_bytes(p.block_k, g.head_dim_v));
+    spare = arena.take<char>(
+        M::operand_bytes(larger(p.block_q, p.block_k), larger(g.head_dim, g.head_dim_v)));
     scores = arena.take<A>(p.block_k * ld);
     dscores = arena.take<A>(p.block_k * ld);
     packed = arena.take<char>(M::tile_bytes(p.block_k, ld));
@@ -68,6 +72,7 @@ struct BackwardScratch {
     bias_sum = arena.take<A>(p.bias_grad == Params::BiasGrad::kShared ? p.block_k * ld : 0);
     grad_query = arena.take<A>(p.block_q * ld_in);
     lse = arena.take<A>(ld);
+    lse_rest = arena.take<A>(ld);
     delta = arena.take<A>(ld);
     mask.begin = arena.take<Int<A>>(ld);
     mask.end = arena.take<Int<A>>(ld);
@@ -110,12 +115,15 @@ void load_row_numbers(const Geometry& g, const HeadTensors& x, const QueryBlock<
   using A = typename M::A;
   for (int64_t i = 0; i < q.padded; ++i) {
     t.lse[i] = kInf<A>;
+    t.lse_rest[i] = 0;
     t.delta[i] = 0;
     if (i >= q.rows) continue;
     A lse, grad_lse = 0;
     load_row(x.lse.dtype, element(x.lse, q.row + i, 0), 1, 1, &lse);
     if (lse == -kInf<A>) continue;
-    t.lse[i] = lse * static_cast<A>(kLog2e);
+    const double base2 = lse * kLog2e;
+    t.lse[i] = static_cast<A>(base2);
+    t.lse_rest[i] = static_cast<A>(base2 - t.lse[i]);
     if (x.grad_lse) load_row(x.grad_lse.dtype, element(x.grad_lse, q.row + i, 0), 1, 1, &grad_lse);
     Vec<A> sum = {};
     if (x.grad_out) {
@@ -166,12 +174,13 @@ template <bool kPlain, class M, class A = typename M::A>
 void softmax_gradient(const ScoreRule<A>& rule, int64_t keys, int64_t queries,
                       const BackwardScratch<M>& t) {
   for (int64_t i = 0; i < queries; i += kLanes<A>) {
-    const Vec<A> lse = load<Vec<A>>(t.lse + i), delta = load<Vec<A>>(t.delta + i);
+    const Vec<A> lse = load<Vec<A>>(t.lse + i), lse_rest = load<Vec<A>>(t.lse_rest + i);
+    const Vec<A> delta = load<Vec<A>>(t.delta + i);
     for (int64_t j = 0; j < keys; ++j) {
       const int64_t at = j * t.ld + i;
       Vec<A> slope = splat(A(1));
       const Vec<A> score = rule.template score<kPlain>(load<Vec<A>>(t.scores + at), j, i, &slope);
-      const Vec<A> p = rule.template probability<kPlain>(score, lse);
+      const Vec<A> p = rule.template probability<kPlain>(score, lse, lse_rest);
       Vec<A> gradient = p * (load<Vec<A>>(t.dscores + at) - delta);
       if constexpr (!kPlain) gradient = score == -kInf<A> ? Vec<A>{} : gradient;
       store(t.scores + at, p);
@@ -212,24 +221,6 @@ bool finite(const Matrix& m, int64_t first, int64_t rows, int64_t cols,
   return !m || all_finite(load_block(m, first, rows, cols, t.rows), rows, cols);
 }
 
-// accumulate_gradients() where some operand is not finite and some score is masked.
-template <class M>
-void accumulate_unmasked(const Geometry& g, const HeadTensors& x, const QueryBlock<M>& q,
-                         const KeyBlock<M>& k, typename M::A* grad_key, typename M::A* grad_value,
-                         const BackwardScratch<M>& t) {
-  if (x.grad_out) {
-    const auto grads = load_block(x.grad_out, q.row, q.rows, g.head_dim_v, t.rows);
-    product_unmasked(k.keys, g.head_dim_v, q.rows, t.scores, t.scores, t.ld, 1, grads, grad_value,
-                     t.ld_out);
-  }
-  const auto queries = load_block(x.query, q.row, q.rows, g.head_dim, t.rows);
-  product_unmasked(k.keys, g.head_dim, q.rows, t.dscores, t.scores, t.ld, 1, queries, grad_key,
-                   t.ld_in);
-  const auto keys = load_block(x.key, k.key, k.keys, g.head_dim, t.rows);
-  product_unmasked(q.rows, g.head_dim, k.keys, t.dscores, t.scores, 1, t.ld, keys, t.grad_query,
-                   t.ld_in);
-}
-
 // dQ, dK and dV gain one tile.
 template <class M>
 void accumulate_gradients(const Params& p, const HeadTensors& x, const QueryBlock<M>& q,
@@ -237,26 +228,32 @@ void accumulate_gradients(const Params& p, const HeadTensors& x, const QueryBloc
                           typename M::A* grad_key, typename M::A* grad_value,
                           const BackwardScratch<M>& t) {
   const Geometry& g = p.geometry;
-  if (may_be_masked && !(finite(x.query, q.row, q.rows, g.head_dim, t) &&
-                         finite(x.grad_out, q.row, q.rows, g.head_dim_v, t) &&
-                         finite(x.key, k.key, k.keys, g.head_dim, t))) {
-    if (first) {
-      for (int64_t i = 0; i < q.rows * t.ld_in; ++i) t.grad_query[i] = 0;
-    }
-    accumulate_unmasked(g, x, q, k, grad_key, grad_value, t);
-    return;
-  }
   if (p.grad_value && x.grad_out) {
     const auto a = M::tile(t.scores, t.ld, k.keys, q.rows, t.packed);
-    M::multiply(a, q.grads, k.keys, t.ld_out, q.rows, grad_value, t.ld_out, true);
+    if (may_be_masked && !finite(x.grad_out, q.row, q.rows, g.head_dim_v, t)) {
+      multiply_contained<M>(a, {t.scores, t.scores, t.ld, 1}, x.grad_out, q.row, k.keys,
+                            g.head_dim_v, q.rows, grad_value, t.ld_out, true, t.rows, t.spare);
+    } else {
+      M::multiply(a, q.grads, k.keys, t.ld_out, q.rows, grad_value, t.ld_out, true);
+    }
   }
   if (p.grad_key) {
     const auto a = M::tile(t.dscores, t.ld, k.keys, q.rows, t.packed);
-    M::multiply(a, q.queries, k.keys, t.ld_in, q.rows, grad_key, t.ld_in, true);
+    if (may_be_masked && !finite(x.query, q.row, q.rows, g.head_dim, t)) {
+      multiply_contained<M>(a, {t.dscores, t.scores, t.ld, 1}, x.query, q.row, k.keys, g.head_dim,
+                            q.rows, grad_key, t.ld_in, true, t.rows, t.spare);
+    } else {
+      M::multiply(a, q.queries, k.keys, t.ld_in, q.rows, grad_key, t.ld_in, true);
+    }
   }
   if (p.grad_query) {
     const auto a = M::tile_cols(t.dscores, t.ld, k.keys, q.rows, t.packed);
-    M::multiply(a, k.k_plain, q.rows, t.ld_in, k.keys, t.grad_query, t.ld_in, !first);
+    if (may_be_masked && !finite(x.key, k.key, k.keys, g.head_dim, t)) {
+      multiply_contained<M>(a, {t.dscores, t.scores, 1, t.ld}, x.key, k.key, q.rows, g.head_dim,
+                            k.keys, t.grad_query, t.ld_in, !first, t.rows, t.spare);
+    } else {
+      M::multiply(a, k.k_plain, q.rows, t.ld_in, k.keys, t.grad_query, t.ld_in, !first);
+    }
   }
 }
 

@@ -61,7 +61,8 @@ struct ForwardScratch {
 // Everything about a score is decided here, for both passes.
 template <class A>
 struct ScoreRule {
-  A factor;             // scale * log2(e), or scale / softcap
+  A factor;             // scale * log2(e), or scale / softcap,
+  A factor_rest;        // and what rounding took off it: scores are large where precision is small
   A cap = 0;            // softcap * log2(e), 0 = none
   const A* bias;        // tile or null
   const Mask<A>* mask;  // or null
@@ -69,7 +70,9 @@ struct ScoreRule {
 
   ScoreRule(const Geometry& g, const A* bias_tile, const Mask<A>* tile_mask, int64_t tile_ld)
       : bias(bias_tile), mask(tile_mask), ld(tile_ld) {
-    factor = static_cast<A>(g.softcap > 0 ? g.scale / g.softcap : g.scale * kLog2e);
+    const double exact = g.softcap > 0 ? g.scale / g.softcap : g.scale * kLog2e;
+    factor = static_cast<A>(exact);
+    factor_rest = static_cast<A>(exact - factor);
     cap = static_cast<A>(g.softcap * kLog2e);
   }
 
@@ -81,7 +84,7 @@ struct ScoreRule {
   // not null) receives its derivative.
   template <bool kPlain>
   Vec<A> score(Vec<A> product, int64_t key, int64_t query, Vec<A>* slope = nullptr) const {
-    Vec<A> score = product * factor;
+    Vec<A> score = product * factor + product * factor_rest;
     if constexpr (kPlain) return score;
     if (cap > 0) {
       const Vec<A> t = tanh(score);
@@ -89,8 +92,10 @@ struct ScoreRule {
       if (slope) *slope = A(1) - t * t;
     }
     if (bias) {
-      const Vec<A> b = load<Vec<A>>(bias + key * ld + query) * static_cast<A>(kLog2e);
-      score = b == -kInf<A> ? b : score + b;  // a mask, even where the score is NaN
+      const Vec<A> b = load<Vec<A>>(bias + key * ld + query);
+      score = b == -kInf<A>
+                  ? b
+                  : score + b * static_cast<A>(kLog2e);  // a mask, even where the score is NaN
     }
     if (mask) {
       using IntVec = Vec<Int<A>>;
@@ -102,11 +107,13 @@ struct ScoreRule {
     return score;
   }
 
-  // The exponential of a score; where it is masked, the negative zero that says so.
+  // The exponential of a score, relative to `reference` + `rest`; where it is masked, the negative
+  // zero that says so.
   template <bool kPlain>
-  static Vec<A> probability(Vec<A> score, Vec<A> reference) {
-    if constexpr (kPlain) return exp2(score - reference);
-    return score == -kInf<A> ? splat(A(-0.0)) : exp2(score - reference);
+  static Vec<A> probability(Vec<A> score, Vec<A> reference, Vec<A> rest = Vec<A>{}) {
+    const Vec<A> p = exp2(score - reference - rest);
+    if constexpr (kPlain) return p;
+    return score == -kInf<A> ? splat(A(-0.0)) : p;
   }
 };
 
@@ -176,17 +183,13 @@ void accumulate(const ForwardScratch<M>& t, int64_t rows, int64_t keys, const Ma
       store(at, load<Vec<A>>(at) * correction);
     }
   }
-  if (may_be_masked) {
-    const Block<A> exact = load_block(value, key, keys, head_dim_v, t.rows);
-    if (!all_finite(exact, keys, head_dim_v)) {
-      if (first) {
-        for (int64_t i = 0; i < rows * t.ld_out; ++i) t.out[i] = 0;
-      }
-      product_unmasked(rows, head_dim_v, keys, t.scores, t.scores, 1, t.ld, exact, t.out, t.ld_out);
-      return;
-    }
-  }
   const auto p = M::tile_cols(t.scores, t.ld, keys, rows, t.packed);
+  if (may_be_masked &&
+      !all_finite(load_block(value, key, keys, head_dim_v, t.rows), keys, head_dim_v)) {
+    multiply_contained<M>(p, {t.scores, t.scores, 1, t.ld}, value, key, rows, head_dim_v, keys,
+                          t.out, t.ld_out, !first, t.rows, t.values);
+    return;
+  }
   const auto v = M::plain(value, key, keys, head_dim_v, t.values);
   M::multiply(p, v, rows, t.ld_out, keys, t.out, t.ld_out, !first);
 }

@@ -209,11 +209,17 @@ void transpose(const A* from, int64_t from_ld, int64_t rows, int64_t cols, A* to
 }
 
 template <class A>
+bool is_finite(A x) {
+  return x * 0 == 0;
+}
+
+template <class A>
 bool all_finite(const Block<A>& block, int64_t rows, int64_t cols) {
   Vec<A> sum = {};  // x * 0 is 0 for a finite x and NaN for any other
   for (int64_t i = 0; i < rows; ++i) {
-    for (int64_t j = 0; j < cols; j += kLanes<A>)
+    for (int64_t j = 0; j < cols; j += kLanes<A>) {
       sum += load<Vec<A>>(block.data + i * block.ld + j) * A(0);
+    }
   }
   for (int i = 0; i < kLanes<A>; ++i) {
     if (sum[i] != 0) return false;
@@ -259,20 +265,6 @@ void set_mask(const Params& p, const Sequence& s, int64_t row, int64_t rows, int
 template <class A>
 inline bool is_masked(A probability) {
   return probability == 0 && __builtin_signbit(probability);
-}
-
-// C += A B over unmasked terms only, where 0 * inf or 0 * NaN would spoil the ordinary product. `a`
-// and `probability` are tiles of the same shape; element (i, k) of both at i * i_step + k * k_step.
-template <class A>
-void product_unmasked(int64_t rows, int64_t cols, int64_t depth, const A* a, const A* probability,
-                      int64_t i_step, int64_t k_step, const Block<A>& b, A* c, int64_t ldc) {
-  for (int64_t i = 0; i < rows; ++i) {
-    for (int64_t k = 0; k < depth; ++k) {
-      if (is_masked(probability[i * i_step + k * k_step])) continue;
-      const A factor = a[i * i_step + k * k_step];
-      for (int64_t j = 0; j < cols; ++j) c[i * ldc + j] += factor * b.data[k * b.ld + j];
-    }
-  }
 }
 
 // bias (keys x queries, transposed like the scores) for one tile.

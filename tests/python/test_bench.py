@@ -91,7 +91,7 @@ def test_results_say_where_they_come_from(bench_run):
     assert about["versions"]["torch"] == torch.__version__
     assert about["cpu_target"] == machine.build_info()["cpu_target"]
     assert about["date"].startswith("20") and about["date"].endswith("+00:00")
-    assert {"commit", "dirty"} <= about.keys()
+    assert {"commit", "dirty", "cores_busy_with_other_work"} <= about.keys()
     assert "bench --workload dense" in results["command"] and str(out) in results["command"]
 
 
@@ -161,6 +161,20 @@ def test_a_call_that_fails_fails_the_run(monkeypatch, tmp_path, capsys):
 def test_bad_options_are_named(capsys, arguments, complaint):
     assert main(["bench", *arguments.split()]) == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_other_work_is_noticed():
+    spin = "import time; t = time.time()\nwhile time.time() < t + 20: pass"
+    quiet = machine.OtherWork()
+    time.sleep(0.3)
+    if quiet.cores() is None:
+        pytest.skip("no /proc/stat here")
+    others = machine.OtherWork()
+    with subprocess.Popen([sys.executable, "-c", spin]) as process:
+        time.sleep(1.0)
+        found = others.cores()
+        process.kill()
+    assert found > 0.3
 
 
 def test_missing_tools_are_named(monkeypatch, capsys):

@@ -301,7 +301,7 @@ def test_sizes_that_overflow(checkout):
         env={**os.environ, "PYTHONPATH": str(checkout / "python"), "OMP_NUM_THREADS": "2"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=40,
     )
     assert run.stdout.strip() == "fine", f"{run.returncode}: {run.stderr[-3000:]}"
 

@@ -15,7 +15,7 @@ NATIVE = (".h", ".cc", ".c", ".cuh", ".cu", ".inl")
 
 # What, its pattern in code without comments, and where it may be; an empty tuple: nowhere.
 ROOMS = [
-    ("asm", r"\b(?:asm|__asm__|__asm)\b", ("src/cuda/ptx/",)),
+    ("asm", r"\b(?:asm|__asm__|__asm)\s*(?:\(|\w)", ("src/cuda/ptx/",)),
     ("torch headers", r"#\s*include\s*[<\"](?:torch|ATen|c10|caffe2)/", ("src/torch/",)),
     ("Python.h", r"#\s*include\s*[<\"](?:Python\.h|pybind11/)", ()),
     ("driver calls", r"\b(?:dlopen|dlsym|cu[A-Z]\w*)\s*\(", ("src/cuda/driver", "src/cuda/launch")),

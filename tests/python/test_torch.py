@@ -244,6 +244,14 @@ def test_autocast():
     assert same_bits(inside, fm.flash_attention(*low))
 
 
+def test_lazy_negation_is_seen():
+    """The negative of a tensor can be a bit in its flags, with the data unchanged."""
+    q, k, v = (x.detach() for x in qkv(2))
+    flagged = torch._neg_view(q)
+    assert flagged.is_neg() and flagged.data_ptr() == q.data_ptr()
+    assert same_bits(fm.flash_attention(flagged, k, v), fm.flash_attention(-q, k, v))
+
+
 # The op registry.
 
 

@@ -71,8 +71,9 @@ def choose_device(asked: str | None, families: list[str]) -> torch.device:
         raise ValueError(f"--device {name}: not cpu, cuda or cuda:N")
     device = torch.device(name)
     if device.type == "cuda":
-        if (device.index or 0) >= torch.cuda.device_count():
-            raise ValueError(f"--device {asked}: torch sees no such GPU here")
+        device = torch.device("cuda", device.index or 0)
+        if device.index >= torch.cuda.device_count():
+            raise ValueError(f"--device {name}: torch sees no such GPU here")
         torch.cuda.set_device(device)
     return device
 
@@ -141,8 +142,10 @@ def measure(args: argparse.Namespace) -> int:
     about = machine.describe(device)
     heading = f"{machine.title(about)}; {report.provenance(about)}"
     console.print(heading, markup=False, highlight=False)
+    others = machine.OtherWork()
     with report.ProgressReport(console, len(specs)) as progress:
         rows = runner.run_rows(specs, peers, device, args.budget, progress)
+    about["cores_busy_with_other_work"] = others.cores()
     if device.type == "cuda":
         about["gpu_state_after"] = machine.gpu_state(device)
     results = {

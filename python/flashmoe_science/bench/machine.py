@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,32 @@ def cpu() -> dict[str, Any]:
         "architecture": platform.machine(),
         "cores": usable_cores(),
         "max_clock_mhz": cpu_clock_mhz(),
-        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
     }
+
+
+class OtherWork:
+    """How many cores other programs, and a host that steals time, kept busy since this was made."""
+
+    def __init__(self) -> None:
+        self.start = self._read()
+
+    def cores(self) -> float | None:
+        """None where the system does not say."""
+        now = self._read()
+        if self.start is None or now is None:
+            return None
+        busy, own, wall = (b - a for a, b in zip(self.start, now, strict=True))
+        return max(0.0, busy - own) / wall if wall > 0 else None
+
+    def _read(self) -> tuple[float, float, float] | None:
+        """Seconds of all cores busy, of this process, and of the clock."""
+        listing = read_text("/proc/stat")
+        if not listing or not listing.startswith("cpu "):
+            return None
+        ticks = [int(word) for word in listing.split("\n")[0].split()[1:9]]
+        idle = ticks[3] + ticks[4]  # user nice system idle iowait irq softirq steal
+        busy = (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK")
+        return busy, time.process_time(), time.monotonic()
 
 
 def gpus() -> list[dict[str, Any]]:

@@ -148,7 +148,13 @@ def print_means(console: Console, results: dict[str, Any]) -> None:
 
 
 def print_problems(console: Console, results: dict[str, Any]) -> None:
-    """Rows that are wrong or could not be checked, and why ours or a peer did not run."""
+    """What to know before believing the numbers: wrong rows, missing peers, a busy machine."""
+    others = results["about"]["cores_busy_with_other_work"] or 0
+    if others > 0.1:
+        text = (
+            f"other programs kept {others:.1f} cores busy meanwhile: measure again when it is quiet"
+        )
+        console.print(text, markup=False, style="bold yellow")
     reasons: dict[str, list[str]] = {}
     for row in results["rows"]:
         where = f"{row['workload']} ({row['label']}) {row['dtype']} {row['pass']}"

@@ -1,7 +1,8 @@
-"""Finds or makes the Python that `make` builds and tests with, and writes its path for make to include.
+"""Finds or makes the Python that `make` builds and tests with, and writes its path for make.
 
-The python3 at hand is used in place when it already has everything (a GPU server without a network is
-the usual case). Otherwise a virtual environment is made in .venv and requirements-dev.txt installed there.
+The python3 at hand is used in place when it already has everything (a GPU server without a network
+is the usual case). Otherwise a virtual environment is made in .venv, and requirements-dev.txt is
+installed there.
 """
 
 import importlib.metadata
@@ -46,7 +47,15 @@ def make_venv() -> Path:
                 "python3-venv, or activate any environment that has pip and torch >= 2.10."
             )
     print("installing requirements-dev.txt into .venv", file=sys.stderr, flush=True)
-    command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-r", str(REQUIREMENTS)]
+    command = [
+        str(python),
+        "-m",
+        "pip",
+        "install",
+        "--disable-pip-version-check",
+        "-r",
+        str(REQUIREMENTS),
+    ]
     if not sys.stderr.isatty():
         command += ["--progress-bar", "off"]
     if subprocess.run(command, stdout=sys.stderr).returncode:
@@ -56,7 +65,7 @@ def make_venv() -> Path:
 
 def main() -> None:
     output = Path(sys.argv[1])
-    if sys.version_info < (3, 10):
+    if sys.version_info < (3, 10):  # noqa: UP036  (the python3 at hand may be any)
         sys.exit(f"Python >= 3.10 is needed; python3 is {sys.version.split()[0]}.")
     missing = missing_here()
     if missing:

@@ -27,15 +27,13 @@ class _Attention(torch.autograd.Function):
         needs = ctx.needs_input_grad[1:5]
         # Only under create_graph are there gradients to record here.
         run = _AttentionBackward.apply if torch.is_grad_enabled() else _library.backward
-        grads = run(
-            grad_out, grad_lse, *ctx.saved_tensors, *ctx.options, ctx.deterministic, *needs
-        )
+        grads = run(grad_out, grad_lse, *ctx.saved_tensors, *ctx.options, ctx.deterministic, *needs)
         grads = [grad if need else None for grad, need in zip(grads, needs, strict=True)]
         return None, *grads, *([None] * (3 + len(ctx.options)))
 
 
 class _AttentionBackward(torch.autograd.Function):
-    """The backward pass as a node of the graph, so that differentiating it fails rather than giving 0."""
+    """The backward pass as a node of the graph: differentiating it fails, rather than giving 0."""
 
     @staticmethod
     def forward(ctx, *args):
@@ -45,7 +43,8 @@ class _AttentionBackward(torch.autograd.Function):
     def backward(ctx, *grads):
         raise RuntimeError(
             "flashmoe_science attention has no second derivative yet: its gradients cannot be "
-            "differentiated twice. Use F.scaled_dot_product_attention with SDPBackend.MATH for this call."
+            "differentiated twice. For this call use F.scaled_dot_product_attention with "
+            "SDPBackend.MATH."
         )
 
 
@@ -106,14 +105,14 @@ def flash_attention(
     Takes the place of :func:`torch.nn.functional.scaled_dot_product_attention`, in its layout.
 
     Args:
-        q: ``(..., Hq, Sq, D)``, with any number (at least one) of leading batch dimensions; float64,
-            float32, float16 or bfloat16. Head dims from 1 to 256.
+        q: ``(..., Hq, Sq, D)``, with any number (at least one) of leading batch dimensions;
+            float64, float32, float16 or bfloat16. Head dims from 1 to 256.
         k: ``(..., Hk, Sk, D)``; ``Hq`` is a multiple of ``Hk`` (grouped queries).
         v: ``(..., Hk, Sk, Dv)``.
-        bias: anything that broadcasts to ``(..., Hq, Sq, Sk)``, in q's dtype or float32. Added to the
-            scores; ``-inf`` masks. Its gradient has its own shape and is bitwise reproducible.
-        causal: row ``i`` sees the keys ``j <= i + L - Sq``, ``L`` being the number of keys: the bottom
-            right corners meet, so one new query over a cache of keys sees all of them.
+        bias: anything that broadcasts to ``(..., Hq, Sq, Sk)``, in q's dtype or float32. Added to
+            the scores; ``-inf`` masks. Its gradient has its own shape and is bitwise reproducible.
+        causal: row ``i`` sees the keys ``j <= i + L - Sq``, ``L`` being the number of keys: the
+            bottom right corners meet, so one new query over a cache of keys sees all of them.
         window: ``(left, right)``: row ``i`` sees ``p - left <= j <= p + right`` around its position
             ``p = i + L - Sq``; ``-1`` means no limit on that side.
         scale: ``1 / sqrt(D)`` unless given.
@@ -126,8 +125,8 @@ def flash_attention(
             :func:`torch.use_deterministic_algorithms`. On the CPU they always are.
 
     Returns:
-        ``out`` of shape ``(..., Hq, Sq, Dv)``, or ``(out, lse)``. A row that may see no key is 0, with
-        ``lse = -inf``.
+        ``out`` of shape ``(..., Hq, Sq, Dv)``, or ``(out, lse)``. A row that may see no key is 0,
+        with ``lse = -inf``.
     """
     _check_tensors(q=q, k=k, v=v, bias=bias, key_lengths=key_lengths)
     tensors = (q, k, v, bias, key_lengths, None, None)
@@ -151,7 +150,7 @@ def flash_attention_varlen(
     return_lse: bool = False,
     deterministic: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`flash_attention` over a ragged batch: sequences packed one after the other, no padding.
+    """:func:`flash_attention` over a ragged batch: sequences packed one after the other, unpadded.
 
     Args:
         q: ``(Tq, Hq, D)``, the queries of all sequences.
@@ -162,10 +161,11 @@ def flash_attention_varlen(
         cu_seqlens_k: the same for keys and values.
         max_seqlen_q: at least the length of the longest sequence of queries.
         max_seqlen_k: at least the length of the longest sequence of keys.
-        bias: packed, ``(sum of n_i * m_i, Hq or 1)``: for each sequence its ``n_i x m_i`` scores, row
-            after row, in q's dtype or float32. Its gradient has the same shape.
+        bias: packed, ``(sum of n_i * m_i, Hq or 1)``: for each sequence its ``n_i x m_i`` scores,
+            row after row, in q's dtype or float32. Its gradient has the same shape.
 
-    The other arguments and the results are those of :func:`flash_attention`; ``lse`` is ``(Tq, Hq)``.
+    The other arguments and the results are those of :func:`flash_attention`; ``lse`` is
+    ``(Tq, Hq)``.
     """
     _check_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, bias=bias)
     tensors = (q, k, v, bias, None, cu_seqlens_q, cu_seqlens_k)

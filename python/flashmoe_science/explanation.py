@@ -30,7 +30,7 @@ def explain(
     backward: bool = False,
     device: str | None = None,
 ) -> str:
-    """Says which kernel a call would run, how the work is cut, and why each better one was passed over.
+    """Says which kernel would run, how the work is cut, and why each better one was passed over.
 
     Takes the arguments of :func:`flash_attention` (or, with ``cu_seqlens``, of
     :func:`flash_attention_varlen`); only shapes, strides and dtypes matter, so meta tensors do.

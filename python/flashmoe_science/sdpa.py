@@ -84,7 +84,7 @@ def _deactivate(previous: str | None) -> None:
 
 @contextmanager
 def enable_sdpa() -> Iterator[None]:
-    """Inside this context ``F.scaled_dot_product_attention`` is ours, masks with gradients included.
+    """Inside this context ``F.scaled_dot_product_attention`` is ours, gradients of masks included.
 
     Process-wide while it lasts. What we do not have, dropout, is refused rather than handed back to
     PyTorch in silence.

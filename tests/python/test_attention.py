@@ -47,6 +47,8 @@ OPTIONS = {
     "negative scale": {"scale": -0.3},
     "zero scale": {"scale": 0.0},
     "peaked": {"spread": 20.0},
+    "one key takes all": {"spread": 1000.0},
+    "softcap far past saturation": {"softcap": 0.5, "spread": 1000.0},
     "softcap causal": {"softcap": 5.0, "causal": True},
 }
 DENSE_OPTIONS = {

@@ -18,7 +18,8 @@ def _refuse(dropout_p, alibi_slopes, block_table=None) -> None:
         raise NotImplementedError(f"dropout_p={dropout_p} is not supported; use dropout_p=0.0")
     if alibi_slopes is not None:
         raise NotImplementedError(
-            "alibi_slopes is not supported; pass the slopes as a bias to flashmoe_science.flash_attention"
+            "alibi_slopes is not supported; pass the slopes as a bias to "
+            "flashmoe_science.flash_attention"
         )
     if block_table is not None:
         raise NotImplementedError("block_table is not supported: there is no paged key cache")
@@ -39,8 +40,8 @@ def flash_attn_func(
 ):
     """Attention over ``(B, S, H, D)`` tensors, as ``flash_attn.flash_attn_func``.
 
-    With ``return_attn_probs`` returns ``(out, softmax_lse, None)``: flash-attn itself fills the third
-    only for dropout tests.
+    With ``return_attn_probs`` returns ``(out, softmax_lse, None)``: flash-attn itself fills the
+    third only for dropout tests.
     """
     _refuse(dropout_p, alibi_slopes)
     out, lse = flash_attention(

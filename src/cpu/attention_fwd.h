@@ -87,9 +87,9 @@ struct ScoreRule {
     Vec<A> score = product * factor + product * factor_rest;
     if constexpr (kPlain) return score;
     if (cap > 0) {
-      const Vec<A> t = tanh(score);
-      score = t * cap;
-      if (slope) *slope = A(1) - t * t;
+      Vec<A> derivative;
+      score = tanh(score, &derivative) * cap;
+      if (slope) *slope = derivative;
     }
     if (bias) {
       const Vec<A> b = load<Vec<A>>(bias + key * ld + query);

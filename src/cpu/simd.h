@@ -99,9 +99,10 @@ inline Vec<double> exp2(Vec<double> x) {
   return x;
 }
 
-// tanh(x). Near 0 an odd polynomial, so that small scores keep their relative precision; else by
-// exp2.
-inline Vec<float> tanh(Vec<float> x) {
+// tanh(x) and its derivative. With u = 2 / (e^2|x| + 1), tanh|x| = 1 - u and the derivative is u (2
+// - u), which keeps its precision where tanh has come so close to 1 that 1 - tanh^2 has none. Near
+// 0 an odd polynomial, so that small scores keep theirs.
+inline Vec<float> tanh(Vec<float> x, Vec<float>* slope) {
   const Vec<float> z = x * x;
   Vec<float> p = splat(-5.71703257e-3f);
   p = p * z + 2.06505756e-2f;
@@ -109,11 +110,20 @@ inline Vec<float> tanh(Vec<float> x) {
   p = p * z + 0.133314912f;
   p = p * z - 0.333332839f;
   const Vec<float> small = x + x * z * p;
-  const Vec<float> large = 1.f - 2.f / (exp2(x * static_cast<float>(2 * kLog2e)) + 1.f);
-  return z < 0.390625f ? small : large;
+  const Vec<float> size = x < 0.f ? -x : x;
+  const Vec<float> capped = size > 40.f ? splat(40.f) : size;  // e^80 is near the largest float
+  const Vec<float> u = 2.f / (exp2(capped * static_cast<float>(2 * kLog2e)) + 1.f);
+  const Vec<float> large = x < 0.f ? u - 1.f : 1.f - u;
+  const Vec<int32_t> near = z < 0.390625f;  // |x| < 0.625
+  *slope = near ? 1.f - small * small : u * (2.f - u);
+  return near ? small : large;
 }
-inline Vec<double> tanh(Vec<double> x) {
-  for (int i = 0; i < kLanes<double>; ++i) x[i] = __builtin_tanh(x[i]);
+inline Vec<double> tanh(Vec<double> x, Vec<double>* slope) {
+  for (int i = 0; i < kLanes<double>; ++i) {
+    const double u = 2 / (__builtin_exp(2 * __builtin_fabs(x[i])) + 1);
+    (*slope)[i] = u * (2 - u);
+    x[i] = __builtin_tanh(x[i]);
+  }
   return x;
 }
 

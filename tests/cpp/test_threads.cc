@@ -63,7 +63,7 @@ int threads_without_setting() {
 }  // namespace
 
 // LeakSanitizer takes seconds to look at a process; one look, at the parent, is enough.
-extern "C" int __lsan_is_turned_off() { return in_child; }
+extern "C" __attribute__((visibility("default"))) int __lsan_is_turned_off() { return in_child; }
 
 // First, because the number is read once per process and children inherit it.
 TEST(size_comes_from_the_environment) {

@@ -22,11 +22,14 @@ $(ENV): requirements-dev.txt tools/environment.py
 
 export PYTHONPATH := $(CURDIR)/python
 
+# FLASHMOE_CUDA=OFF builds without CUDA kernels; FLASHMOE_FATBINS=DIR takes kernels compiled elsewhere.
+CUDA_OPTIONS := $(if $(FLASHMOE_CUDA),-DFLASHMOE_CUDA=$(FLASHMOE_CUDA)) $(if $(FLASHMOE_FATBINS),-DFLASHMOE_FATBINS=$(FLASHMOE_FATBINS))
+
 $(BUILD)/build.ninja: $(ENV) CMakeLists.txt $(wildcard cmake/*.cmake)
-	@cmake -S . -B $(BUILD) -G Ninja -DPython3_EXECUTABLE=$(PYTHON) -DFLASHMOE_TORCH=ON -DFLASHMOE_TESTS=ON -DFLASHMOE_INPLACE=ON
+	@cmake -S . -B $(BUILD) -G Ninja -DPython3_EXECUTABLE=$(PYTHON) -DFLASHMOE_TORCH=ON -DFLASHMOE_TESTS=ON -DFLASHMOE_INPLACE=ON $(CUDA_OPTIONS)
 
 $(ASAN)/build.ninja: $(ENV) CMakeLists.txt $(wildcard cmake/*.cmake)
-	@cmake -S . -B $(ASAN) -G Ninja -DFLASHMOE_TESTS=ON -DFLASHMOE_SANITIZE=address,undefined
+	@cmake -S . -B $(ASAN) -G Ninja -DFLASHMOE_TESTS=ON -DFLASHMOE_CUDA=OFF -DFLASHMOE_SANITIZE=address,undefined
 
 build: $(BUILD)/build.ninja
 	@cmake --build $(BUILD)

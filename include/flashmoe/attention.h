@@ -41,6 +41,7 @@ enum class DeviceType { kCpu, kCuda };
 struct Device {
   DeviceType type = DeviceType::kCpu;
   int num_threads = 0;  // CPU: threads that will work on the call; 0 = the library's own pool
+  int ordinal = 0;      // CUDA: which one, as the driver counts
   int compute_capability = 0;  // CUDA: 75, 80, 86, 89, 90, ...
 };
 
@@ -129,9 +130,15 @@ struct AttentionPlan {
   int64_t head_dim = 0;
   int64_t head_dim_v = 0;
 
-  // How it is cut. A work item is one chunk of query blocks of one (batch, head), and always the
-  // same piece of arithmetic whoever runs it: that is why results do not depend on the number of
-  // threads.
+  // CUDA: the launch.
+  std::string family;  // "sm80"
+  int threads = 0;     // of a block
+  size_t shared_bytes = 0;
+  uint32_t grid[3] = {0, 0, 0};
+
+  // How it is cut. On the CPU a work item is one chunk of query blocks of one (batch, head), and
+  // always the same piece of arithmetic whoever runs it: that is why results do not depend on the
+  // number of threads.
   int64_t block_q = 0;
   int64_t block_k = 0;
   int64_t chunks = 1;
@@ -160,6 +167,10 @@ FLASHMOE_API Result<AttentionPlan> plan(const AttentionProblem& problem);
 FLASHMOE_API Status run(const AttentionPlan& plan, const AttentionTensors& tensors, void* workspace,
                         const Launch& launch = {});
 
+// Whether kernels of that device want this tensor copied to a contiguous one first. The CPU never
+// does.
+FLASHMOE_API bool needs_copy(const TensorSpec& spec, const Device& device);
+
 // What would run and why, in words: the plan, and each better candidate with the reason it was
 // passed over.
 FLASHMOE_API std::string explain(const AttentionProblem& problem);
@@ -171,6 +182,19 @@ FLASHMOE_API Status run_reference(const AttentionProblem& problem, const Attenti
 // CPU instruction sets this build has kernels for, best first, and the one in use.
 FLASHMOE_API std::vector<std::string> cpu_targets();
 FLASHMOE_API std::string cpu_target();
+
+// CUDA devices of this machine, or why there are none.
+FLASHMOE_API Result<std::vector<Device>> cuda_devices();
+
+// A CUDA kernel of this build, as the planner sees it.
+struct CudaKernel {
+  std::string name, family, image;
+  DType dtype = DType::kFloat16;
+  int head_dim = 0;
+  bool causal = false;
+  int block_q = 0, block_k = 0, threads = 0, shared_bytes = 0;
+};
+FLASHMOE_API std::vector<CudaKernel> cuda_kernels();
 
 FLASHMOE_API const char* version();
 

@@ -27,8 +27,28 @@ def _load() -> None:
 _load()
 
 
+def _check_devices(query, **others) -> None:
+    """A fake kernel is also what runs when a meta tensor stands among real ones."""
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != query.device:
+            raise RuntimeError(
+                f"{name} is on {tensor.device} and query on {query.device}; "
+                "move it with .to(query.device)"
+            )
+
+
+@torch.library.register_fake("flashmoe::attention")
 @torch.library.register_fake("flashmoe::attention_forward")
-def _attention_forward_fake(query, key, value, *args, **kwargs):
+def _attention_forward_fake(query, key, value, bias, key_lengths, cu_q, cu_k, *options):
+    _check_devices(
+        query,
+        key=key,
+        value=value,
+        bias=bias,
+        key_lengths=key_lengths,
+        cu_seqlens_q=cu_q,
+        cu_seqlens_k=cu_k,
+    )
     if query.shape[-1] == value.shape[-1]:
         out = torch.empty_like(query)
     else:
@@ -38,8 +58,23 @@ def _attention_forward_fake(query, key, value, *args, **kwargs):
 
 
 @torch.library.register_fake("flashmoe::attention_backward")
-def _attention_backward_fake(grad_out, grad_lse, query, key, value, bias, *args):
-    needs = args[-4:]
+def _attention_backward_fake(
+    grad_out, grad_lse, query, key, value, bias, key_lengths, cu_q, cu_k, out, lse, *options
+):
+    _check_devices(
+        query,
+        key=key,
+        value=value,
+        bias=bias,
+        key_lengths=key_lengths,
+        cu_seqlens_q=cu_q,
+        cu_seqlens_k=cu_k,
+        out=out,
+        lse=lse,
+        grad_out=grad_out,
+        grad_lse=grad_lse,
+    )
+    needs = options[-4:]
     likes = (query, key, value, query if bias is None else bias)
     wanted = (*needs[:3], needs[3] and bias is not None)
     return tuple(
@@ -50,3 +85,4 @@ def _attention_backward_fake(grad_out, grad_lse, query, key, value, bias, *args)
 
 forward = torch.ops.flashmoe.attention_forward.default
 backward = torch.ops.flashmoe.attention_backward.default
+differentiable = torch.ops.flashmoe.attention.default

@@ -43,7 +43,8 @@ def explain(
         RuntimeError: nothing can run the call; the message says why and what would work.
     """
     tensors = {"q": q, "k": k, "v": v, "bias": bias, "key_lengths": key_lengths}
-    _check_tensors(**tensors, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    optional = ("bias", "key_lengths", "cu_seqlens_q", "cu_seqlens_k")
+    _check_tensors(optional, **tensors, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     return torch.ops.flashmoe.explain(
         *tensors.values(),
         cu_seqlens_q,

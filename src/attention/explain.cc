@@ -46,12 +46,16 @@ std::string explain(const AttentionProblem& problem) {
   s << "\n  options    " << options_text(problem, g);
   s << "\n  kernel     " << plan.kernel;
   s << "\n  tile       " << plan.block_q << " queries x " << plan.block_k << " keys";
-  s << "\n  work       " << plan.work_items << " items";
-  if (plan.chunks > 1) s << " (" << plan.chunks << " per head)";
-  s << " on " << plan.workers << (plan.workers == 1 ? " thread" : " threads");
+  if (problem.device.type == DeviceType::kCuda) {
+    s << "\n  launch     grid " << plan.grid[0] << " x " << plan.grid[1] << " x " << plan.grid[2]
+      << ", " << plan.threads << " threads, " << plan.shared_bytes << " bytes of shared memory";
+  } else {
+    s << "\n  work       " << plan.work_items << " items";
+    if (plan.chunks > 1) s << " (" << plan.chunks << " per head)";
+    s << " on " << plan.workers << (plan.workers == 1 ? " thread" : " threads");
+  }
   s << "\n  workspace  " << mebibytes(plan.workspace_bytes);
-  s << "\n  copies     none: any strides are used as they are";
-  s << "\n  bitwise reproducible, for any number of threads";
+  s << "\n  bitwise reproducible";
   s << "\n  candidates";
   for (const Candidate& c : plan.candidates) s << "\n    " << c.name << ": " << c.verdict;
   s << "\n";

@@ -5,12 +5,14 @@
 #include "cpu/backend.h"
 #include "cpu/kernels.h"
 #include "cpu/targets.h"
+#include "cuda/backend.h"
 
 namespace flashmoe {
 namespace {
 
 // CPU instruction sets better than the one in use, and that one.
 void add_cpu_candidates(AttentionPlan& plan) {
+  plan.family = "cpu";
   for (const cpu::TargetInfo& info : cpu::target_list()) {
     const bool chosen = info.name == std::string(cpu::target().name);
     std::string verdict = "chosen: the best this CPU can run";
@@ -40,9 +42,8 @@ Result<AttentionPlan> plan(const AttentionProblem& problem) {
   plan.head_dim_v = g.head_dim_v;
 
   if (problem.device.type == DeviceType::kCuda) {
-    return unsupported(
-        "query is on a CUDA device, and this build has no CUDA kernels. Move the tensors to the "
-        "CPU with .cpu(), which supports every option");
+    if (Status status = cuda::choose(plan); !status.ok()) return status;
+    return plan;
   }
   if (problem.device.num_threads < 0) {
     return invalid("device.num_threads is ", problem.device.num_threads, "; it must be at least 0");

@@ -389,7 +389,7 @@ struct Sharing {
   const Params& p;
   int64_t size[kMaxLead + 1], place[kMaxLead + 1];
   int64_t fixed = 0;     // batch * heads_q + head of the first member
-  int64_t members = 1;   // 0 for an empty batch
+  int64_t members = 1;   // 0 where there is nothing to sum
   int64_t sequence = 0;  // ragged: the slice's sequence, which a packed bias always has of its own
 
   Sharing(const Params& params, int64_t slice) : p(params) {
@@ -406,6 +406,7 @@ struct Sharing {
         members *= size[i];
       }
     }
+    if (g.len_q == 0 || g.len_k == 0) members = 0;
     sequence = slice;
   }
 

@@ -19,6 +19,7 @@ constexpr int64_t kBlock = 80;
 // the number of threads: how a head is cut decides the bits of dK and dV.
 constexpr int64_t kForwardItems = 64;
 constexpr int64_t kBackwardItems = 32;
+constexpr int64_t kBackwardChunks = 8;  // at most: each has a dK and dV of its own in the workspace
 constexpr int64_t kBackwardBlocks = 4;  // per chunk at least: each costs a pass over its dK and dV
 
 constexpr size_t kAlign = 64;
@@ -237,8 +238,12 @@ void cut(AttentionPlan& plan) {
   const int64_t blocks =
       div_up(plan.len_q, plan.block_q) * (forward ? 1 : plan.heads_q / plan.heads_k);
   const int64_t wanted = heads ? div_up(forward ? kForwardItems : kBackwardItems, heads) : 1;
-  plan.chunks = std::max<int64_t>(1, std::min(wanted, forward ? blocks : blocks / kBackwardBlocks));
-  plan.work_items = heads * plan.chunks;
+  plan.chunks = std::max<int64_t>(
+      1, std::min(wanted, forward ? blocks : std::min(blocks / kBackwardBlocks, kBackwardChunks)));
+  // An empty batch of any size is no work; without queries there are still dK = 0 and dV = 0 to
+  // write.
+  const bool nothing = plan.len_q == 0 && (forward || plan.len_k == 0);
+  plan.work_items = nothing ? 0 : heads * plan.chunks;
 
   const int threads =
       plan.problem.device.num_threads ? plan.problem.device.num_threads : pool_threads();

@@ -304,9 +304,10 @@ class Oracle {
       double score = g_.scale * dot(q, k, g_.head_dim);
       double cap_slope = 1;
       if (g_.softcap > 0) {
-        const double t = std::tanh(score / g_.softcap);
-        score = g_.softcap * t;
-        cap_slope = 1 - t * t;
+        const double x = score / g_.softcap;
+        score = g_.softcap * std::tanh(x);
+        cap_slope =
+            1 / (std::cosh(x) * std::cosh(x));  // 1 - tanh^2 would cancel where it saturates
       }
       row.seen.push_back({j, score + bias, cap_slope, 0});
     }

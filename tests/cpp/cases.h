@@ -216,9 +216,9 @@ class CaseMaker {
   Tensor empty(DType dtype, const std::vector<int64_t>& shape, bool only_read) {
     return Tensor(dtype, shape, random_layout(random_, static_cast<int>(shape.size()), only_read));
   }
-  Tensor normal(DType dtype, const std::vector<int64_t>& shape) {
+  Tensor normal(DType dtype, const std::vector<int64_t>& shape, double spread = 1) {
     Tensor tensor = empty(dtype, shape, true);
-    tensor.set(random_values(random_, element_count(shape)));
+    tensor.set(random_values(random_, element_count(shape), spread));
     return tensor;
   }
   Tensor integers(DType dtype, const std::vector<int64_t>& shape, const Values& values) {
@@ -237,7 +237,8 @@ class CaseMaker {
     } else if (chance(random_, 0.3)) {
       make_key_lengths(c, int_dtype);
     }
-    c.query = normal(dtype_, shape(heads_q_, len_q_, {dim_}));
+    const double sharpness = chance(random_, 0.1) ? 20 : 1;  // of the softmax
+    c.query = normal(dtype_, shape(heads_q_, len_q_, {dim_}), sharpness);
     c.key = normal(dtype_, shape(heads_k_, len_k_, {dim_}));
     c.value = normal(dtype_, shape(heads_k_, len_k_, {dim_v_}));
   }

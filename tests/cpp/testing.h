@@ -46,6 +46,7 @@ void fail(const char* file, int line, const std::string& what, const Parts&... p
   constexpr int kShown = 10;  // one broken kernel fails thousands of checks
   if (++failures > kShown) return;
   std::ostringstream stream;
+  stream.precision(10);
   stream << file << ":" << line << ": " << what;
   ((stream << " " << parts), ...);
   if (!context.empty()) stream << "\n    in " << context;

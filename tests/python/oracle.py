@@ -45,8 +45,8 @@ class Case:
 
 def allowed_keys(len_q, len_k, lengths, causal, window) -> torch.Tensor:
     """(..., len_q, len_k) truth: row i sits at key position p = i + L - len_q."""
-    j = torch.arange(len_k)
-    p = torch.arange(len_q)[:, None] + lengths - len_q
+    j = torch.arange(len_k, device=lengths.device)
+    p = torch.arange(len_q, device=lengths.device)[:, None] + lengths - len_q
     left, right = window if window is not None else (-1, -1)
     ok = (j < lengths).expand(*p.shape[:-1], len_k)
     if causal:
@@ -70,7 +70,7 @@ def attention(
     key_lengths=None,
     contain=False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse in the dtype of q, with every intermediate in that dtype too.
+    """out and lse, every product in the dtype of q; softmax of half types in float32, as torch's.
 
     `contain` multiplies element by element and leaves masked pairs out of every product, so that a
     NaN behind a mask stays there (0 * NaN is NaN), in the gradients too. Costs Sq * Sk * D memory.
@@ -80,6 +80,7 @@ def attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
 
     lengths = torch.tensor(len_k) if key_lengths is None else key_lengths.long()
+    lengths = lengths.to(q.device)
     lengths = lengths.expand(q.shape[:-3])[..., None, None, None]
     ok = allowed_keys(len_q, len_k, lengths, causal, window)
     ok = ok.expand(*q.shape[:-2], len_q, len_k)
@@ -95,7 +96,9 @@ def attention(
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
-        scores = scores + bias.to(q.dtype)
+        scores = scores + bias
+    if scores.dtype in (torch.float16, torch.bfloat16):
+        scores = scores.float()
 
     # Masked scores are replaced before exp, never multiplied by 0 after it; a row without keys
     # divides by 1. So no branch of the gradient meets inf or NaN that the inputs did not have.
@@ -106,7 +109,7 @@ def attention(
     weights = torch.exp((scores - top).where(ok, 0)).where(ok, 0)
     total = weights.sum(-1, keepdim=True).where(any_key, 1)
     lse = (top + total.log()).where(any_key, -torch.inf).squeeze(-1)
-    p = weights / total
+    p = (weights / total).to(q.dtype)
     if contain:
         out = (p.where(ok, 0)[..., None] * v[..., None, :, :].where(ok[..., None], 0)).sum(-2)
     else:
@@ -175,14 +178,20 @@ def reference(case: Case, contain=False) -> dict[str, torch.Tensor]:
 
 
 def math(case: Case) -> dict[str, torch.Tensor]:
-    """As SDPA's math backend: float32 inside for the half types, results in the inputs' dtype."""
-    dtype = torch.float64 if case.q.dtype == torch.float64 else torch.float32
+    """As SDPA's math backend in the inputs' own dtype: every product rounded to it.
+
+    (By default that backend works in float32 for the half types and rounds once at the end; with
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True) it works as here. The same dtype is
+    what we compare with: products of 16-bit numbers are what matrix units have.) Only for lse,
+    made of sums that everyone keeps in float32, is the comparison with float32 throughout.
+    """
     leaves = {name: x.detach().clone().requires_grad_() for name, x in case.inputs().items()}
-    wide = {name: x.to(dtype) for name, x in leaves.items()}
-    out, lse = call(case, wide)
-    out = out.to(case.q.dtype)
+    out, lse = call(case, leaves)
     grads = differentiate(case, leaves, out, lse)
-    return {"out": out.detach(), "lse": lse.detach(), **grads}
+    wide = torch.promote_types(case.q.dtype, torch.float32)
+    with torch.no_grad():
+        _, lse = call(case, {name: x.to(wide) for name, x in leaves.items()})
+    return {"out": out.detach(), "lse": lse, **grads}
 
 
 def ours(case: Case) -> dict[str, torch.Tensor]:
@@ -207,12 +216,18 @@ def ours(case: Case) -> dict[str, torch.Tensor]:
     return {"out": out.detach(), "lse": lse.detach(), **grads}
 
 
-def magnitudes(case: Case) -> dict[str, float]:
-    """How large each result would be if no two terms cancelled, which rounding is relative to.
+def floors(case: Case) -> dict[str, float]:
+    """Per result, what no implementation can avoid: see tolerance().
+
+    How large each result would be if no two terms cancelled, which rounding is relative to.
 
     Rounding in one score s = scale * q.k + bias is eps * A with A = scale * |q|.|k| + |bias|; it
     changes the weight p by the factor 1 + eps * A and travels on from there. So: the sums of the
     formula and of its gradient, taken over absolute values, with p * (1 + 2 A) for p.
+
+    And for the half types: the backward pass is given `out` as the forward pass returned it,
+    rounded once, and needs delta = out . dO. Half a unit of the dtype in each term of it reaches every
+    gradient through dS = p * (dP - delta), also where dP and delta cancel (a row with one key).
     """
     with torch.no_grad():
         wide = {name: x.double() for name, x in case.inputs().items()}
@@ -220,45 +235,51 @@ def magnitudes(case: Case) -> dict[str, float]:
         g = case.grad_out.double()
         gl = g.new_zeros(g.shape[:-1]) if case.grad_lse is None else case.grad_lse.double()
         if case.cu_q is None:
-            return dense_magnitudes(q, k, v, bias, g, gl, case.key_lengths, **case.options)
+            return dense_floors(
+                case.q.dtype, q, k, v, bias, g, gl, case.key_lengths, **case.options
+            )
         most = dict.fromkeys(RESULTS, 0.0)
         gl = gl[..., None]  # with a last dimension, as sequences() wants
         for *one, g_one, gl_one in sequences(case.cu_q, case.cu_k, q, k, v, bias, g, gl):
-            found = dense_magnitudes(*one, g_one, gl_one[..., 0], None, **case.options)
+            found = dense_floors(case.q.dtype, *one, g_one, gl_one[..., 0], None, **case.options)
             most = {name: max(most[name], found[name]) for name in RESULTS}
         return most
 
 
-def dense_magnitudes(q, k, v, bias, g, gl, key_lengths, **options) -> dict[str, float]:
+def dense_floors(dtype, q, k, v, bias, g, gl, key_lengths, **options) -> dict[str, float]:
     if not (q.numel() and k.numel()):
         return dict.fromkeys(RESULTS, 0.0)
     group = q.shape[-3] // k.shape[-3]
     k, v = (x.repeat_interleave(group, dim=-3) for x in (k, v))
     scale = abs(options["scale"]) if options.get("scale") is not None else q.shape[-1] ** -0.5
-    identity = torch.eye(k.shape[-2], dtype=q.dtype).expand(*k.shape[:-1], -1)
+    identity = torch.eye(k.shape[-2], dtype=q.dtype, device=q.device).expand(*k.shape[:-1], -1)
     p, lse = attention(q, k, identity, bias, key_lengths=key_lengths, **options)
     a = scale * (q.abs() @ k.abs().mT)
     if bias is not None:
         a = a + bias.masked_fill(bias == -torch.inf, 0).abs()
     p_a = p * (1 + 2 * a)
     dp = g.abs() @ v.abs().mT
-    ds = p_a * (dp + (p * dp).sum(-1, keepdim=True) + gl.abs()[..., None])
+    eps = 4 * torch.finfo(dtype).eps if dtype == torch.float64 else torch.finfo(torch.float32).eps
+    ds = eps * p_a * (dp + (p * dp).sum(-1, keepdim=True) + gl.abs()[..., None])
+    if dtype in (torch.float16, torch.bfloat16):
+        delta = (p @ v).abs() * g.abs()
+        ds = ds + torch.finfo(dtype).eps / 2 * p * delta.sum(-1, keepdim=True)
 
     def per_key_head(x):
         return x.unflatten(-3, (-1, group)).sum(-3)
 
     found = {
-        "out": 2 * (p_a @ v.abs()),
-        "lse": (p_a.sum(-1) + lse.abs()).masked_fill(lse == -torch.inf, 0),
+        "out": 2 * eps * (p_a @ v.abs()),
+        "lse": eps * (p_a.sum(-1) + lse.abs()).masked_fill(lse == -torch.inf, 0),
         "dq": scale * (ds @ k.abs()),
         "dk": scale * per_key_head(ds.mT @ q.abs()),
-        "dv": per_key_head(p_a.mT @ g.abs()),
+        "dv": eps * per_key_head(p_a.mT @ g.abs()),
         "dbias": ds if bias is None else ds.sum_to_size(bias.shape),
     }
     return {name: x.max().item() for name, x in found.items()}
 
 
-def tolerance(name: str, got, want, by_math, magnitude: float) -> float:
+def tolerance(got, want, by_math, floor: float) -> float:
     """The largest error we may have in one result: twice that of the math backend, plus a floor.
 
     The floor is for results where math is right by luck (one key: p is exactly 1) and is what no
@@ -273,14 +294,12 @@ def tolerance(name: str, got, want, by_math, magnitude: float) -> float:
     theirs = (by_math.double() - want)[finite].abs().max().item() if finite.any() else 0.0
     info = torch.finfo(got.dtype)
     rounding = info.eps / 2 * largest + info.smallest_normal * info.eps
-    if got.dtype == torch.float64:
-        return rounding + 4 * info.eps * magnitude
-    return 2 * theirs + rounding + torch.finfo(torch.float32).eps * magnitude
+    return (0 if got.dtype == torch.float64 else 2 * theirs) + rounding + floor
 
 
 def compare(case: Case, got: dict[str, torch.Tensor]) -> list[str]:
     """What is wrong with `got`, one line per result; empty when all is well."""
-    want, by_math, sizes = reference(case), math(case), magnitudes(case)
+    want, by_math, floor = reference(case), math(case), floors(case)
     complaints = []
     for name, a in got.items():
         b = want[name]
@@ -295,7 +314,7 @@ def compare(case: Case, got: dict[str, torch.Tensor]) -> list[str]:
             bad = (~legal).nonzero()
             complaints.append(f"{name}: {len(bad)} not finite, or finite, first {bad[:4].tolist()}")
             continue
-        limit = tolerance(name, a, b, by_math[name], sizes[name])
+        limit = tolerance(a, b, by_math[name], floor[name])
         error = (a.double() - b).where(b.isfinite(), 0).abs()
         if error.numel() and error.max().item() > limit:
             at = [int(i) for i in torch.unravel_index(error.argmax(), error.shape)]

@@ -75,18 +75,17 @@ import torch
 import flashmoe_science
 from test_random import failures_among
 
-target, seeds = sys.argv[1], range(int(sys.argv[2]))
 running = json.loads(torch.ops.flashmoe.build_info())["cpu_target"]
-assert running == target, f"{running} runs, not {target}"
-print("\\n".join(failures_among(seeds, torch.set_num_threads)))
+assert running == sys.argv[1], f"{running} runs"
+print("\\n".join(failures_among(range(150), torch.set_num_threads)))
 """
 
 
-def on_target(target: str, seeds: int) -> subprocess.CompletedProcess:
+def on_target(target: str, script: str) -> subprocess.CompletedProcess:
     here = Path(__file__).resolve().parent
     path = os.pathsep.join([str(here.parents[1] / "python"), str(here)])
     return subprocess.run(
-        [sys.executable, "-c", ON_TARGET, target, str(seeds)],
+        [sys.executable, "-c", script, target],
         env={**os.environ, "PYTHONPATH": path, "FLASHMOE_CPU_TARGET": target},
         capture_output=True,
         text=True,
@@ -96,15 +95,16 @@ def on_target(target: str, seeds: int) -> subprocess.CompletedProcess:
 
 def test_every_instruction_set():
     info = json.loads(torch.ops.flashmoe.build_info())
-    others = [target for target in info["cpu_targets"] if target != info["cpu_target"]]
     assert info["cpu_target"] in info["cpu_targets"]
-    for target in others:
-        run = on_target(target, seeds=150)
-        assert run.returncode == 0, run.stderr[-3000:]
-        assert run.stdout.strip() == "", f"{target}:\n{run.stdout[-5000:]}"
+    for target in info["cpu_targets"]:
+        if target != info["cpu_target"]:
+            run = on_target(target, ON_TARGET)
+            assert run.returncode == 0, run.stderr[-3000:]
+            assert run.stdout.strip() == "", f"{target}:\n{run.stdout[-5000:]}"
 
 
-def test_an_instruction_set_that_is_not_there():
-    run = on_target("abacus", seeds=1)
-    assert run.returncode != 0 or "FLASHMOE_CPU_TARGET is abacus" in run.stdout
-    assert "abacus" in run.stdout + run.stderr
+def test_an_instruction_set_that_is_not_there_is_refused():
+    call = "import torch, flashmoe_science as fm; fm.flash_attention(*torch.randn(3, 1, 1, 5, 8))"
+    run = on_target("abacus", call)
+    assert run.returncode != 0
+    assert "FLASHMOE_CPU_TARGET is abacus" in run.stderr

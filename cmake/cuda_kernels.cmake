@@ -1,0 +1,97 @@
+# Device code as data: nvcc compiles each kernel file to a fatbin, and the fatbins are embedded in the library as bytes.
+# The host compiler never sees CUDA, and a machine that is given the fatbins (FLASHMOE_FATBINS) needs no nvcc.
+set(FLASHMOE_CUDA "AUTO" CACHE STRING "CUDA kernels: ON, OFF, or AUTO (where there is an nvcc, or FLASHMOE_FATBINS)")
+set(FLASHMOE_FATBINS "" CACHE PATH "Folder of fatbins compiled elsewhere from these sources; empty: compile them here")
+set(FLASHMOE_CUDA_FAMILIES "sm80" CACHE STRING "Chip families to build kernels for")
+set_property(CACHE FLASHMOE_CUDA PROPERTY STRINGS AUTO ON OFF)
+
+# Which chips each family is compiled for. An sm_80 image runs on 8.6 and 8.9 as it is; PTX is for chips to come.
+set(flashmoe_chips_sm80
+  -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 -gencode arch=compute_80,code=compute_80)
+
+target_sources(flashmoe PRIVATE
+  src/cuda/backend.cc src/cuda/catalogue.cc src/cuda/driver.cc src/cuda/launch.cc src/cuda/tensor_map.cc)
+target_link_libraries(flashmoe PRIVATE ${CMAKE_DL_LIBS})
+
+if(FLASHMOE_CUDA STREQUAL "OFF")
+  return()
+endif()
+if(NOT FLASHMOE_FATBINS)
+  # From the machine, or from NVIDIA's compiler wheels beside the Python that runs the build.
+  if(Python3_EXECUTABLE)
+    execute_process(COMMAND ${Python3_EXECUTABLE} -c "import sysconfig; print(sysconfig.get_path('purelib'))"
+      OUTPUT_VARIABLE site_packages OUTPUT_STRIP_TRAILING_WHITESPACE)
+  endif()
+  find_program(FLASHMOE_NVCC nvcc HINTS ENV CUDA_HOME ENV CUDA_PATH /usr/local/cuda ${site_packages}/nvidia/cu13
+    PATH_SUFFIXES bin DOC "NVIDIA's compiler")
+  if(NOT FLASHMOE_NVCC)
+    if(FLASHMOE_CUDA STREQUAL "ON")
+      message(FATAL_ERROR "FLASHMOE_CUDA=ON, but there is no nvcc. Install the CUDA toolkit 13.0, or "
+        "`pip install -r requirements-cuda.txt`, or pass FLASHMOE_FATBINS.")
+    endif()
+    message(STATUS "flashmoe: no nvcc, building without CUDA kernels")
+    return()
+  endif()
+endif()
+
+# Fatbins and sources must belong together: the hash of all device sources goes with the fatbins.
+file(GLOB_RECURSE device_sources RELATIVE ${PROJECT_SOURCE_DIR} CONFIGURE_DEPENDS
+  src/cuda/*.cu src/cuda/*.cuh src/cuda/params.h src/cuda/*/variants.h)
+list(SORT device_sources)
+set(hashes "")
+foreach(source IN LISTS device_sources)
+  file(SHA256 ${PROJECT_SOURCE_DIR}/${source} hash)
+  string(APPEND hashes "${hash} ${source}\n")
+endforeach()
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${device_sources})
+if(FLASHMOE_FATBINS)
+  get_filename_component(fatbin_dir ${FLASHMOE_FATBINS} ABSOLUTE BASE_DIR ${PROJECT_SOURCE_DIR})
+  file(READ ${fatbin_dir}/sources.sha256 compiled_from)
+  if(NOT compiled_from STREQUAL hashes)
+    message(FATAL_ERROR "The fatbins in ${fatbin_dir} were compiled from other sources than these. Compile them again.")
+  endif()
+else()
+  set(fatbin_dir ${PROJECT_BINARY_DIR}/fatbins)
+  file(WRITE ${fatbin_dir}/sources.sha256 "${hashes}")
+endif()
+
+enable_language(ASM)
+set(images "")
+foreach(family IN LISTS FLASHMOE_CUDA_FAMILIES)
+  if(NOT DEFINED flashmoe_chips_${family})
+    message(FATAL_ERROR "FLASHMOE_CUDA_FAMILIES has '${family}'; the families are: sm80")
+  endif()
+  file(GLOB kernel_files RELATIVE ${PROJECT_SOURCE_DIR}/src/cuda/${family} src/cuda/${family}/*.cu)
+  foreach(file IN LISTS kernel_files)
+    get_filename_component(stem ${file} NAME_WE)
+    set(image ${family}_${stem})
+    set(fatbin ${fatbin_dir}/${image}.fatbin)
+    if(NOT FLASHMOE_FATBINS)
+      # The log has registers, spills and warnings of every kernel.
+      add_custom_command(OUTPUT ${fatbin}
+        COMMAND sh ${PROJECT_SOURCE_DIR}/cmake/logged.sh ${fatbin_dir}/${image}.log ${FLASHMOE_NVCC} -fatbin -std=c++20 -O3 --Wno-deprecated-gpu-targets -I${PROJECT_SOURCE_DIR}/src
+          ${flashmoe_chips_${family}} -Xptxas -v -MD -MF ${fatbin}.d -MT ${fatbin}
+          -o ${fatbin} ${PROJECT_SOURCE_DIR}/src/cuda/${family}/${file}
+        DEPENDS src/cuda/${family}/${file} DEPFILE ${fatbin}.d VERBATIM COMMENT "nvcc ${image}")
+    endif()
+    set(assembly ${PROJECT_BINARY_DIR}/images/${image}.S)
+    file(CONFIGURE OUTPUT ${assembly} @ONLY CONTENT
+"    .section .rodata
+    .balign 64
+    .globl flashmoe_image_@image@
+    .hidden flashmoe_image_@image@
+flashmoe_image_@image@:
+    .incbin \"@fatbin@\"
+    .globl flashmoe_image_@image@_end
+    .hidden flashmoe_image_@image@_end
+flashmoe_image_@image@_end:
+    .section .note.GNU-stack,\"\",%progbits
+")
+    set_source_files_properties(${assembly} PROPERTIES OBJECT_DEPENDS ${fatbin})
+    target_sources(flashmoe PRIVATE ${assembly})
+    string(APPEND images "X(${image})\n")
+  endforeach()
+endforeach()
+file(CONFIGURE OUTPUT ${PROJECT_BINARY_DIR}/images/images.inc CONTENT "${images}")
+set_source_files_properties(src/cuda/catalogue.cc PROPERTIES
+  COMPILE_DEFINITIONS FLASHMOE_HAS_IMAGES INCLUDE_DIRECTORIES ${PROJECT_BINARY_DIR}/images)

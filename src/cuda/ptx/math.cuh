@@ -1,0 +1,29 @@
+// Arithmetic that CUDA C++ has no exact name for.
+#pragma once
+
+#include <cstdint>
+
+namespace flashmoe::cuda::ptx {
+
+// PTX ISA, "ex2": 2^x, about 2 units in the last place; -inf gives 0, subnormal results are
+// flushed.
+__device__ __forceinline__ float ex2_approx_ftz(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// PTX ISA, "cvt": two floats to one register of two 16-bit numbers, `low` in the lower half.
+__device__ __forceinline__ uint32_t cvt_rn_f16x2(float high, float low) {
+  uint32_t packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+__device__ __forceinline__ uint32_t cvt_rn_bf16x2(float high, float low) {
+  uint32_t packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+}  // namespace flashmoe::cuda::ptx

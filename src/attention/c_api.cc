@@ -100,7 +100,6 @@ AttentionProblem problem_of(const flash_attention_args& a, DType dtype, Pass pas
 
   AttentionProblem p;
   p.pass = pass;
-  p.device.type = a.device == FLASH_ATTENTION_HOST ? DeviceType::kCpu : DeviceType::kCuda;
   p.query = spec_of(a.query, dtype, query);
   p.key = spec_of(a.key, dtype, key);
   p.value = spec_of(a.value, dtype, value);
@@ -161,7 +160,16 @@ Result<AttentionPlan> plan_of(const flash_attention_args* args, DType dtype, Pas
   if (args->device < FLASH_ATTENTION_HOST) {
     return invalid("device is ", args->device, "; it must be -1 for host memory, or a CUDA device");
   }
-  return plan(problem_of(*args, dtype, pass));
+  AttentionProblem problem = problem_of(*args, dtype, pass);
+  if (args->device != FLASH_ATTENTION_HOST) {
+    const Result<std::vector<Device>> devices = cuda_devices();
+    if (!devices.ok()) return devices.status();
+    if (args->device >= static_cast<int64_t>(devices.value().size())) {
+      return invalid("device is ", args->device, "; the driver shows ", devices.value().size());
+    }
+    problem.device = devices.value()[args->device];
+  }
+  return plan(problem);
 }
 
 Status run_with_workspace(const AttentionPlan& plan, const flash_attention_args& args) {
@@ -176,6 +184,11 @@ Status run_with_workspace(const AttentionPlan& plan, const flash_attention_args&
       return invalid("workspace is not 64-byte aligned");
     }
     return run(plan, tensors, args.workspace, launch);
+  }
+  if (plan.workspace_bytes == 0) return run(plan, tensors, nullptr, launch);
+  if (plan.problem.device.type == DeviceType::kCuda) {
+    return invalid("workspace is NULL; this call needs ", plan.workspace_bytes,
+                   " bytes of device memory");
   }
   const std::unique_ptr<void, FreeWorkspace> workspace(
       ::operator new(plan.workspace_bytes, kWorkspaceAlignment));

@@ -23,11 +23,21 @@ std::string options_text(const AttentionProblem& p, const Geometry& g) {
   return line;
 }
 
+// Three digits: "0.736 MiB".
 std::string mebibytes(size_t bytes) {
-  std::ostringstream stream;
-  stream.precision(3);
-  stream << static_cast<double>(bytes) / (1 << 20) << " MiB";
-  return stream.str();
+  char number[32];
+  std::snprintf(number, sizeof(number), "%.3g", static_cast<double>(bytes) / (1 << 20));
+  return text(number, " MiB");
+}
+
+std::string work_text(const AttentionPlan& plan) {
+  if (plan.problem.device.type == DeviceType::kCuda) {
+    return text("launch     grid ", plan.grid[0], " x ", plan.grid[1], " x ", plan.grid[2], ", ",
+                plan.threads, " threads, ", plan.shared_bytes, " bytes of shared memory");
+  }
+  const std::string per_head = plan.chunks > 1 ? text(" (", plan.chunks, " per head)") : "";
+  return text("work       ", plan.work_items, " items", per_head, " on ", plan.workers,
+              plan.workers == 1 ? " thread" : " threads");
 }
 
 }  // namespace
@@ -37,29 +47,17 @@ std::string explain(const AttentionProblem& problem) {
   if (!result.ok()) return "cannot run: " + result.status().message();
   const AttentionPlan& plan = result.value();
   const Geometry g = geometry(problem);
-  std::ostringstream s;
-  s << (problem.pass == Pass::kForward ? "forward" : "backward") << " attention in "
-    << dtype_name(problem.query.dtype) << ": batch " << plan.batch << ", heads " << plan.heads_q
-    << "/" << plan.heads_k << ", " << plan.len_q << " queries x " << plan.len_k
-    << " keys, head dim " << plan.head_dim;
-  if (plan.head_dim_v != plan.head_dim) s << "/" << plan.head_dim_v;
-  s << "\n  options    " << options_text(problem, g);
-  s << "\n  kernel     " << plan.kernel;
-  s << "\n  tile       " << plan.block_q << " queries x " << plan.block_k << " keys";
-  if (problem.device.type == DeviceType::kCuda) {
-    s << "\n  launch     grid " << plan.grid[0] << " x " << plan.grid[1] << " x " << plan.grid[2]
-      << ", " << plan.threads << " threads, " << plan.shared_bytes << " bytes of shared memory";
-  } else {
-    s << "\n  work       " << plan.work_items << " items";
-    if (plan.chunks > 1) s << " (" << plan.chunks << " per head)";
-    s << " on " << plan.workers << (plan.workers == 1 ? " thread" : " threads");
-  }
-  s << "\n  workspace  " << mebibytes(plan.workspace_bytes);
-  s << "\n  bitwise reproducible";
-  s << "\n  candidates";
-  for (const Candidate& c : plan.candidates) s << "\n    " << c.name << ": " << c.verdict;
-  s << "\n";
-  return s.str();
+  const std::string value_dim = plan.head_dim_v != plan.head_dim ? text("/", plan.head_dim_v) : "";
+  std::string s =
+      text(problem.pass == Pass::kForward ? "forward" : "backward", " attention in ",
+           dtype_name(problem.query.dtype), ": batch ", plan.batch, ", heads ", plan.heads_q, "/",
+           plan.heads_k, ", ", plan.len_q, " queries x ", plan.len_k, " keys, head dim ",
+           plan.head_dim, value_dim, "\n  options    ", options_text(problem, g), "\n  kernel     ",
+           plan.kernel, "\n  tile       ", plan.block_q, " queries x ", plan.block_k, " keys\n  ",
+           work_text(plan), "\n  workspace  ", mebibytes(plan.workspace_bytes),
+           "\n  bitwise reproducible\n  candidates\n");
+  for (const Candidate& c : plan.candidates) s += text("    ", c.name, ": ", c.verdict, "\n");
+  return s;
 }
 
 }  // namespace flashmoe

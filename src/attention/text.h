@@ -1,19 +1,40 @@
 // Small helpers for messages: everything a user reads is put together here or with these.
+//
+// No streams: their locales are shared by all copies of the C++ runtime in a process, and a library
+// that was linked with a copy of its own next to torch's crashes in them.
 #pragma once
 
-#include <sstream>
+#include <cstdio>
 #include <string>
+#include <type_traits>
 
 #include "flashmoe/status.h"
 #include "flashmoe/tensor.h"
 
 namespace flashmoe {
 
+template <class T>
+void append(std::string& to, const T& part) {
+  if constexpr (std::is_floating_point_v<T>) {
+    char number[32];
+    std::snprintf(number, sizeof(number), "%g", static_cast<double>(part));
+    to += number;
+  } else if constexpr (std::is_same_v<T, const void*>) {
+    char number[32];
+    std::snprintf(number, sizeof(number), "%p", part);
+    to += number;
+  } else if constexpr (std::is_arithmetic_v<T>) {
+    to += std::to_string(part);
+  } else {
+    to += part;
+  }
+}
+
 template <class... Parts>
 std::string text(const Parts&... parts) {
-  std::ostringstream stream;
-  (stream << ... << parts);
-  return stream.str();
+  std::string result;
+  (append(result, parts), ...);
+  return result;
 }
 
 template <class... Parts>

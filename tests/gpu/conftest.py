@@ -1,5 +1,7 @@
-"""The GPU tests use the yardstick of the Python tests."""
+"""The GPU tests use the yardstick of the Python tests, and start each from the same seed."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,3 +19,42 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.skip(reason="no CUDA device, or a torch without CUDA"))
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def roomy():
+    """Asks for free bytes of GPU memory, and gives what a test took back to the device."""
+    torch.cuda.empty_cache()
+
+    def need(free_bytes: int) -> None:
+        free, _ = torch.cuda.mem_get_info()
+        if free < free_bytes:
+            pytest.skip(f"needs {free_bytes / 1e9:.0f} GB of free GPU memory, has {free / 1e9:.0f}")
+
+    yield need
+    torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Runs a script in a process of its own and returns what it printed."""
+
+    def run(code: str, **variables: str) -> str:
+        path = tmp_path / "script.py"
+        path.write_text(code)
+        done = subprocess.run(
+            [sys.executable, str(path)],
+            env={**os.environ, "PYTHONPATH": str(ROOT / "python"), **variables},
+            capture_output=True,
+            text=True,
+            timeout=180,
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        return done.stdout.strip()
+
+    return run

@@ -226,8 +226,8 @@ def floors(case: Case) -> dict[str, float]:
     formula and of its gradient, taken over absolute values, with p * (1 + 2 A) for p.
 
     And for the half types: the backward pass is given `out` as the forward pass returned it,
-    rounded once, and needs delta = out . dO. Half a unit of the dtype in each term of it reaches every
-    gradient through dS = p * (dP - delta), also where dP and delta cancel (a row with one key).
+    rounded once, and needs delta = out . dO. Half a unit of the dtype in each term of it reaches
+    every gradient through dS = p * (dP - delta), also where dP and delta cancel (one key).
     """
     with torch.no_grad():
         wide = {name: x.double() for name, x in case.inputs().items()}

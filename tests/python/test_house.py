@@ -18,7 +18,11 @@ ROOMS = [
     ("asm", r"\b(?:asm|__asm__|__asm)\s*(?:\(|\w)", ("src/cuda/ptx/",)),
     ("torch headers", r"#\s*include\s*[<\"](?:torch|ATen|c10|caffe2)/", ("src/torch/",)),
     ("Python.h", r"#\s*include\s*[<\"](?:Python\.h|pybind11/)", ()),
-    ("driver calls", r"\b(?:dlopen|dlsym|cu[A-Z]\w*)\s*\(", ("src/cuda/driver", "src/cuda/launch", "src/cuda/tensor_map", "tests/cpp/fake_libcuda")),
+    (
+        "driver calls",
+        r"\b(?:dlopen|dlsym|cu[A-Z]\w*)\s*\(",
+        ("src/cuda/driver", "src/cuda/launch", "src/cuda/tensor_map", "tests/cpp/fake_libcuda"),
+    ),
     ("the CUDA runtime", r"\bcuda[A-Z]\w*\s*\(", ()),
 ]
 # Headers that a program with neither torch nor CUDA can include.

@@ -43,6 +43,8 @@ struct Device {
   int num_threads = 0;  // CPU: threads that will work on the call; 0 = the library's own pool
   int ordinal = 0;      // CUDA: which one, as the driver counts
   int compute_capability = 0;  // CUDA: 75, 80, 86, 89, 90, ...
+
+  bool operator==(const Device&) const = default;
 };
 
 // Ragged batches: N sequences packed along the token dimension, sequence i being the tokens
@@ -52,6 +54,8 @@ struct Ragged {
   TensorSpec cu_seqlens_k;   // (N + 1), same dtype
   int64_t max_seqlen_q = 0;  // at least the longest query sequence
   int64_t max_seqlen_k = 0;
+
+  bool operator==(const Ragged&) const = default;
 };
 
 // "..." stands for any leading (batch) dimensions, the same for every tensor.
@@ -89,6 +93,8 @@ struct AttentionProblem {
   std::optional<double> scale;  // 1 / sqrt(D) unless given
   double softcap = 0;           // c * tanh(x / c) for c > 0; 0 = off
   bool deterministic = false;   // ask for a bitwise reproducible backward pass
+
+  bool operator==(const AttentionProblem&) const = default;
 };
 
 // Pointers for one call, in the order of AttentionProblem. Null where the problem has no tensor.

@@ -20,6 +20,8 @@ struct TensorSpec {
   // Dimension i, counted from the end when negative: size(-1) is the last.
   int64_t size(int i) const { return shape[i < 0 ? rank + i : i]; }
   int64_t step(int i) const { return stride[i < 0 ? rank + i : i]; }
+
+  bool operator==(const TensorSpec&) const = default;
 };
 
 // A densely packed, row-major tensor.

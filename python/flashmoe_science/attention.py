@@ -26,19 +26,22 @@ def _gradients(ctx, needs, grad_out, grad_lse) -> list[Tensor | None]:
 
 
 class _Attention(torch.autograd.Function):
-    """Differentiable in query, key, value and bias; both results have gradients."""
+    """Differentiable in query, key, value and bias; both results have gradients.
+
+    What needs no gradient comes in one tuple: each argument of apply() costs host time.
+    """
 
     @staticmethod
-    def forward(ctx, deterministic, query, key, value, bias, key_lengths, cu_q, cu_k, *options):
-        tensors = (query, key, value, bias, key_lengths, cu_q, cu_k)
+    def forward(ctx, query, key, value, bias, rest):
+        lengths, options, deterministic = rest
+        tensors = (query, key, value, bias, *lengths)
         out, lse = _library.forward(*tensors, *options)
         _save(ctx, tensors, options, deterministic, out, lse)
         return out, lse
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse):
-        grads = _gradients(ctx, ctx.needs_input_grad[1:5], grad_out, grad_lse)
-        return None, *grads, *([None] * (3 + len(ctx.options)))
+        return *_gradients(ctx, ctx.needs_input_grad[:4], grad_out, grad_lse), None
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -81,7 +84,7 @@ def _attend(tensors, options, return_lse, deterministic):
     if torch.compiler.is_compiling():
         out, lse = _library.differentiable(*tensors, *options, deterministic)
     elif torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors[:4]):
-        out, lse = _Attention.apply(deterministic, *tensors, *options)
+        out, lse = _Attention.apply(*tensors[:4], (tensors[4:], options, deterministic))
     else:
         out, lse = _library.forward(*tensors, *options)
     return (out, lse) if return_lse else out

@@ -15,7 +15,9 @@ namespace flashmoe {
 
 template <class T>
 void append(std::string& to, const T& part) {
-  if constexpr (std::is_floating_point_v<T>) {
+  if constexpr (std::is_same_v<T, char>) {
+    to += part;
+  } else if constexpr (std::is_floating_point_v<T>) {
     char number[32];
     std::snprintf(number, sizeof(number), "%g", static_cast<double>(part));
     to += number;

@@ -213,10 +213,28 @@ void add_result_specs(AttentionProblem& p) {
   p.lse = result_spec(p.query, rank - 1, {}, lse_dtype(p));
 }
 
-AttentionPlan plan_or_fail(const AttentionProblem& problem) {
+// The plan of a problem, made once and kept for the next calls alike: a model asks for the same few
+// over and over. One small cache per thread, so that no call waits for another.
+AttentionPlan& plan_or_fail(const AttentionProblem& problem) {
+  struct Entry {
+    AttentionProblem problem;
+    AttentionPlan plan;
+  };
+  constexpr size_t kEntries = 16;
+  thread_local std::vector<Entry> entries;
+  thread_local size_t oldest = 0;
+  for (Entry& entry : entries) {
+    if (entry.problem == problem) return entry.plan;
+  }
   Result<AttentionPlan> result = plan(problem);
   raise_if_error(result.status());
-  return std::move(result.value());
+  if (entries.size() < kEntries) {
+    entries.push_back({problem, std::move(result.value())});
+    return entries.back().plan;
+  }
+  Entry& entry = entries[oldest++ % kEntries];
+  entry = {problem, std::move(result.value())};
+  return entry.plan;
 }
 
 void run_or_fail(const AttentionPlan& plan, const AttentionTensors& tensors, const Tensor& like) {
@@ -269,7 +287,7 @@ std::tuple<Tensor, Tensor> attention_forward(
                     softcap};
   AttentionProblem problem = problem_of(a, device);
   add_result_specs(problem);
-  AttentionPlan plan = plan_or_fail(problem);  // refused before anything is allocated
+  AttentionPlan& plan = plan_or_fail(problem);  // refused before anything is allocated
 
   // Like the query's layout, so that (B, S, H, D) storage in gives the same storage out.
   const bool same_dim = plan.head_dim == plan.head_dim_v;
@@ -333,7 +351,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   problem.grad_key = fresh_spec(needs_key, problem.key);
   problem.grad_value = fresh_spec(needs_value, problem.value);
   problem.grad_bias = fresh_spec(needs_bias, problem.bias);
-  AttentionPlan plan = plan_or_fail(problem);
+  AttentionPlan& plan = plan_or_fail(problem);
 
   AttentionTensors tensors = tensors_of(a);
   tensors.out = const_cast<void*>(out.const_data_ptr());

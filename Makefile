@@ -12,13 +12,13 @@ GOALS_WITHOUT_ENV := clean help
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
-	@echo "make build | format | lint | docs | wheel | clean"
+	@echo "make build | format | lint | docs | kernels | wheel | clean"
 
 ifneq ($(filter-out $(GOALS_WITHOUT_ENV),$(MAKECMDGOALS)),)
 -include $(ENV)
 endif
 $(ENV): requirements-dev.txt tools/environment.py
-	@$(PYTHON3) tools/environment.py $@
+	@FLASHMOE_CUDA=$(FLASHMOE_CUDA) FLASHMOE_FATBINS=$(FLASHMOE_FATBINS) $(PYTHON3) tools/environment.py $@
 
 export PYTHONPATH := $(CURDIR)/python
 
@@ -53,10 +53,13 @@ lint: $(ENV)
 docs: build
 	@$(PYTHON) tools/generate_docs.py
 
+kernels: build
+	@$(PYTHON) tools/kernel_report.py
+
 wheel: $(ENV)
 	@$(PYTHON) -m pip wheel --no-build-isolation --no-deps -w dist .
 
 clean:
 	rm -rf build dist python/flashmoe_science/lib
 
-.PHONY: help build bench test format lint docs wheel clean
+.PHONY: help build bench test format lint docs kernels wheel clean

@@ -16,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 REQUIREMENTS = ROOT / "requirements-dev.txt"
+CUDA_REQUIREMENTS = ROOT / "requirements-cuda.txt"
 MODULES = ["numpy", "pytest", "hypothesis", "rich", "matplotlib", "scikit_build_core"]
 COMMANDS = ["cmake", "ninja"]
 
@@ -34,6 +35,18 @@ def missing_here() -> list[str]:
     return missing
 
 
+def has_kernel_compiler() -> bool:
+    """Whether the build will find nvcc, or is told that it needs none."""
+    if os.environ.get("FLASHMOE_CUDA") == "OFF" or os.environ.get("FLASHMOE_FATBINS"):
+        return True
+    homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")] + ["/usr/local/cuda"]
+    places = [os.path.join(home, "bin") for home in homes if home]
+    return (
+        shutil.which("nvcc", path=os.pathsep.join([os.environ.get("PATH", ""), *places]))
+        is not None
+    )
+
+
 def make_venv() -> Path:
     """Creates .venv if need be, installs the requirements, and returns its Python."""
     python = VENV / "bin" / "python"
@@ -46,20 +59,16 @@ def make_venv() -> Path:
                 "cannot make a virtual environment with this python3. On Debian and Ubuntu install "
                 "python3-venv, or activate any environment that has pip and torch >= 2.10."
             )
-    print("installing requirements-dev.txt into .venv", file=sys.stderr, flush=True)
-    command = [
-        str(python),
-        "-m",
-        "pip",
-        "install",
-        "--disable-pip-version-check",
-        "-r",
-        str(REQUIREMENTS),
-    ]
+    files = [REQUIREMENTS] if has_kernel_compiler() else [REQUIREMENTS, CUDA_REQUIREMENTS]
+    names = " and ".join(file.name for file in files)
+    print(f"installing {names} into .venv", file=sys.stderr, flush=True)
+    command = [str(python), "-m", "pip", "install", "--disable-pip-version-check"]
+    for file in files:
+        command += ["-r", str(file)]
     if not sys.stderr.isatty():
         command += ["--progress-bar", "off"]
     if subprocess.run(command, stdout=sys.stderr).returncode:
-        sys.exit("pip could not install requirements-dev.txt; its message is above.")
+        sys.exit(f"pip could not install {names}; its message is above.")
     return python
 
 

@@ -3,7 +3,7 @@
 README.md            between <!-- support:begin --> and <!-- support:end -->: what runs where, asked
                      of the planner itself
 docs/performance.md  between <!-- cpu:begin --> and <!-- cpu:end -->: the newest results of each
-                     machine in bench/results/cpu-<machine>-<date>.json
+                     machine in bench/results/cpu-<machine>-<date>.json; and so for gpu
 
 With --check nothing is written, and the exit code is 1 if anything would change.
 """
@@ -28,13 +28,13 @@ BACKENDS = {
     "sm_80": ("fp32", "fp16", "bf16"),
     "sm_90": ("fp32", "fp16", "bf16"),
 }
-RESULT_FILE = re.compile(r"cpu-(?P<machine>.+)-(?P<date>\d{4}-\d{2}-\d{2})\.json")
+RESULT_FILE = re.compile(r"(?P<kind>cpu|gpu)-(?P<machine>.+)-(?P<date>\d{4}-\d{2}-\d{2})\.json")
 
 Maker = Callable[..., Any]  # makes a meta tensor of a size, in the dtype asked about or another
 Call = dict[str, Any]  # arguments of explain()
 
 
-def dense(meta: Maker, lead: tuple = (2,), kv_heads: int = 4, dim: int = 32, value_dim: int = 0):
+def dense(meta: Maker, lead: tuple = (2,), kv_heads: int = 4, dim: int = 64, value_dim: int = 0):
     """q, k, v of an ordinary call: 4 heads, 48 queries, 64 keys."""
     return {
         "q": meta(*lead, 4, 48, dim),
@@ -59,11 +59,12 @@ def ragged(meta: Maker) -> Call:
 
 def transposed(meta: Maker) -> Call:
     """(B, S, H, D) tensors seen as (B, H, S, D), with rows of odd length in between."""
-    return {name: meta(2, 64, 4, 33)[..., :32].transpose(1, 2) for name in "qkv"}
+    return {name: meta(2, 64, 4, 65)[..., :64].transpose(1, 2) for name in "qkv"}
 
 
 # What a row of the table asks: every call must be possible for a tick.
 OPTIONS: dict[str, Callable[[Maker], list[Call]]] = {
+    "head dims 64 and 128": lambda m: [dense(m, dim=d) for d in (64, 128)],
     "head dims 1 to 256": lambda m: [dense(m, dim=d) for d in (1, 8, 24, 33, 64, 128, 192, 256)],
     "values of another head dim": lambda m: [dense(m, value_dim=48)],
     "shared key heads (GQA, MQA)": lambda m: [dense(m, kv_heads=h) for h in (1, 2)],
@@ -114,7 +115,8 @@ def support_table() -> str:
         cells = [support_cell(make_calls, dtype, device) for device, dtype in columns]
         lines.append(markdown_row([name, *cells]))
     legend = (
-        f"{YES} forward and backward, {NO} refused with an error that says so. "
+        f"{YES} forward and backward, {NO} refused with an error that says so. sm_75 is T4, sm_80 "
+        "A100 (8.6 and 8.9, RTX 30 and 40 and L4, answer alike), sm_90 H100 and H200. "
         "`python -m flashmoe_science explain` answers for any other call."
     )
     return "\n".join([*lines, "", legend])
@@ -124,11 +126,12 @@ def markdown_row(cells: list[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def newest_results(folder: Path) -> list[dict[str, Any]]:
-    """The last results of each machine, in the order of the machines' names."""
+def newest_results(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """The last results of each machine of a kind, in the order of the machines' names."""
     newest: dict[str, tuple[str, Path]] = {}
     for path in folder.glob("*.json"):
-        if found := RESULT_FILE.fullmatch(path.name):
+        found = RESULT_FILE.fullmatch(path.name)
+        if found and found["kind"] == kind:
             machine, dated = found["machine"], (found["date"], path)
             newest[machine] = max(newest.get(machine, dated), dated)
     return [json.loads(path.read_text()) for _, (_, path) in sorted(newest.items())]
@@ -148,10 +151,14 @@ def result_table(results: dict[str, Any]) -> str:
     versions, commit = about["versions"], (about["commit"] or "unknown")[:10]
     changed = " with uncommitted changes" if about["dirty"] else ""
     peers = list(dict.fromkeys(n for r in rows for n in r["implementations"] if n != "ours"))
-    header = ["batch, heads, length, dim", "dtype", "pass", "ours ms", "GFLOP/s"]
+    on_gpu = about.get("device") == "cuda"
+    unit, per_unit = ("TFLOP/s", 1e3) if on_gpu else ("GFLOP/s", 1.0)
+    header = ["batch, heads, length, dim", "dtype", "pass", "ours ms", unit]
     header += [*(f"PyTorch {peer} ms" for peer in peers), "best peer / ours"]
     lines = [
-        f"### {about['cpu']['name']}, {about['threads']} threads, {about['cpu_target']}",
+        f"### {about['gpu']['name']}"
+        if on_gpu
+        else f"### {about['cpu']['name']}, {about['threads']} threads, {about['cpu_target']}",
         "",
         f"Commit {commit}{changed}, {about['date'][:10]}, torch {versions['torch']}, "
         f"Python {versions['python']}.",
@@ -164,7 +171,7 @@ def result_table(results: dict[str, Any]) -> str:
         name = row["label"].replace(",", ", ")
         if row["workload"] != "dense":
             name = f"{row['workload']} {name}"
-        rate = NO if ours["ms"] is None else f"{ours['gflops']:.1f}"
+        rate = NO if ours["ms"] is None else f"{ours['gflops'] / per_unit:.1f}"
         ratio = NO if row["ratio"] is None else f"{row['ratio']:.2f}"
         times = [format_ms(row["implementations"].get(peer)) for peer in peers]
         cells = [name, row["dtype"], row["pass"], format_ms(ours), rate, *times, ratio]
@@ -173,8 +180,8 @@ def result_table(results: dict[str, Any]) -> str:
     return "\n".join([*lines, "", f"Geometric means of best peer / ours: {means}."])
 
 
-def cpu_tables(folder: Path) -> str:
-    tables = [result_table(results) for results in newest_results(folder)]
+def tables_of(kind: str, folder: Path) -> str:
+    tables = [result_table(results) for results in newest_results(folder, kind)]
     if not tables:
         return "No results are committed yet; `make bench` measures your machine."
     note = "A ~ marks a peer so slow that it was called once on a few heads, and the time scaled."
@@ -199,7 +206,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     blocks = (
         ("README.md", "support", support_table()),
-        ("docs/performance.md", "cpu", cpu_tables(args.root / "bench" / "results")),
+        ("docs/performance.md", "cpu", tables_of("cpu", args.root / "bench" / "results")),
+        ("docs/performance.md", "gpu", tables_of("gpu", args.root / "bench" / "results")),
     )
     stale = False
     for file, name, content in blocks:

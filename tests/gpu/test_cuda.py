@@ -393,11 +393,19 @@ def test_nan_behind_the_mask_is_not_seen(poison, name, d, dtype):
 
 
 @every_dtype
-@pytest.mark.parametrize("lead, heads", [((65_536 + 77,), 1), ((3, 30_000), 1), ((1,), 65_536 + 5)])
-def test_more_sequences_than_a_grid_has_room_for(lead, heads, dtype):
-    """A grid's second and third dimensions end at 65,535."""
-    q, k, v = qkv(3, 5, lead=lead, hq=heads, hk=heads, dtype=dtype)
-    check(q, k, v, causal=True)
+@pytest.mark.parametrize("lead", [(65_535,), (65_536,), (131_071,), (3, 30_000)], ids=str)
+def test_more_sequences_than_a_grid_has_room_for(lead, dtype):
+    """A grid's third dimension ends at 65,535."""
+    check(*qkv(3, 5, lead=lead, hq=2, hk=1, dtype=dtype), causal=True)
+
+
+def test_more_heads_than_a_grid_has_room_for():
+    """They are refused or computed, never dropped."""
+    q, k, v = qkv(3, 5, lead=(1,), hq=65_541, hk=65_541)
+    try:
+        check(q, k, v)
+    except RuntimeError as refusal:
+        assert "65541 heads" in str(refusal)
 
 
 @pytest.mark.parametrize("which", ["rows", "heads", "keys"])

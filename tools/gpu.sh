@@ -1,0 +1,135 @@
+#!/usr/bin/env bash
+# Everything to be checked on a machine with a GPU, where the kernels are already compiled: builds the host library
+# against that machine's torch, then tests. The python3 at hand is used as it is, and nothing is installed.
+set -u
+cd "$(dirname "$0")/.." || exit 2
+
+usage() {
+  cat <<'TEXT'
+tools/gpu.sh [--all] [--sanitize] [--bench] [--no-build] [FATBINS] [-- BENCH_ARGUMENTS...]
+
+  FATBINS      folder of compiled kernels (default: build/release/fatbins)
+  --all        also ctest and the tests that need no GPU
+  --sanitize   also compute-sanitizer over tests/gpu/sanitize.py: memcheck, racecheck, initcheck, synccheck
+  --bench      also python3 -m flashmoe_science bench BENCH_ARGUMENTS
+  --no-build   use the library as it is
+
+The GPU tests always run. The full output of each step is in build/gpu/STEP.log. Exits with 1 if a step failed.
+TEXT
+}
+
+fatbins=build/release/fatbins
+build=yes all=no sanitize=no bench=no
+while [ $# -gt 0 ]; do
+  case $1 in
+    -h | --help) usage; exit 0 ;;
+    --all) all=yes ;;
+    --sanitize) sanitize=yes ;;
+    --bench) bench=yes ;;
+    --no-build) build=no ;;
+    --) shift; break ;;
+    -*) echo "tools/gpu.sh: unknown option $1" >&2; usage >&2; exit 2 ;;
+    *) fatbins=$1 ;;
+  esac
+  shift
+done
+# What is left are the benchmark's arguments.
+
+logs=build/gpu
+mkdir -p "$logs"
+summary=()
+failed=no
+
+note() { summary+=("$(printf '%-12s %-8s %7s' "$1" "$2" "$3")"); }
+
+# step NAME COMMAND...: runs the command with its output in NAME.log; shows the end of it where it failed.
+step() {
+  local name=$1 start seconds
+  shift
+  printf '== %s\n' "$name"
+  start=$(date +%s.%N)
+  "$@" > "$logs/$name.log" 2>&1
+  local status=$?
+  seconds=$(awk -v a="$start" -v b="$(date +%s.%N)" 'BEGIN { printf "%.1f", b - a }')
+  if [ "$status" -eq 0 ]; then
+    note "$name" passed "$seconds"
+    tail -n 1 "$logs/$name.log"
+  else
+    note "$name" FAILED "$seconds"
+    failed=yes
+    tail -n "${TAIL:-60}" "$logs/$name.log"
+  fi
+  return "$status"
+}
+
+finish() {
+  printf '\n%-12s %-8s %7s\n' step verdict seconds
+  printf '%s\n' "${summary[@]}"
+  [ "$failed" = no ]
+  exit
+}
+
+find_sanitizer() {
+  local path toolkit=${CUDA_HOME:-/usr/local/cuda} packages
+  packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  for path in "$(command -v compute-sanitizer)" "$toolkit/bin/compute-sanitizer" \
+    "$toolkit/compute-sanitizer/compute-sanitizer" "$packages"/nvidia/*/bin/compute-sanitizer; do
+    [ -n "$path" ] && [ -x "$path" ] && { echo "$path"; return 0; }
+  done
+  return 1
+}
+
+python=$(command -v python3) || { echo "tools/gpu.sh: no python3" >&2; exit 2; }
+export PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}"
+PATH=$(dirname "$python"):$PATH
+export PATH
+
+machine() {
+  "$python" -c '
+import torch
+print(f"torch {torch.__version__}, CUDA {torch.version.cuda}")
+for i in range(torch.cuda.device_count()):
+    print(f"cuda:{i} {torch.cuda.get_device_name(i)}")
+assert torch.cuda.is_available(), "torch sees no GPU: every GPU test would be skipped"
+'
+}
+
+build_library() {
+  # An environment file of our own: the usual one would make a virtual environment where a package is missing.
+  printf 'PYTHON := %s\n' "$python" > "$logs/environment.mk"
+  make build ENV="$logs/environment.mk" FLASHMOE_FATBINS="$(realpath "$fatbins")"
+}
+
+step machine machine || finish
+if [ "$build" = yes ]; then
+  if ! ls "$fatbins"/*.fatbin > /dev/null 2>&1; then
+    echo "tools/gpu.sh: no fatbins in $fatbins; compile them with 'make build' where there is an nvcc" >&2
+    note build FAILED 0
+    failed=yes
+    finish
+  fi
+  step build build_library || finish
+fi
+step gpu_tests "$python" -m pytest -q --durations=10 tests/gpu
+if [ "$all" = yes ]; then
+  step ctest ctest --test-dir build/release --output-on-failure
+  step python_tests "$python" -m pytest -q tests/python
+fi
+if [ "$sanitize" = yes ]; then
+  if sanitizer=$(find_sanitizer); then
+    for tool in memcheck racecheck initcheck synccheck; do
+      options=(--tool "$tool" --error-exitcode 9 --print-limit 20)
+      # Errors that torch provokes and handles itself are none of ours; those of our calls are raised.
+      [ "$tool" = memcheck ] && options+=(--report-api-errors no)
+      step "$tool" "$sanitizer" "${options[@]}" "$python" tests/gpu/sanitize.py
+    done
+  else
+    echo "tools/gpu.sh: compute-sanitizer is not installed (it comes with the CUDA toolkit)" >&2
+    note sanitize FAILED 0
+    failed=yes
+  fi
+fi
+if [ "$bench" = yes ]; then
+  step bench "$python" -m flashmoe_science bench "$@" && cat "$logs/bench.log"
+fi
+finish

@@ -26,9 +26,11 @@ Status check_extent(const char* name, const TensorSpec& spec) {
   for (int i = 0; i < spec.rank; ++i) {
     const int64_t size = spec.shape[i];
     if (size < 0) return invalid(name, " has shape ", shape_text(spec), ": a size is negative");
-    if (size == 0) return {};
-    int64_t span = 0;
-    const int64_t stride = spec.stride[i] < 0 ? -spec.stride[i] : spec.stride[i];
+    if (size == 0) continue;  // an empty tensor of sizes that overflow is refused all the same
+    int64_t span = 0, stride = spec.stride[i];
+    if (stride < 0)
+      stride = stride == std::numeric_limits<int64_t>::min() ? std::numeric_limits<int64_t>::max()
+                                                             : -stride;
     overflow |= __builtin_mul_overflow(count, size, &count);
     overflow |= __builtin_mul_overflow(size - 1, stride, &span);
     overflow |= __builtin_mul_overflow(span, dtype_bytes(spec.dtype), &span);

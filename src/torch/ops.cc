@@ -89,7 +89,9 @@ Device device_of(const Tensor& tensor) {
     device.num_threads = static_cast<int>(torch::stable::get_num_threads());
     return device;
   }
-  static const Result<std::vector<Device>> found = cuda_devices();
+  // Asked anew each time: in a forked process the answer is an error, before torch touches the
+  // device.
+  const Result<std::vector<Device>> found = cuda_devices();
   raise_if_error(found.status());
   const int ordinal = tensor.get_device_index();
   if (ordinal < 0 || ordinal >= static_cast<int>(found.value().size())) {

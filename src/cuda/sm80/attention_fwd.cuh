@@ -133,6 +133,12 @@ __device__ __forceinline__ void scores(float (&s)[C::kRowTiles][C::kKeyTiles][4]
   }
 }
 
+// Keys that query row `row` may see: [0, end).
+template <class C>
+__device__ __forceinline__ int row_end(int row, const AttentionFwdParams& p) {
+  return C::kCausal ? min(p.len_k, row + p.len_k - p.len_q + 1) : p.len_k;
+}
+
 // -inf where key `first_key` + column is not for the row: past the end, or past the diagonal.
 template <class C>
 __device__ __forceinline__ void mask_scores(float (&s)[C::kRowTiles][C::kKeyTiles][4], int row,
@@ -142,8 +148,7 @@ __device__ __forceinline__ void mask_scores(float (&s)[C::kRowTiles][C::kKeyTile
   for (int m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      int end = p.len_k;
-      if (C::kCausal) end = min(end, row + 16 * m + lane / 4 + 8 * half + p.len_k - p.len_q + 1);
+      const int end = row_end<C>(row + 16 * m + lane / 4 + 8 * half, p);
 #pragma unroll
       for (int n = 0; n < C::kKeyTiles; ++n) {
 #pragma unroll
@@ -155,15 +160,63 @@ __device__ __forceinline__ void mask_scores(float (&s)[C::kRowTiles][C::kKeyTile
   }
 }
 
+// A NaN or infinity in V must reach the rows that may see its key and no others, but in a product a
+// masked 0 times NaN is NaN. So where rows of a block differ in what they see: what is not finite
+// is added to the rows that see it, and a zero put in its place. Costs a look at the tile, and
+// nothing more when all is finite.
+template <class C>
+__device__ __forceinline__ void contain_values(float (&o)[C::kRowTiles][C::kDimTiles][4], char* sV,
+                                               int row, int first_key,
+                                               const AttentionFwdParams& p) {
+  constexpr int kChunks = C::kTileBytes / 16 / C::kThreads;  // of a thread
+  const int thread = ptx::tid_x_volatile();
+  uint4* mine = reinterpret_cast<uint4*>(sV) + thread;
+  bool found = false;
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    const uint4 v = mine[i * C::kThreads];
+    found |= any_not_finite<typename C::Type>(v.x) || any_not_finite<typename C::Type>(v.y) ||
+             any_not_finite<typename C::Type>(v.z) || any_not_finite<typename C::Type>(v.w);
+  }
+  if (!__syncthreads_or(found)) return;
+
+  const int lane = thread % 32;
+#pragma unroll 1
+  for (int key = 0; key < C::kBlockK; ++key) {
+#pragma unroll
+    for (int d = 0; d < C::kDimTiles; ++d) {
+      const uint32_t two =
+          *reinterpret_cast<const uint32_t*>(sV + C::Layout::at(key, d) + lane % 4 * 4);
+      if (!any_not_finite<typename C::Type>(two)) continue;
+#pragma unroll
+      for (int m = 0; m < C::kRowTiles; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (first_key + key >= row_end<C>(row + 16 * m + lane / 4 + 8 * half, p)) continue;
+          o[m][d][2 * half] += infinity_or_nan<typename C::Type>(two & 0xffff);
+          o[m][d][2 * half + 1] += infinity_or_nan<typename C::Type>(two >> 16);
+        }
+      }
+    }
+  }
+  __syncthreads();  // everyone has seen the tile
+#pragma unroll 1
+  for (int i = 0; i < kChunks * 8; ++i) {
+    uint16_t& number = reinterpret_cast<uint16_t*>(mine + i / 8 * C::kThreads)[i % 8];
+    if ((number & C::Type::kExponent) == C::Type::kExponent) number = 0;
+  }
+  __syncthreads();  // and now its finite version
+}
+
 // P = softmax of S relative to the rows' maxima so far, O = correction * O + P V. Exponentials are
 // taken a k16 step at a time, just before the product that needs them: they then run under the
-// product before.
-template <class C>
+// product before. `contain` is called with O scaled and V not yet used.
+template <class C, class Contain>
 __device__ __forceinline__ void accumulate(float (&o)[C::kRowTiles][C::kDimTiles][4],
                                            float (&s)[C::kRowTiles][C::kKeyTiles][4],
                                            RowState (&rows)[C::kRowTiles], float scale_log2,
-                                           uint32_t lane_v) {
-  float reference[C::kRowTiles][2];
+                                           uint32_t lane_v, const Contain& contain) {
+  float reference[C::kRowTiles][2], sum[C::kRowTiles][2] = {};
 #pragma unroll
   for (int m = 0; m < C::kRowTiles; ++m) {
     float correction[2];
@@ -174,6 +227,7 @@ __device__ __forceinline__ void accumulate(float (&o)[C::kRowTiles][C::kDimTiles
       for (int i = 0; i < 4; ++i) o[m][d][i] *= correction[i / 2];
     }
   }
+  contain();
 #pragma unroll
   for (int step = 0; step < C::kKeySteps; ++step) {
     // Accumulator fragments 2 * step and 2 * step + 1 of S are exactly the k16 operand of the next
@@ -182,8 +236,7 @@ __device__ __forceinline__ void accumulate(float (&o)[C::kRowTiles][C::kDimTiles
 #pragma unroll
     for (int m = 0; m < C::kRowTiles; ++m) {
       auto &left = s[m][2 * step], &right = s[m][2 * step + 1];
-      probabilities(left, rows[m], scale_log2, reference[m]);
-      probabilities(right, rows[m], scale_log2, reference[m]);
+      probabilities(left, right, sum[m], scale_log2, reference[m]);
       a[m][0] = C::Type::pack(left[0], left[1]);
       a[m][1] = C::Type::pack(left[2], left[3]);
       a[m][2] = C::Type::pack(right[0], right[1]);
@@ -199,6 +252,11 @@ __device__ __forceinline__ void accumulate(float (&o)[C::kRowTiles][C::kDimTiles
         C::Type::mma(o[m][d + 1], a[m], b[2], b[3]);
       }
     }
+  }
+#pragma unroll
+  for (int m = 0; m < C::kRowTiles; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) rows[m].sum[half] += sum[m][half];
   }
 }
 
@@ -270,12 +328,15 @@ __device__ __forceinline__ void fwd_block(FwdState<C>& t, uint32_t sQ, uint32_t 
       t.s[i / 4 / C::kKeyTiles][i / 4 % C::kKeyTiles][i % 4] *= p.sign;
     }
   }
-  // Not all keys are there, or the first query row may not see the last of them.
+  // The first query row may not see the last key, or not all keys are there.
   const int end = first_key + C::kBlockK;
-  if (end > p.len_k || (C::kCausal && end > first_row + p.len_k - p.len_q + 1)) {
-    mask_scores<C>(t.s, first_row + row, first_key, p);
-  }
-  accumulate<C>(t.o, t.s, t.rows, p.scale_log2, lane_address_v<C>(sV));
+  const bool diagonal = C::kCausal && end > first_row + p.len_k - p.len_q + 1;
+  if (diagonal || end > p.len_k) mask_scores<C>(t.s, first_row + row, first_key, p);
+  accumulate<C>(t.o, t.s, t.rows, p.scale_log2, lane_address_v<C>(sV), [&] {
+    if (!diagonal) return;
+    char* values = static_cast<char*>(__cvta_shared_to_generic(sV));
+    contain_values<C>(t.o, values, first_row + warp_row<C>(), first_key, p);
+  });
 }
 
 template <class C>

@@ -8,6 +8,7 @@
 namespace flashmoe::cuda {
 
 struct Fp16 {
+  static constexpr uint32_t kExponent = 0x7c00;  // all ones: infinity or NaN
   static __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                              uint32_t b1) {
     ptx::mma_m16n8k16_f16(d, a, b0, b1);
@@ -18,6 +19,7 @@ struct Fp16 {
 };
 
 struct Bf16 {
+  static constexpr uint32_t kExponent = 0x7f80;
   static __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                              uint32_t b1) {
     ptx::mma_m16n8k16_bf16(d, a, b0, b1);
@@ -26,5 +28,19 @@ struct Bf16 {
     return ptx::cvt_rn_bf16x2(high, low);
   }
 };
+
+// Whether one of a register's two numbers is not finite.
+template <class T>
+__device__ __forceinline__ bool any_not_finite(uint32_t two) {
+  return (two & T::kExponent) == T::kExponent || (two >> 16 & T::kExponent) == T::kExponent;
+}
+
+// The infinity or NaN in the lower half of a register, or 0 if there is a finite number.
+template <class T>
+__device__ __forceinline__ float infinity_or_nan(uint32_t low) {
+  if ((low & T::kExponent) != T::kExponent) return 0.f;
+  if (low & 0x7fff & ~T::kExponent) return NAN;
+  return low & 0x8000 ? -INFINITY : INFINITY;
+}
 
 }  // namespace flashmoe::cuda

@@ -45,14 +45,19 @@ __device__ __forceinline__ void update_maximum(const float (&s)[kTiles][4], RowS
   }
 }
 
-// The probabilities of one n8 fragment, in place, added to the sums. A NaN score did not raise the
-// maximum, but is a NaN probability and so reaches the sum.
-__device__ __forceinline__ void probabilities(float (&s)[4], RowState& state, float scale_log2,
-                                              const float (&reference)[2]) {
+// The probabilities of two n8 fragments, in place, added to `sum`. Sums are kept per block of keys
+// and added up then: one chain over thousands of keys would lose the last digits of lse. A NaN
+// score did not raise the maximum, but is a NaN probability and so reaches the sum.
+__device__ __forceinline__ void probabilities(float (&left)[4], float (&right)[4], float (&sum)[2],
+                                              float scale_log2, const float (&reference)[2]) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    s[i] = ptx::ex2_approx_ftz(s[i] * scale_log2 - reference[i / 2]);
-    state.sum[i / 2] += s[i];
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int c = 2 * half; c < 2 * half + 2; ++c) {
+      left[c] = ptx::ex2_approx_ftz(left[c] * scale_log2 - reference[half]);
+      right[c] = ptx::ex2_approx_ftz(right[c] * scale_log2 - reference[half]);
+    }
+    sum[half] += (left[2 * half] + left[2 * half + 1]) + (right[2 * half] + right[2 * half + 1]);
   }
 }
 

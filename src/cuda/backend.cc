@@ -134,12 +134,20 @@ bool in_place(const TensorSpec& spec) {
 Status choose(AttentionPlan& plan) {
   const AttentionProblem& p = plan.problem;
   const char* forced = forced_family();
+  if (forced && std::strcmp(forced, "sm75") && std::strcmp(forced, "sm80") &&
+      std::strcmp(forced, "sm90") && std::strcmp(forced, "cpu")) {
+    return invalid("FLASHMOE_FAMILY is ", forced, "; it must be sm75, sm80, sm90 or cpu");
+  }
   const std::string missing = missing_option(plan);
   std::string reasons;
   const auto pass_over = [&](const char* family, const std::string& why) {
     plan.candidates.push_back({family, "passed over: " + why});
     reasons += text(reasons.empty() ? "" : "; ", family, ": ", why);
   };
+  if (forced && !std::strcmp(forced, "cpu")) {
+    return unsupported(
+        "FLASHMOE_FAMILY is cpu, and query is on a CUDA device; move the tensors with .cpu()");
+  }
   const FwdKernel* chosen = nullptr;
   for (const char* family : {"sm90", "sm80", "sm75"}) {
     if (forced && std::strcmp(forced, family)) {
@@ -191,7 +199,8 @@ Status choose(AttentionPlan& plan) {
   plan.grid[2] = static_cast<uint32_t>(std::min(plan.batch, kMaxGridYZ));
   plan.work_items = plan.grid[0] * plan.heads_q * plan.batch;
   if (plan.heads_q > kMaxGridYZ)
-    return unsupported("query has ", plan.heads_q, " heads; at most ", kMaxGridYZ);
+    return unsupported("query has ", plan.heads_q, " heads; CUDA kernels take at most ", kMaxGridYZ,
+                       "; move some heads into the batch, or the tensors to the CPU");
   return {};
 }
 

@@ -440,7 +440,7 @@ def test_a_family_can_be_forced(family):
 
 def test_forcing_the_cpu_refuses_cuda_tensors():
     on_h100, on_cpu = forced("cpu", "sm_90", "cpu")
-    assert "FLASHMOE_FAMILY asks for cpu" in on_h100
+    assert "FLASHMOE_FAMILY is cpu" in on_h100 and ".cpu()" in on_h100
     assert on_cpu.startswith("cpu_")
 
 

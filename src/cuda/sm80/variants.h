@@ -23,7 +23,7 @@ struct FwdTile {
 //
 // 32 rows a warp: each fragment of K and V read from shared memory then feeds two products, and
 // reading stays below the 128 bytes a clock that shared memory gives. 128 x 64 at D = 128 leaves
-// two CTAs on an SM.
+// two CTAs on an SM of Hopper, one on an A100.
 #define FLASHMOE_SM80_ATTENTION_FWD(X) \
   X(64, full, 128, 64, 4, 4)           \
   X(64, causal, 128, 64, 4, 4)         \

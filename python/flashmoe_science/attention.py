@@ -56,6 +56,10 @@ class _AttentionBackward(torch.autograd.Function):
         )
 
 
+# Function.apply() without its Python part, which only unwraps tensors of functorch transforms.
+_apply = super(torch.autograd.Function, _Attention).apply
+
+
 # The op that traced graphs hold has autograd of its own, so that an exported program can be
 # trained. Called eagerly it would cost twice what _Attention does (38 us for 21 on a GPU host).
 def _op_setup_context(ctx, inputs, output) -> None:
@@ -87,7 +91,9 @@ def _attend(tensors, options, return_lse, deterministic):
         or v.requires_grad
         or (bias is not None and bias.requires_grad)
     ):
-        return _Attention.apply(q, k, v, bias, (lengths, options, deterministic, return_lse))
+        plain = not torch._C._are_functorch_transforms_active()
+        apply = _apply if plain else _Attention.apply
+        return apply(q, k, v, bias, (lengths, options, deterministic, return_lse))
     else:
         out, lse = _library.forward(*tensors, *options)
     return (out, lse) if return_lse else out
@@ -108,8 +114,6 @@ def _check_numbers(**numbers) -> None:
 
 
 def _window(window) -> tuple[int, int]:
-    if window is None:
-        return -1, -1
     try:
         left, right = window
     except (TypeError, ValueError):
@@ -119,12 +123,13 @@ def _window(window) -> tuple[int, int]:
 
 def _options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap) -> tuple:
     """The ops' scalar arguments, in their order."""
-    _check_numbers(causal=causal, scale=scale, softcap=softcap)
+    if isinstance(causal, Tensor) or isinstance(scale, Tensor) or isinstance(softcap, Tensor):
+        _check_numbers(causal=causal, scale=scale, softcap=softcap)
     return (
         max_seqlen_q,
         max_seqlen_k,
         bool(causal),
-        *_window(window),
+        *((-1, -1) if window is None else _window(window)),
         scale,
         0.0 if softcap is None else softcap,
     )
@@ -171,7 +176,9 @@ def flash_attention(
         ``out`` of shape ``(..., Hq, Sq, Dv)``, or ``(out, lse)``. A row that may see no key is 0,
         with ``lse = -inf``.
     """
-    _check_tensors(("bias", "key_lengths"), q=q, k=k, v=v, bias=bias, key_lengths=key_lengths)
+    required = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
+    if not required or bias is not None or key_lengths is not None:
+        _check_tensors(("bias", "key_lengths"), q=q, k=k, v=v, bias=bias, key_lengths=key_lengths)
     tensors = (q, k, v, bias, key_lengths, None, None)
     options = _options(0, 0, causal, window, scale, softcap)
     return _attend(tensors, options, return_lse, deterministic)

@@ -263,7 +263,7 @@ def dense_floors(dtype, q, k, v, bias, g, gl, key_lengths, **options) -> dict[st
     if q.is_cuda:
         # Tensor cores add in fp32 but cut off what does not fit, where ordinary adders round: up to
         # one unit for each of the head_dim / 16 steps of a product, always the same way.
-        eps *= max(1, q.shape[-1] / 32)
+        eps *= max(1, q.shape[-1] / 16)
     ds = eps * p_a * (dp + (p * dp).sum(-1, keepdim=True) + gl.abs()[..., None])
     if dtype in (torch.float16, torch.bfloat16):
         delta = (p @ v).abs() * g.abs()

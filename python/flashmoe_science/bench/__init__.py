@@ -121,7 +121,7 @@ def measure(args: argparse.Namespace) -> int:
     """The benchmark itself; ValueError for options that make no sense."""
     import torch
 
-    from flashmoe_science.bench import machine, report, runner
+    from flashmoe_science.bench import machine, report, runner, timing
     from flashmoe_science.bench.workloads import WORKLOADS
 
     device = choose_device(args.device, machine.build_info()["families"])
@@ -156,6 +156,7 @@ def measure(args: argparse.Namespace) -> int:
         "rows": rows,
         "means": runner.means(rows, "dtype", "pass"),
         "means_by_dtype": runner.means(rows, "dtype"),
+        "host_us": timing.host_times(device) if device.type == "cuda" else None,
     }
     return finish(args, console, results)
 
@@ -166,6 +167,7 @@ def finish(args: argparse.Namespace, console: Any, results: dict[str, Any]) -> i
 
     report.print_table(console, results)
     report.print_means(console, results)
+    report.print_host_times(console, results)
     report.print_problems(console, results)
     args.out.mkdir(parents=True, exist_ok=True)
     written = [args.out / "results.json"]

@@ -147,6 +147,14 @@ def print_means(console: Console, results: dict[str, Any]) -> None:
     console.print(table)
 
 
+def print_host_times(console: Console, results: dict[str, Any]) -> None:
+    """On a GPU: what one call costs the host, next to SDPA's."""
+    for key, times in (results.get("host_us") or {}).items():
+        name, ratio = key.replace("_", " "), times["ours"] / times["sdpa"]
+        text = f"ours {times['ours']:.1f} us, SDPA {times['sdpa']:.1f} us, {ratio:.2f} of it"
+        console.print(f"host time of a forward call {name}: {text}")
+
+
 def print_problems(console: Console, results: dict[str, Any]) -> None:
     """What to know before believing the numbers: wrong rows, missing peers, a busy machine."""
     others = results["about"]["cores_busy_with_other_work"] or 0

@@ -85,6 +85,7 @@ class CudaClock:
         self.flush = torch.empty(2 * l2_bytes, dtype=torch.int8, device=device)
 
     def once(self, call: Call) -> float:
+        call()  # the first call may load or compile kernels: cuDNN takes half a second
         torch.cuda.synchronize()
         start = time.perf_counter()
         call()
@@ -117,6 +118,29 @@ class CudaClock:
             times.append((time.perf_counter() - start) * 1e6)
         torch.cuda.synchronize()
         return statistics.median(times)
+
+
+def host_times(device: torch.device) -> dict[str, dict[str, float]]:
+    """Microseconds of the host for one small forward call, many in a row, ours and SDPA's."""
+    import torch.nn.functional as F
+
+    from flashmoe_science import flash_attention
+
+    q = torch.randn(1, 1, 64, 64, dtype=torch.bfloat16, device=device)
+    calls = {"ours": flash_attention, "sdpa": F.scaled_dot_product_attention}
+    found: dict[str, dict[str, float]] = {}
+    for key, grad in (("without_grad", False), ("with_grad", True)):
+        x = q.clone().requires_grad_(grad)
+        found[key] = {name: float("inf") for name in calls}
+        for _ in range(7):  # the best of interleaved rounds: the host has other things to do, too
+            for name, call in calls.items():
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(200):
+                    call(x, x, x)
+                each = (time.perf_counter() - start) / 200 * 1e6
+                found[key][name] = min(found[key][name], each)
+    return found
 
 
 Clock = CpuClock | CudaClock

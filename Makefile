@@ -31,8 +31,11 @@ $(BUILD)/build.ninja: $(ENV) CMakeLists.txt $(wildcard cmake/*.cmake)
 $(ASAN)/build.ninja: $(ENV) CMakeLists.txt $(wildcard cmake/*.cmake)
 	@cmake -S . -B $(ASAN) -G Ninja -DFLASHMOE_TESTS=ON -DFLASHMOE_CUDA=OFF -DFLASHMOE_SANITIZE=address,undefined
 
+# What the kernels were compiled from goes with them, for measurements on a machine without the repository.
 build: $(BUILD)/build.ninja
 	@cmake --build $(BUILD)
+	@[ -n "$(FLASHMOE_FATBINS)" ] || [ ! -d $(BUILD)/fatbins ] || git describe --always --abbrev=40 --dirty \
+	  > $(BUILD)/fatbins/commit 2>/dev/null || rm -f $(BUILD)/fatbins/commit
 
 bench: build
 	@$(PYTHON) -m flashmoe_science bench $(ARGS)

@@ -100,6 +100,12 @@ build_library() {
   make build ENV="$logs/environment.mk" FLASHMOE_FATBINS="$(realpath "$fatbins")"
 }
 
+# A machine that was given the files only: the commit came along with the kernels.
+if ! git rev-parse -q --verify HEAD > /dev/null 2>&1 && [ -f "$fatbins/commit" ]; then
+  FLASHMOE_COMMIT=$(cat "$fatbins/commit")
+  export FLASHMOE_COMMIT
+fi
+
 step machine machine || finish
 if [ "$build" = yes ]; then
   if ! ls "$fatbins"/*.fatbin > /dev/null 2>&1; then

@@ -150,7 +150,7 @@ def checkout() -> Path | None:
 def commit() -> dict[str, Any]:
     """The commit measured, and whether the tree had other changes.
 
-    FLASHMOE_COMMIT says it ("1234abc" or "1234abc-dirty") where the files came without their history.
+    FLASHMOE_COMMIT says it ("1234abc", "1234abc-dirty") where files came without their history.
     """
     if given := os.environ.get("FLASHMOE_COMMIT"):
         return {"commit": given.removesuffix("-dirty"), "dirty": given.endswith("-dirty")}

@@ -75,6 +75,11 @@ registry.register_flash_attention_impl(NAME, register_fn=_Handle)
 
 
 def _deactivate(previous: str | None) -> None:
+    if hasattr(registry, "restore_flash_attention_impl"):  # torch 2.11 on
+        registry.restore_flash_attention_impl()
+        if previous is not None:
+            registry.activate_flash_attention_impl(previous)
+        return
     # torch 2.10 can activate an implementation but not take it back, so that is done here.
     handle = registry._FLASH_ATTENTION_HANDLES.pop(NAME, None)
     if handle is not None:

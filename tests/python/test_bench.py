@@ -30,7 +30,15 @@ def bench_run(tmp_path_factory):
     """One small benchmark run as a user would: (process, results, folder)."""
     out = tmp_path_factory.mktemp("bench")
     arguments = "--workload dense,pair_bias,ragged,ragged_bias --shape 3,4,21,8 --dtype fp32,bf16"
-    command = [sys.executable, "-m", "flashmoe_science", "bench", *arguments.split()]
+    command = [
+        sys.executable,
+        "-m",
+        "flashmoe_science",
+        "bench",
+        "--device",
+        "cpu",
+        *arguments.split(),
+    ]
     command += ["--budget", "0.01", "--threads", "1", "--out", str(out)]
     environment = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
@@ -92,7 +100,10 @@ def test_results_say_where_they_come_from(bench_run):
     assert about["cpu_target"] == machine.build_info()["cpu_target"]
     assert about["date"].startswith("20") and about["date"].endswith("+00:00")
     assert {"commit", "dirty", "cores_busy_with_other_work"} <= about.keys()
-    assert "bench --workload dense" in results["command"] and str(out) in results["command"]
+    assert (
+        "bench --device cpu --workload dense" in results["command"]
+        and str(out) in results["command"]
+    )
 
 
 def test_table_shows_the_numbers_of_the_json(bench_run):
@@ -123,7 +134,7 @@ def test_a_wrong_answer_fails_the_run(monkeypatch, tmp_path, capsys):
     right = workloads.flash_attention
     monkeypatch.setattr(workloads, "flash_attention", lambda *a, **o: right(*a, **o) * 1.01)
     arguments = "--shape 1,2,16,8 --dtype fp32 --pass fwd --budget 0.001 --no-plot"
-    assert main(["bench", *arguments.split(), "--out", str(tmp_path)]) == 1
+    assert main(["bench", "--device", "cpu", *arguments.split(), "--out", str(tmp_path)]) == 1
     text = capsys.readouterr().out
     assert "wrong" in text and "is off by" in text
     results = json.loads((tmp_path / "results.json").read_text())
@@ -138,7 +149,7 @@ def test_a_call_that_fails_fails_the_run(monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(workloads, "flash_attention", broken)
     arguments = "--shape 1,2,16,8 --dtype fp32 --pass fwd --budget 0.001 --no-plot"
-    assert main(["bench", *arguments.split(), "--out", str(tmp_path)]) == 1
+    assert main(["bench", "--device", "cpu", *arguments.split(), "--out", str(tmp_path)]) == 1
     assert "the kernel is on strike" in capsys.readouterr().out
 
 
@@ -334,7 +345,7 @@ def test_check_knows_the_bars(rows, missed):
 
 def test_check_decides_the_exit_code(monkeypatch, tmp_path, capsys):
     arguments = "--shape 1,2,16,8 --dtype fp32 --pass fwd --budget 0.001 --no-plot --check"
-    command = ["bench", *arguments.split(), "--out", str(tmp_path)]
+    command = ["bench", "--device", "cpu", *arguments.split(), "--out", str(tmp_path)]
     monkeypatch.setattr(runner, "CPU_BARS", dict.fromkeys(runner.DTYPES, 0.0))
     monkeypatch.setattr(runner, "CPU_BAR_OF_ANY_ROW", 0.0)
     assert main(command) == 0

@@ -177,7 +177,8 @@ def finish(args: argparse.Namespace, console: Any, results: dict[str, Any]) -> i
         report.write_plot(results, written[1])
     console.print(f"wrote {' and '.join(str(path) for path in written)}", markup=False)
     ours_failed = any(
-        row["check"]["status"] == "failed" or row["implementations"]["ours"]["ms"] is None
+        row["check"]["status"] == "failed"
+        or (row["check"]["status"] != "refused" and row["implementations"]["ours"]["ms"] is None)
         for row in results["rows"]
     )
     missed = runner.missed_bars(results["rows"]) if args.check else []

@@ -86,13 +86,16 @@ def run_row(
 
 
 def run_check(case: Case, backward: bool) -> dict[str, Any]:
-    """The correctness guard as data; status is ok, failed or unchecked."""
+    """The correctness guard as data; status is ok, failed, refused or unchecked."""
     try:
         verdict = accuracy.check(case, backward)
     except torch.OutOfMemoryError:
         return {"status": "unchecked", "reason": "the float64 reference does not fit in memory"}
     except Exception as error:  # whatever ours raised belongs in the table, not in a traceback
-        return {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
+        # A call refused because there is no kernel for it yet is not a wrong answer.
+        refused = "no CUDA kernel of this build" in str(error)
+        status = "refused" if refused else "failed"
+        return {"status": status, "reason": f"{type(error).__name__}: {error}"}
     errors = {n: dataclasses.asdict(d) for n, d in verdict.deviations.items()}
     if verdict.ok:
         return {"status": "ok", "heads_compared": verdict.heads, "errors": errors}

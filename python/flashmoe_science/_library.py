@@ -27,9 +27,13 @@ def _load() -> None:
 _load()
 
 
-def _check_devices(query, **others) -> None:
+INPUTS = ("key", "value", "bias", "key_lengths", "cu_seqlens_q", "cu_seqlens_k")
+RESULTS = ("out", "lse", "grad_out", "grad_lse")
+
+
+def _check_devices(query, names, tensors) -> None:
     """A fake kernel is also what runs when a meta tensor stands among real ones."""
-    for name, tensor in others.items():
+    for name, tensor in zip(names, tensors, strict=True):
         if tensor is not None and tensor.device != query.device:
             raise RuntimeError(
                 f"{name} is on {tensor.device} and query on {query.device}; "
@@ -40,15 +44,7 @@ def _check_devices(query, **others) -> None:
 @torch.library.register_fake("flashmoe::attention")
 @torch.library.register_fake("flashmoe::attention_forward")
 def _attention_forward_fake(query, key, value, bias, key_lengths, cu_q, cu_k, *options):
-    _check_devices(
-        query,
-        key=key,
-        value=value,
-        bias=bias,
-        key_lengths=key_lengths,
-        cu_seqlens_q=cu_q,
-        cu_seqlens_k=cu_k,
-    )
+    _check_devices(query, INPUTS, (key, value, bias, key_lengths, cu_q, cu_k))
     if query.shape[-1] == value.shape[-1]:
         out = torch.empty_like(query)
     else:
@@ -61,19 +57,8 @@ def _attention_forward_fake(query, key, value, bias, key_lengths, cu_q, cu_k, *o
 def _attention_backward_fake(
     grad_out, grad_lse, query, key, value, bias, key_lengths, cu_q, cu_k, out, lse, *options
 ):
-    _check_devices(
-        query,
-        key=key,
-        value=value,
-        bias=bias,
-        key_lengths=key_lengths,
-        cu_seqlens_q=cu_q,
-        cu_seqlens_k=cu_k,
-        out=out,
-        lse=lse,
-        grad_out=grad_out,
-        grad_lse=grad_lse,
-    )
+    inputs = (key, value, bias, key_lengths, cu_q, cu_k)
+    _check_devices(query, (*INPUTS, *RESULTS), (*inputs, out, lse, grad_out, grad_lse))
     needs = options[-4:]
     likes = (query, key, value, query if bias is None else bias)
     wanted = (*needs[:3], needs[3] and bias is not None)
@@ -83,7 +68,8 @@ def _attention_backward_fake(
     )
 
 
-# These two have no gradient of their own, and finding that out would cost each call 3 us.
+# These two have no gradient of their own; without this each call goes through torch's fallback for
+# ops that nobody gave one.
 _fragment = torch.library.Library("flashmoe", "FRAGMENT")
 _fragment.impl("attention_forward", torch.library.fallthrough_kernel, "Autograd")
 _fragment.impl("attention_backward", torch.library.fallthrough_kernel, "Autograd")

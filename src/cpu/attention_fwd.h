@@ -76,8 +76,8 @@ struct ScoreRule {
     cap = static_cast<A>(g.softcap * kLog2e);
   }
 
-  // Nothing but the scale. Most tiles are plain, and their loops are compiled apart: 1.3x forward
-  // at D=64.
+  // Nothing but the scale. Most tiles are plain, and their loops are compiled apart: 1.10x forward
+  // and 1.06x backward at (1, 4, 1024, 64) in fp32 on a Neoverse V1.
   bool plain() const { return cap == 0 && !bias && !mask; }
 
   // The vector of queries from `query` on, against key `key` of the tile. With softcap, `slope` (if

@@ -15,6 +15,9 @@
 // goes from the accumulators of S = Q K^T straight into the operands of O += P V. While block n is
 // computed, cp.async brings block n - 1 of K and V into the other stage; one barrier a block keeps
 // a stage from being overwritten while it is read.
+//
+// H200, bf16, batch 8, length 2,048, heads x D = 2,048, 2026-11-15: 336 TFLOP/s at D = 128 (causal
+// 284), 323 at D = 64 (causal 260).
 #pragma once
 
 #include "cuda/params.h"

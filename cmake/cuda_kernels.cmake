@@ -2,15 +2,19 @@
 # The host compiler never sees CUDA, and a machine that is given the fatbins (FLASHMOE_FATBINS) needs no nvcc.
 set(FLASHMOE_CUDA "AUTO" CACHE STRING "CUDA kernels: ON, OFF, or AUTO (where there is an nvcc, or FLASHMOE_FATBINS)")
 set(FLASHMOE_FATBINS "" CACHE PATH "Folder of fatbins compiled elsewhere from these sources; empty: compile them here")
-set(FLASHMOE_CUDA_FAMILIES "sm80" CACHE STRING "Chip families to build kernels for")
+set(FLASHMOE_CUDA_FAMILIES "sm75;sm80" CACHE STRING "Chip families to build kernels for")
 set_property(CACHE FLASHMOE_CUDA PROPERTY STRINGS AUTO ON OFF)
 
 # Which chips each family is compiled for. An sm_80 image runs on 8.6 and 8.9 as it is; PTX is for chips to come.
 set(flashmoe_chips_sm80
   -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 -gencode arch=compute_80,code=compute_80)
 
+set(flashmoe_chips_sm75 -gencode arch=compute_75,code=sm_75 -gencode arch=compute_75,code=compute_75)
+# A file that mentions FLASHMOE_HEAD_DIM is compiled once for each: small images, loaded only when needed.
+set(flashmoe_head_dims 16 32 48 64 96 128 192 256)
+
 target_sources(flashmoe PRIVATE
-  src/cuda/backend.cc src/cuda/catalogue.cc src/cuda/driver.cc src/cuda/launch.cc src/cuda/tensor_map.cc)
+  src/cuda/catalogue.cc src/cuda/choose.cc src/cuda/driver.cc src/cuda/launch.cc src/cuda/run.cc src/cuda/tensor_map.cc)
 target_link_libraries(flashmoe PRIVATE ${CMAKE_DL_LIBS})
 
 if(FLASHMOE_CUDA STREQUAL "OFF")
@@ -36,7 +40,7 @@ endif()
 
 # Fatbins and sources must belong together: the hash of all device sources goes with the fatbins.
 file(GLOB_RECURSE device_sources RELATIVE ${PROJECT_SOURCE_DIR} CONFIGURE_DEPENDS
-  src/cuda/*.cu src/cuda/*.cuh src/cuda/params.h src/cuda/*/variants.h)
+  src/cuda/*.cu src/cuda/*.cuh src/cuda/params.h src/cuda/tiles.h src/cuda/any/*.h src/cuda/*/variants.h)
 list(SORT device_sources)
 set(hashes "")
 foreach(source IN LISTS device_sources)
@@ -57,25 +61,21 @@ endif()
 
 enable_language(ASM)
 set(images "")
-foreach(family IN LISTS FLASHMOE_CUDA_FAMILIES)
-  if(NOT DEFINED flashmoe_chips_${family})
-    message(FATAL_ERROR "FLASHMOE_CUDA_FAMILIES has '${family}'; the families are: sm80")
+
+# Compiles src/cuda/<family>/<file> to the fatbin <image>, unless it was given, and embeds it.
+function(flashmoe_add_image family file image)
+  set(fatbin ${fatbin_dir}/${image}.fatbin)
+  if(NOT FLASHMOE_FATBINS)
+    # The log has registers, spills and warnings of every kernel.
+    add_custom_command(OUTPUT ${fatbin}
+      COMMAND sh ${PROJECT_SOURCE_DIR}/cmake/logged.sh ${fatbin_dir}/${image}.log
+        ${FLASHMOE_NVCC} -fatbin -std=c++20 -O3 --Wno-deprecated-gpu-targets -I${PROJECT_SOURCE_DIR}/src
+        ${flashmoe_chips_${family}} ${ARGN} -Xptxas -v -MD -MF ${fatbin}.d -MT ${fatbin}
+        -o ${fatbin} ${PROJECT_SOURCE_DIR}/src/cuda/${family}/${file}
+      DEPENDS src/cuda/${family}/${file} DEPFILE ${fatbin}.d VERBATIM COMMENT "nvcc ${image}")
   endif()
-  file(GLOB kernel_files RELATIVE ${PROJECT_SOURCE_DIR}/src/cuda/${family} src/cuda/${family}/*.cu)
-  foreach(file IN LISTS kernel_files)
-    get_filename_component(stem ${file} NAME_WE)
-    set(image ${family}_${stem})
-    set(fatbin ${fatbin_dir}/${image}.fatbin)
-    if(NOT FLASHMOE_FATBINS)
-      # The log has registers, spills and warnings of every kernel.
-      add_custom_command(OUTPUT ${fatbin}
-        COMMAND sh ${PROJECT_SOURCE_DIR}/cmake/logged.sh ${fatbin_dir}/${image}.log ${FLASHMOE_NVCC} -fatbin -std=c++20 -O3 --Wno-deprecated-gpu-targets -I${PROJECT_SOURCE_DIR}/src
-          ${flashmoe_chips_${family}} -Xptxas -v -MD -MF ${fatbin}.d -MT ${fatbin}
-          -o ${fatbin} ${PROJECT_SOURCE_DIR}/src/cuda/${family}/${file}
-        DEPENDS src/cuda/${family}/${file} DEPFILE ${fatbin}.d VERBATIM COMMENT "nvcc ${image}")
-    endif()
-    set(assembly ${PROJECT_BINARY_DIR}/images/${image}.S)
-    file(CONFIGURE OUTPUT ${assembly} @ONLY CONTENT
+  set(assembly ${PROJECT_BINARY_DIR}/images/${image}.S)
+  file(CONFIGURE OUTPUT ${assembly} @ONLY CONTENT
 "    .section .rodata
     .balign 64
     .globl flashmoe_image_@image@
@@ -87,9 +87,26 @@ flashmoe_image_@image@:
 flashmoe_image_@image@_end:
     .section .note.GNU-stack,\"\",%progbits
 ")
-    set_source_files_properties(${assembly} PROPERTIES OBJECT_DEPENDS ${fatbin})
-    target_sources(flashmoe PRIVATE ${assembly})
-    string(APPEND images "X(${image})\n")
+  set_source_files_properties(${assembly} PROPERTIES OBJECT_DEPENDS ${fatbin})
+  target_sources(flashmoe PRIVATE ${assembly})
+  set(images "${images}X(${image})\n" PARENT_SCOPE)
+endfunction()
+
+foreach(family IN LISTS FLASHMOE_CUDA_FAMILIES)
+  if(NOT DEFINED flashmoe_chips_${family})
+    message(FATAL_ERROR "FLASHMOE_CUDA_FAMILIES has '${family}'; the families are: sm75, sm80")
+  endif()
+  file(GLOB kernel_files RELATIVE ${PROJECT_SOURCE_DIR}/src/cuda/${family} src/cuda/${family}/*.cu)
+  foreach(file IN LISTS kernel_files)
+    get_filename_component(stem ${file} NAME_WE)
+    file(STRINGS src/cuda/${family}/${file} by_head_dim REGEX FLASHMOE_HEAD_DIM)
+    if(by_head_dim)
+      foreach(head_dim IN LISTS flashmoe_head_dims)
+        flashmoe_add_image(${family} ${file} ${family}_${stem}_d${head_dim} -DFLASHMOE_HEAD_DIM=${head_dim})
+      endforeach()
+    else()
+      flashmoe_add_image(${family} ${file} ${family}_${stem})
+    endif()
   endforeach()
 endforeach()
 file(CONFIGURE OUTPUT ${PROJECT_BINARY_DIR}/images/images.inc CONTENT "${images}")

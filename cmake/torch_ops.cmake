@@ -9,7 +9,18 @@ if(torch_missing)
     "there, or set Python3_EXECUTABLE to a Python that has it.")
 endif()
 
-add_library(flashmoe_torch MODULE src/torch/ops.cc)
+add_library(flashmoe_torch MODULE
+  src/torch/schema.cc
+  src/torch/attention_forward.cc
+  src/torch/attention_backward.cc
+  src/torch/explain.cc
+  src/torch/build_info.cc
+  src/torch/arguments.cc
+  src/torch/call.cc
+  src/torch/convert.cc
+  src/torch/execute.cc
+  src/torch/layout.cc
+  src/torch/placement.cc)
 target_include_directories(flashmoe_torch SYSTEM PRIVATE ${torch_dir}/include)
 target_compile_definitions(flashmoe_torch PRIVATE TORCH_TARGET_VERSION=0x020a000000000000)
 # libtorch.so pulls in libtorch_cuda.so where there is one. No RPATH to it: torch is loaded before us.

@@ -3,14 +3,13 @@
 //   out = softmax(softcap(scale * q k^T) + bias, over the allowed keys) v
 //   lse = natural log of the softmax denominator
 //
-//   flashmoe::AttentionProblem problem;            // what is asked: shapes, strides, dtypes,
-//   options problem.query = flashmoe::contiguous(flashmoe::DType::kFloat16, {batch, heads, rows,
-//   dim});
+//   flashmoe::AttentionProblem problem;       // what is asked: shapes, strides, dtypes, options
+//   problem.query = flashmoe::contiguous(flashmoe::DType::kFloat16, {batch, heads, rows, dim});
 //   ...
-//   auto plan = flashmoe::plan(problem);           // checked, and who will do it; pure, no memory
-//   touched if (!plan.ok()) complain(plan.status().message()); std::vector<std::byte>
-//   workspace(plan.value().workspace_bytes); flashmoe::run(plan.value(), tensors,
-//   workspace.data());
+//   auto plan = flashmoe::plan(problem);      // checked, and who will do it; touches no memory
+//   if (!plan.ok()) complain(plan.status().message());
+//   std::vector<std::byte> workspace(plan.value().workspace_bytes);
+//   flashmoe::run(plan.value(), tensors, workspace.data());
 //
 // docs/semantics.md has the meaning of every option.
 #pragma once
@@ -43,6 +42,7 @@ struct Device {
   int num_threads = 0;  // CPU: threads that will work on the call; 0 = the library's own pool
   int ordinal = 0;      // CUDA: which one, as the driver counts
   int compute_capability = 0;  // CUDA: 75, 80, 86, 89, 90, ...
+  int multiprocessors = 0;     // CUDA: 0 = as many as the usual card of that capability has
 
   bool operator==(const Device&) const = default;
 };
@@ -141,6 +141,8 @@ struct AttentionPlan {
   int threads = 0;     // of a block
   size_t shared_bytes = 0;
   uint32_t grid[3] = {0, 0, 0};
+  int64_t splits = 1;                      // parts that the keys of one block of queries come in
+  std::vector<std::string> before, after;  // small kernels that run around it
 
   // How it is cut. On the CPU a work item is one chunk of query blocks of one (batch, head), and
   // always the same piece of arithmetic whoever runs it: that is why results do not depend on the
@@ -168,8 +170,9 @@ struct Launch {
 // Checks the problem and decides who runs it. Touches no device and no tensor.
 FLASHMOE_API Result<AttentionPlan> plan(const AttentionProblem& problem);
 
-// Runs a plan. Allocates nothing; on the CPU returns when done. Fails, with nothing computed, when
-// lengths that only the data tells (key_lengths, cu_seqlens) contradict the problem.
+// Runs a plan. Allocates nothing; on the CPU returns when done. Where lengths that only the data
+// tells (key_lengths, cu_seqlens) contradict the problem, the CPU fails with nothing computed; on
+// CUDA, where nobody waits for the data, the results of those sequences are NaN.
 FLASHMOE_API Status run(const AttentionPlan& plan, const AttentionTensors& tensors, void* workspace,
                         const Launch& launch = {});
 
@@ -195,10 +198,11 @@ FLASHMOE_API Result<std::vector<Device>> cuda_devices();
 // A CUDA kernel of this build, as the planner sees it.
 struct CudaKernel {
   std::string name, family, image;
+  std::string role;  // attention_fwd, attention_combine, attention_bwd_prepare, attention_bwd,
+                     // attention_bwd_finish
   DType dtype = DType::kFloat16;
-  int head_dim = 0;
-  bool causal = false;
-  int block_q = 0, block_k = 0, threads = 0, shared_bytes = 0;
+  int head_dim = 0, block_q = 0, block_k = 0;  // 0 for kernels that go row by row
+  int threads = 0, shared_bytes = 0;
 };
 FLASHMOE_API std::vector<CudaKernel> cuda_kernels();
 

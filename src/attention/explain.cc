@@ -32,12 +32,25 @@ std::string mebibytes(size_t bytes) {
 
 std::string work_text(const AttentionPlan& plan) {
   if (plan.problem.device.type == DeviceType::kCuda) {
-    return text("launch     grid ", plan.grid[0], " x ", plan.grid[1], " x ", plan.grid[2], ", ",
-                plan.threads, " threads, ", plan.shared_bytes, " bytes of shared memory");
+    std::string line =
+        text("launch     grid ", plan.grid[0], " x ", plan.grid[1], " x ", plan.grid[2], ", ",
+             plan.threads, " threads, ", plan.shared_bytes, " bytes of shared memory");
+    if (plan.splits > 1) line += text("\n  splits     the keys, in ", plan.splits);
+    for (const std::string& name : plan.before) line += "\n  before     " + name;
+    for (const std::string& name : plan.after) line += "\n  after      " + name;
+    return line;
   }
   const std::string per_head = plan.chunks > 1 ? text(" (", plan.chunks, " per head)") : "";
   return text("work       ", plan.work_items, " items", per_head, " on ", plan.workers,
               plan.workers == 1 ? " thread" : " threads");
+}
+
+std::string reproducible_text(const AttentionProblem& p) {
+  const bool any_order = p.device.type == DeviceType::kCuda && p.pass == Pass::kBackward &&
+                         !p.deterministic && p.grad_query;
+  return any_order ? "not bitwise reproducible: grad_query is summed in any order, unless "
+                     "deterministic is asked for"
+                   : "bitwise reproducible";
 }
 
 }  // namespace
@@ -54,8 +67,8 @@ std::string explain(const AttentionProblem& problem) {
            plan.heads_k, ", ", plan.len_q, " queries x ", plan.len_k, " keys, head dim ",
            plan.head_dim, value_dim, "\n  options    ", options_text(problem, g), "\n  kernel     ",
            plan.kernel, "\n  tile       ", plan.block_q, " queries x ", plan.block_k, " keys\n  ",
-           work_text(plan), "\n  workspace  ", mebibytes(plan.workspace_bytes),
-           "\n  bitwise reproducible\n  candidates\n");
+           work_text(plan), "\n  workspace  ", mebibytes(plan.workspace_bytes), "\n  ",
+           reproducible_text(problem), "\n  candidates\n");
   for (const Candidate& c : plan.candidates) s += text("    ", c.name, ": ", c.verdict, "\n");
   return s;
 }

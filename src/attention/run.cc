@@ -56,7 +56,9 @@ Status check_pointers(const AttentionPlan& plan, const AttentionTensors& t, cons
 Status run(const AttentionPlan& plan, const AttentionTensors& tensors, void* workspace,
            const Launch& launch) {
   if (Status status = check_pointers(plan, tensors, workspace); !status.ok()) return status;
-  if (plan.problem.device.type == DeviceType::kCuda) return cuda::run(plan, tensors, launch);
+  if (plan.problem.device.type == DeviceType::kCuda) {
+    return cuda::run(plan, tensors, workspace, launch);
+  }
   if (Status status = check_lengths(plan.problem, tensors); !status.ok()) return status;
   cpu::run(plan, tensors, workspace, launch);
   return {};

@@ -5,12 +5,24 @@
 
 namespace flashmoe::cuda::ptx {
 
-// PTX ISA, "cp.async": 16 bytes past the first-level cache. `source_bytes` 0 fills with zeros
-// instead, reading nothing.
-__device__ __forceinline__ void cp_async_cg_16(uint32_t shared, const void* global,
-                                               int source_bytes) {
+// PTX ISA, "cp.async" with "ignore-src": 16 bytes past the first-level cache, or zeros with nothing
+// read.
+__device__ __forceinline__ void cp_async_cg_16(uint32_t shared, const void* global, bool read) {
+  asm volatile(
+      "{\n"
+      ".reg .pred ignore;\n"
+      "setp.eq.u32 ignore, %2, 0;\n"
+      "cp.async.cg.shared.global [%0], [%1], 16, ignore;\n"
+      "}" ::"r"(shared),
+      "l"(global), "r"(static_cast<uint32_t>(read)));
+}
+
+// The same with "src-size": the first `bytes` bytes, and zeros up to 16. The machine has no such
+// instruction and spends six on it.
+__device__ __forceinline__ void cp_async_cg_16_part(uint32_t shared, const void* global,
+                                                    int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
-               "r"(source_bytes));
+               "r"(bytes));
 }
 
 // PTX ISA, "cp.async.commit_group"

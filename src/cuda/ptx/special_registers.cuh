@@ -5,12 +5,14 @@
 
 namespace flashmoe::cuda::ptx {
 
-// PTX ISA, "%tid". Volatile, unlike threadIdx.x: read anew each time, so that what is computed from
-// it is not kept in registers over a main loop that needs them all.
-__device__ __forceinline__ int tid_x_volatile() {
-  int tid;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));
-  return tid;
+// No instruction at all: the compiler must not know that the result is `x`. What is computed from
+// it is then computed here, and not once before a main loop that has no registers for it.
+template <class Number>
+__device__ __forceinline__ Number opaque(Number x) {
+  asm volatile("" : "+r"(x));
+  return x;
 }
+
+__device__ __forceinline__ int opaque_thread() { return opaque(static_cast<int>(threadIdx.x)); }
 
 }  // namespace flashmoe::cuda::ptx

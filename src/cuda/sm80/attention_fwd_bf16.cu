@@ -1,12 +1,16 @@
-#include "cuda/sm80/attention_fwd.cuh"
+// Compiled once for each head dim: FLASHMOE_HEAD_DIM.
+#include "cuda/any/attention_fwd.cuh"
+#include "cuda/any/instantiate.h"
+#include "cuda/sm80/chip.cuh"
+#include "cuda/sm80/variants.h"
 
-#define KERNEL(D, MASK, BLOCK_Q, BLOCK_K, WARPS, Q_STEPS)                                         \
-  extern "C" __global__ void __launch_bounds__(WARPS * 32) sm80_attention_fwd_bf16_d##D##_##MASK( \
-      const __grid_constant__ flashmoe::cuda::AttentionFwdParams p) {                             \
-    using namespace flashmoe::cuda;                                                               \
-    sm80::attention_fwd<                                                                          \
-        sm80::FwdConfig<Bf16, D, sm80::MASK == sm80::causal, BLOCK_Q, BLOCK_K, WARPS, Q_STEPS>>(  \
-        p);                                                                                       \
+#define KERNEL(D, BLOCK_Q, BLOCK_K, WARPS, Q_STEPS, STAGES, CTAS)                  \
+  extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS)                   \
+      sm80_attention_fwd_bf16_d##D##_##BLOCK_Q##x##BLOCK_K(                        \
+          const __grid_constant__ flashmoe::cuda::AttentionFwdParams p) {          \
+    using namespace flashmoe::cuda;                                                \
+    constexpr FwdTile kTile = {D, BLOCK_Q, BLOCK_K, WARPS, Q_STEPS, STAGES, CTAS}; \
+    attention_fwd<FwdConfig<sm80::Chip, Bf16, kTile>>(p);                          \
   }
 
-FLASHMOE_SM80_ATTENTION_FWD(KERNEL)
+FLASHMOE_VARIANTS(FLASHMOE_SM80_ATTENTION_FWD, FLASHMOE_HEAD_DIM)(KERNEL)

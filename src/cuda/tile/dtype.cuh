@@ -9,6 +9,7 @@ namespace flashmoe::cuda {
 
 struct Fp16 {
   static constexpr uint32_t kExponent = 0x7c00;  // all ones: infinity or NaN
+  static constexpr uint32_t kNan = 0x7e00;
   static __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                              uint32_t b1) {
     ptx::mma_m16n8k16_f16(d, a, b0, b1);
@@ -16,10 +17,12 @@ struct Fp16 {
   static __device__ __forceinline__ uint32_t pack(float low, float high) {
     return ptx::cvt_rn_f16x2(high, low);
   }
+  static __device__ __forceinline__ float unpack(uint16_t x) { return ptx::cvt_f32_f16(x); }
 };
 
 struct Bf16 {
   static constexpr uint32_t kExponent = 0x7f80;
+  static constexpr uint32_t kNan = 0x7fc0;
   static __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                              uint32_t b1) {
     ptx::mma_m16n8k16_bf16(d, a, b0, b1);
@@ -27,6 +30,7 @@ struct Bf16 {
   static __device__ __forceinline__ uint32_t pack(float low, float high) {
     return ptx::cvt_rn_bf16x2(high, low);
   }
+  static __device__ __forceinline__ float unpack(uint16_t x) { return __uint_as_float(x << 16); }
 };
 
 // Whether one of a register's two numbers is not finite.

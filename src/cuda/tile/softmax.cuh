@@ -7,6 +7,7 @@
 namespace flashmoe::cuda {
 
 constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kLog2e = 1.4426950408889634f;
 
 // Over the four lanes that share a row.
 __device__ __forceinline__ float quad_max(float x) {
@@ -18,30 +19,36 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// The two rows a lane holds of one m16 fragment. `sum` is the lane's own share until the end.
+// Output and sums are brought to a new reference only when the maximum has outgrown the old one by
+// this much (an idea of FlashAttention-4): probabilities then reach 2^8, far from where fp16 ends,
+// and the final division makes the result the same. Rescaling at every new maximum costs a product
+// for each output accumulator and block of keys.
+constexpr float kSlack = 8;
+
+// The two rows a lane holds of one m16 fragment. Probabilities are 2^(score - reference); `sum` is
+// the lane's own share until the end.
 struct RowState {
-  float maximum[2] = {-INFINITY, -INFINITY};
+  float reference[2] = {-INFINITY, -INFINITY};
   float sum[2] = {0, 0};
+
+  // A row that has seen no key yet keeps -inf, which must not meet another -inf.
+  __device__ __forceinline__ float finite_reference(int half) const {
+    return reference[half] == -INFINITY ? 0.f : reference[half];
+  }
 };
 
-// The maximum of each row brought up to date. `reference` is what is taken off the scaled scores
-// from now on, `correction` what the output and the sum so far must be multiplied by; the sum is.
+// The largest score of each of the two rows, over the quad.
 template <int kTiles>
-__device__ __forceinline__ void update_maximum(const float (&s)[kTiles][4], RowState& state,
-                                               float scale_log2, float (&reference)[2],
-                                               float (&correction)[2]) {
+__device__ __forceinline__ void row_maxima(float (&top)[2], const float (&s)[kTiles][4],
+                                           float scale_log2) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float maximum = state.maximum[half];
+    float largest = -INFINITY;
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n)
-      maximum = fmaxf(maximum, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
-    maximum = quad_max(maximum);
-    // A row that has seen no key yet keeps -inf, which must not meet another -inf.
-    reference[half] = maximum == -INFINITY ? 0.f : maximum * scale_log2;
-    correction[half] = ptx::ex2_approx_ftz(state.maximum[half] * scale_log2 - reference[half]);
-    state.maximum[half] = maximum;
-    state.sum[half] *= correction[half];
+    for (int n = 0; n < kTiles; ++n) {
+      largest = fmaxf(largest, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
+    }
+    top[half] = quad_max(largest) * scale_log2;
   }
 }
 
@@ -59,6 +66,22 @@ __device__ __forceinline__ void probabilities(float (&left)[4], float (&right)[4
     }
     sum[half] += (left[2 * half] + left[2 * half + 1]) + (right[2 * half] + right[2 * half + 1]);
   }
+}
+
+// tanh and its derivative, each with a relative error of a few 1e-7: the first also where it is all
+// but x (a large softcap multiplies its error), the second also where it is all but 0.
+struct Tanh {
+  float value, derivative;
+};
+__device__ __forceinline__ Tanh tanh_and_derivative(float x) {
+  const float e = ptx::ex2_approx_ftz(-2 * kLog2e * fabsf(x));  // e^(-2|x|)
+  const float inverse = __fdividef(1.f, 1 + e);
+  // Below 0.3 the series: its next term is 1382/155925 x^11.
+  const float y = x * x;
+  const float series =
+      x + x * y * (-1.f / 3 + y * (2.f / 15 + y * (-17.f / 315 + y * (62.f / 2835))));
+  const float value = fabsf(x) < 0.3f ? series : copysignf((1 - e) * inverse, x);
+  return {value, 4 * e * inverse * inverse};
 }
 
 }  // namespace flashmoe::cuda

@@ -1,0 +1,285 @@
+// What the kernels of the backward pass share: the tile, the task of a CTA, where lanes read and
+// write, and the products that end in dQ.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/params.h"
+#include "cuda/ptx/shared.cuh"
+#include "cuda/tile/dtype.cuh"
+#include "cuda/tile/product.cuh"
+#include "cuda/tile/sequence.cuh"
+#include "cuda/tile/swizzle.cuh"
+#include "cuda/tiles.h"
+
+namespace flashmoe::cuda {
+
+// The block of keys of one CTA. Kept in shared memory: the main loop has no registers to spare for
+// what it rarely looks at.
+struct BwdTask {
+  Sequence seq;
+  int batch, key_head;
+  int key_block;               // which, of the sequence
+  int query_begin, query_end;  // the queries that see it, in whole blocks
+  int full_begin, full_end;    // of these, blocks that begin here need no mask
+  int stored_keys;    // that have a gradient: also those past the sequence's length, which is 0
+  int64_t first_row;  // of the sequence in the workspace
+  int* turn;          // deterministic: to be passed on
+  const char *query, *grad_out;  // where the sequence's begin, of the head to be loaded next
+};
+
+template <class Chip_, class T, BwdTile kTile_>
+struct BwdConfig {
+  using Chip = Chip_;
+  using Type = T;
+  static constexpr BwdTile kTile = kTile_;
+  static constexpr int kDim = kTile.head_dim, kStages = kTile.stages;
+  static constexpr int kBlockQ = kTile.block_q, kBlockK = kTile.block_k;
+  static constexpr int kThreads = kTile.threads();
+
+  // Fragments of a warp: m16 rows, n8 columns. Rows and columns of D are dealt out in turn, 16 at a
+  // time, so that chunk numbers never carry (see Swizzled::along).
+  static constexpr bool kOwnKeys = kTile.own_keys();
+  static constexpr int kScoreRows = kOwnKeys ? 1 : kTile.score_rows;
+  static constexpr int kScoreCols = kTile.warps / kScoreRows;
+  static constexpr int kScoreM = kBlockQ / kScoreRows / 16, kScoreN = kBlockK / kScoreCols / 8;
+  static constexpr int kKeyRows = kTile.grad_key_rows, kKeyCols = kTile.warps / kKeyRows;
+  static constexpr int kKeyM = kBlockK / kKeyRows / 16, kKeyN = kDim / kKeyCols / 8;
+  static constexpr int kQueryRows = kTile.grad_query_rows, kQueryCols = kTile.warps / kQueryRows;
+  static constexpr int kQueryM = kBlockQ / kQueryRows / 16, kQueryN = kDim / kQueryCols / 8;
+  static_assert(kScoreM * 16 * kScoreRows == kBlockQ && kScoreN * 8 * kScoreCols == kBlockK);
+  static_assert(kKeyM * 16 * kKeyRows == kBlockK && kKeyN * 8 * kKeyCols == kDim);
+  static_assert(kQueryM * 16 * kQueryRows == kBlockQ && kQueryN * 8 * kQueryCols == kDim);
+  static_assert(kKeyN % 2 == 0 && kQueryN % 2 == 0 && (!kOwnKeys || kKeyCols == 1));
+
+  using Layout = Swizzled<kDim>;
+  using PairLayout = Swizzled<kBlockK>;  // of P and dS: queries x keys
+  using OwnLayout = Swizzled<kBlockQ>;   // of dS with own keys: keys x queries
+  static constexpr uint32_t kKeyBytes = kBlockK * kDim * 2, kQueryBytes = kBlockQ * kDim * 2;
+  static constexpr uint32_t kPairBytes = kBlockQ * kBlockK * 2;
+  static constexpr uint32_t kSmemK = 0, kSmemV = kKeyBytes;
+  static constexpr uint32_t kSmemQ = 2 * kKeyBytes;
+  static constexpr uint32_t kSmemGradOut = kSmemQ + kStages * kQueryBytes;
+  static constexpr uint32_t kSmemP = kSmemGradOut + kStages * kQueryBytes;
+  static constexpr uint32_t kSmemGradS = kSmemP + kPairBytes;
+  static constexpr uint32_t kTermBytes = kBlockQ * 8;
+  static constexpr uint32_t kSmemTerms = kSmemGradS + kPairBytes;
+  static constexpr uint32_t kSmemTask = kSmemTerms + kStages * kTermBytes;
+  static_assert(kSmemTask + kTaskBytes == kTile.shared_bytes() && sizeof(BwdTask) <= kTaskBytes);
+  static_assert(kKeyBytes % 128 == 0 && kQueryBytes % 128 == 0 && kPairBytes % 128 == 0);
+};
+
+// The row of dK and dV that fragment m of a warp begins with. Read across, rows are dealt out in
+// turn.
+template <class C>
+__device__ __forceinline__ int key_row(int warp_row, int m) {
+  return 16 * (C::kOwnKeys ? warp_row * C::kKeyM + m : m * C::kKeyRows + warp_row);
+}
+
+// The row of dQ that fragment m of a warp begins with. Read across, rows are dealt out in turn.
+template <class C>
+__device__ __forceinline__ int query_row(int warp_row, int m) {
+  return 16 * (C::kOwnKeys ? m * C::kQueryRows + warp_row : warp_row * C::kQueryM + m);
+}
+
+// A block of queries of one head.
+struct QueryBlock {
+  int head, first;
+};
+
+// The queries that see a block of keys: [begin, end), in whole blocks of block_q.
+template <class C>
+struct QueryRange {
+  int begin, end;
+  __device__ __forceinline__ QueryRange(const Sequence& seq, int key_block,
+                                        const AttentionParams& p) {
+    const int first_key = key_block * C::kBlockK;
+    const int last_key = min(first_key + C::kBlockK, seq.len_k) - 1;
+    // Row i sees key j when i + shift - left <= j <= i + shift + right.
+    const int first = max(first_key - seq.shift - p.right, 0);
+    const int last = min(last_key - seq.shift + p.left, seq.len_q - 1);
+    begin = first / C::kBlockQ * C::kBlockQ;
+    end = last < first || last_key < first_key ? begin : (last / C::kBlockQ + 1) * C::kBlockQ;
+  }
+};
+
+// Deterministic: whether blocks of keys add to a block of queries from the last to the first.
+__device__ __forceinline__ bool descending(const AttentionBwdParams& p) {
+  return p.right < kNoLimit;
+}
+
+// The accumulators of one warp.
+template <class C>
+struct BwdState {
+  float gK[C::kKeyM][C::kKeyN][4];  // dK and dV
+  float gV[C::kKeyM][C::kKeyN][4];
+};
+
+template <class C>
+__device__ __forceinline__ int score_row(int thread) {
+  return thread / 32 / C::kScoreCols * (C::kScoreM * 16);
+}
+template <class C>
+__device__ __forceinline__ int score_col(int thread) {
+  return thread / 32 % C::kScoreCols * (C::kScoreN * 8);
+}
+
+// Where a lane reads and writes fragments, from the beginning of a tile. Computed where they are
+// used: kept over the main loop they would cost registers that it does not have.
+template <class C>
+struct BwdLanes {
+  using Layout = typename C::Layout;
+  using PairLayout = typename C::PairLayout;
+  using OwnLayout = typename C::OwnLayout;
+  int thread = ptx::opaque_thread();
+
+  // Q and dO, and K and V, for S and dP; the other way round with own keys.
+  __device__ __forceinline__ uint32_t score_left() const {
+    return lane_rows<Layout>(0, C::kOwnKeys ? score_col<C>(thread) : score_row<C>(thread), 0);
+  }
+  __device__ __forceinline__ uint32_t score_right() const {
+    return lane_cols<Layout>(0, C::kOwnKeys ? 0 : score_col<C>(thread), 0);
+  }
+  // P and dS, as they are written.
+  __device__ __forceinline__ uint32_t pairs() const {
+    const int row = thread % 32 / 4, col = score_col<C>(thread);
+    return thread % 4 * 4 + (C::kOwnKeys ? OwnLayout::at(col + row, 0)
+                                         : PairLayout::at(score_row<C>(thread) + row, col / 8));
+  }
+  // P and dS across, and dO and Q, for dV and dK.
+  __device__ __forceinline__ uint32_t key_left() const {
+    return lane_cols<PairLayout>(0, 0, 2 * (thread / 32 / C::kKeyCols));
+  }
+  __device__ __forceinline__ uint32_t key_right() const {
+    return lane_rows<Layout>(0, 0, 2 * (thread / 32 % C::kKeyCols));
+  }
+  // dS and K, for dQ.
+  __device__ __forceinline__ uint32_t query_left() const {
+    const int row = thread / 32 / C::kQueryCols;
+    return C::kOwnKeys ? lane_cols<OwnLayout>(0, 0, 2 * row)
+                       : lane_rows<PairLayout>(0, row * (C::kQueryM * 16), 0);
+  }
+  __device__ __forceinline__ uint32_t query_right() const {
+    return lane_rows<Layout>(0, 0, 2 * (thread / 32 % C::kQueryCols));
+  }
+};
+
+// The sums of dQ of one block of queries, in the order of the accumulators.
+template <class C>
+__device__ __forceinline__ float* query_sums(const BwdTask& task, const QueryBlock& block,
+                                             const AttentionBwdParams& p) {
+  const int64_t row = block.head * p.rows + task.first_row + block.first;
+  const int warp = ptx::opaque_thread() / 32;
+  return p.grad_query_sums + row * C::kDim + warp * (C::kQueryM * C::kQueryN * 128);
+}
+
+// Whose turn it is to add to a block of queries.
+template <class C>
+__device__ __forceinline__ int* turn_of(const BwdTask& task, const QueryBlock& block,
+                                        const AttentionBwdParams& p) {
+  const int64_t row = block.head * p.rows + task.first_row + block.first;
+  return p.turns + row / C::kBlockQ;
+}
+
+// The general version of a block is rolled up: it is rare, and has registers for its masks to find.
+template <class C, bool kGeneral, int kSteps>
+inline constexpr int kUnroll = !kGeneral     ? (kSteps < 8 ? kSteps : 8)
+                               : C::kOwnKeys ? 1
+                                             : 2;
+
+// dQ = dS K
+template <class C, bool kGeneral>
+__device__ __forceinline__ void query_gradient(float (&acc)[C::kQueryM][C::kQueryN][4],
+                                               uint32_t left_lane, uint32_t right_lane) {
+  using Left = std::conditional_t<C::kOwnKeys, AcrossA<typename C::OwnLayout, C::kQueryRows>,
+                                  AlongA<typename C::PairLayout>>;
+  const AcrossB<typename C::Layout, C::kQueryCols> right{right_lane};
+  set_zero(acc);
+  multiply<typename C::Type, C::kBlockK / 16, kUnroll<C, kGeneral, C::kBlockK / 16>>(
+      acc, Left{left_lane}, right);
+}
+
+// The same two products for a block with something not finite behind its mask, where a 0 of P or dS
+// must not meet it: pair by pair, masked ones left out. Slow, and rarely needed.
+template <class C>
+struct ContainedProducts {
+  const Sequence& seq;
+  int first_query, first_key;
+  const AttentionBwdParams& p;
+
+  __device__ __forceinline__ bool allowed(int query, int key) const {
+    const int row = first_query + query, column = first_key + key;
+    return column >= seq.begin(row, p) && column < seq.end(row, p);
+  }
+  static __device__ __forceinline__ float pair(uint32_t tile, int query, int key) {
+    if constexpr (C::kOwnKeys) return number<typename C::OwnLayout>(tile, key, query);
+    return number<typename C::PairLayout>(tile, query, key);
+  }
+  template <class Layout>
+  static __device__ __forceinline__ float number(uint32_t tile, int row, int col) {
+    return C::Type::unpack(ptx::ld_shared_u16(tile + Layout::at(row, col / 8) + col % 8 * 2));
+  }
+
+  __device__ __forceinline__ void accumulate_key(float (&acc)[C::kKeyM][C::kKeyN][4],
+                                                 uint32_t pairs, uint32_t rows) const {
+    const int thread = ptx::opaque_thread(), warp = thread / 32, lane = thread % 32;
+    const int row = warp / C::kKeyCols, col = warp % C::kKeyCols;
+#pragma unroll 1
+    for (int query = 0; query < C::kBlockQ; ++query) {
+      add_one(
+          acc,
+          [&](int m, int half) {
+            const int key = key_row<C>(row, m) + lane / 4 + 8 * half;
+            return Factor{allowed(query, key), pair(pairs, query, key)};
+          },
+          [&](int n, int c) {
+            const int column = 16 * (n / 2 * C::kKeyCols + col) + n % 2 * 8 + lane % 4 * 2 + c;
+            return number<typename C::Layout>(rows, query, column);
+          });
+    }
+  }
+  __device__ __forceinline__ void query_gradient(float (&acc)[C::kQueryM][C::kQueryN][4],
+                                                 uint32_t sdS, uint32_t sK) const {
+    const int thread = ptx::opaque_thread(), warp = thread / 32, lane = thread % 32;
+    const int row = warp / C::kQueryCols, col = warp % C::kQueryCols;
+    set_zero(acc);
+#pragma unroll 1
+    for (int key = 0; key < C::kBlockK; ++key) {
+      add_one(
+          acc,
+          [&](int m, int half) {
+            const int query = query_row<C>(row, m) + lane / 4 + 8 * half;
+            return Factor{allowed(query, key), pair(sdS, query, key)};
+          },
+          [&](int n, int c) {
+            const int column = 16 * (n / 2 * C::kQueryCols + col) + n % 2 * 8 + lane % 4 * 2 + c;
+            return number<typename C::Layout>(sK, key, column);
+          });
+    }
+  }
+
+  // One step of the depth: the products of a column of the left with a row of the right.
+  struct Factor {
+    bool allowed;
+    float value;
+  };
+  template <int kM, int kN, class Left, class Right>
+  static __device__ __forceinline__ void add_one(float (&acc)[kM][kN][4], const Left& left,
+                                                 const Right& right) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const Factor factor = left(m, half);
+        if (!factor.allowed) continue;
+#pragma unroll
+        for (int n = 0; n < kN; ++n) {
+          acc[m][n][2 * half] += factor.value * right(n, 0);
+          acc[m][n][2 * half + 1] += factor.value * right(n, 1);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace flashmoe::cuda

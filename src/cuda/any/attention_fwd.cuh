@@ -1,0 +1,538 @@
+// Attention forward with mma.sync, for every chip from Turing on; what differs between them is in
+// Chip and in the tile.
+//
+// One CTA takes one block of queries of one (batch, head) and goes through the keys, last block
+// first, so that the blocks that need a mask (the end of the keys, the causal diagonal) come first
+// and the loop after them has none.
+//
+//               keys ->                         shared memory, 16-bit, swizzled:
+//            ┌──────┬──────┬──────┐               sQ  block_q x D      also the output on its way
+//            out
+//   queries  │ full │ full │masked│               sK  stages x block_k x D
+//     |      └──────┴──────┴──────┘               sV  stages x block_k x D
+//     v        <──────── order
+//
+// Each warp owns 16 or 32 rows as m16 fragments and all columns: softmax needs no other warp, and P
+// goes from the accumulators of S = Q K^T straight into the operands of O += P V. With 32 rows each
+// fragment of K and V read from shared memory feeds two products. While a block is computed, the
+// next ones are copied to the other stages; one barrier a block keeps a stage from being
+// overwritten while it is read.
+//
+// Head dims between the buckets are padded with zeros in shared memory. Where the grid would leave
+// most of the chip idle, the keys are split over several CTAs, and attention_rows.cuh adds up.
+#pragma once
+
+#include "cuda/params.h"
+#include "cuda/tile/copy.cuh"
+#include "cuda/tile/dtype.cuh"
+#include "cuda/tile/product.cuh"
+#include "cuda/tile/sequence.cuh"
+#include "cuda/tile/softmax.cuh"
+#include "cuda/tiles.h"
+
+namespace flashmoe::cuda {
+
+// The block of queries of one CTA. Kept in shared memory: the main loop has no registers to spare
+// for what it rarely looks at.
+struct FwdTask {
+  Sequence seq;
+  int batch, head;
+  int first_row;
+  int split;
+  int key_begin, key_end;   // its keys, in blocks of block_k
+  const char *key, *value;  // where the sequence's begin
+};
+
+template <class Chip_, class T, FwdTile kTile_>
+struct FwdConfig {
+  using Chip = Chip_;
+  using Type = T;
+  static constexpr FwdTile kTile = kTile_;
+  static constexpr int kDim = kTile.head_dim, kStages = kTile.stages, kQSteps = kTile.q_steps;
+  static constexpr int kBlockQ = kTile.block_q, kBlockK = kTile.block_k;
+  static constexpr int kThreads = kTile.threads();
+  static constexpr int kRowTiles = kBlockQ / kTile.warps / 16;  // m16 fragments of a warp
+  static constexpr int kKeyTiles = kBlockK / 8;                 // n8 fragments of S
+  static constexpr int kDimTiles = kDim / 8;                    // n8 fragments of O
+  static constexpr int kDimSteps = kDim / 16;                   // k16 steps of Q K^T
+  static constexpr int kKeySteps = kBlockK / 16;                // k16 steps of P V
+  static constexpr uint32_t kTileBytes = kBlockK * kDim * 2;
+  using Layout = Swizzled<kDim>;
+
+  // Byte offsets in shared memory.
+  static constexpr uint32_t kSmemQ = 0;
+  static constexpr uint32_t kSmemK = kBlockQ * kDim * 2;
+  static constexpr uint32_t kSmemV = kSmemK + kStages * kTileBytes;
+  static constexpr uint32_t kSmemTask = kSmemV + kStages * kTileBytes;
+  static_assert(kSmemTask + kTaskBytes == kTile.shared_bytes() && sizeof(FwdTask) <= kTaskBytes);
+  static_assert(kBlockQ % (16 * kTile.warps) == 0 && kBlockK % 16 == 0 && kDim % 16 == 0);
+  static_assert(kStages >= 2 && kSmemK % 128 == 0 && kTileBytes % 128 == 0);
+};
+
+// The first row of this warp, in the block.
+template <class C>
+__device__ __forceinline__ int warp_row() {
+  return ptx::opaque_thread() / 32 * (C::kRowTiles * 16);
+}
+
+// Where a lane reads fragments, from the beginning of a tile.
+template <class C>
+struct FwdLanes {
+  uint32_t q = lane_rows<typename C::Layout>(0, warp_row<C>(), 0);
+  uint32_t k = lane_cols<typename C::Layout>(0, 0, 0);
+  uint32_t v = lane_rows<typename C::Layout>(0, 0, 0);
+};
+
+// The accumulators of one warp.
+template <class C>
+struct FwdState {
+  uint32_t rQ[C::kRowTiles][C::kQSteps + 1][4];  // one more than used: no array of size 0
+  float o[C::kRowTiles][C::kDimTiles][4];
+  RowState rows[C::kRowTiles];
+};
+
+// S = Q K^T
+template <class C>
+__device__ __forceinline__ void scores(float (&s)[C::kRowTiles][C::kKeyTiles][4],
+                                       const uint32_t (&rQ)[C::kRowTiles][C::kQSteps + 1][4],
+                                       uint32_t lane_q, uint32_t lane_k) {
+  const AlongA<typename C::Layout> q{lane_q};
+  const AlongB<typename C::Layout> k{lane_k};
+  set_zero(s);
+  // Where Q comes from shared memory: unrolled all the way, the compiler reads it ahead and runs
+  // out of registers; not at all costs 8% at D = 128.
+  constexpr int kUnroll = C::kQSteps > 0 || C::kRowTiles == 1 ? C::kDimSteps : 4;
+#pragma unroll kUnroll
+  for (int step = 0; step < C::kDimSteps; ++step) {
+    uint32_t a[C::kRowTiles][4];
+#pragma unroll
+    for (int m = 0; m < C::kRowTiles; ++m) {
+      if (step < C::kQSteps) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[m][i] = rQ[m][step][i];
+      } else {
+        q.load(a[m], m, step);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < C::kKeyTiles; n += 2) {
+      uint32_t b[4];  // two n8 fragments
+      k.load(b, n / 2, step);
+#pragma unroll
+      for (int m = 0; m < C::kRowTiles; ++m) {
+        C::Type::mma(s[m][n], a[m], b[0], b[1]);
+        C::Type::mma(s[m][n + 1], a[m], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// What comes between the product and the softmax for few calls: a scale that is not positive, a
+// softcap.
+template <class C>
+__device__ __forceinline__ void transform_scores(float (&s)[C::kRowTiles][C::kKeyTiles][4],
+                                                 const AttentionFwdParams& p) {
+#pragma unroll
+  for (int m = 0; m < C::kRowTiles; ++m) {
+#pragma unroll
+    for (int i = 0; i < C::kKeyTiles * 4; ++i) {
+      float& x = s[m][i / 4][i % 4];
+      x = p.softcap_scale ? tanh_and_derivative(x * p.softcap_scale).value : x * p.sign;
+    }
+  }
+}
+
+// -inf where key `first_key` + column is not for the row.
+template <class C, bool kGeneral>
+__device__ __forceinline__ void mask_scores(float (&s)[C::kRowTiles][C::kKeyTiles][4], int row,
+                                            int first_key, const Sequence& seq,
+                                            const AttentionFwdParams& p) {
+  const int lane = ptx::opaque_thread() % 32;
+#pragma unroll
+  for (int m = 0; m < C::kRowTiles; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = row + 16 * m + lane / 4 + 8 * half;
+      const int offset = first_key + lane % 4 * 2;
+      const int end = seq.end(r, p) - offset;
+      const int begin = kGeneral ? seq.begin(r, p) - offset : 0;
+#pragma unroll
+      for (int n = 0; n < C::kKeyTiles; ++n) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const bool early = kGeneral && 8 * n + c < begin;
+          if (early || 8 * n + c >= end) s[m][n][2 * half + c] = -INFINITY;
+        }
+      }
+    }
+  }
+}
+
+// A NaN or infinity in V must reach the rows that may see its key and no others, but in a product a
+// masked 0 times NaN is NaN. So where rows of a block differ in what they see: what is not finite
+// is added to the rows that see it, and a zero put in its place. Only for blocks of queries that
+// turned out not finite; they are computed a second time.
+template <class C>
+__device__ __forceinline__ void contain_values(float (&o)[C::kRowTiles][C::kDimTiles][4],
+                                               uint32_t sV, int row, int first_key,
+                                               const Sequence& seq, const AttentionFwdParams& p) {
+  const int thread = ptx::opaque_thread(), lane = thread % 32;
+  char* values = static_cast<char*>(__cvta_shared_to_generic(sV));
+#pragma unroll 1
+  for (int key = 0; key < C::kBlockK; ++key) {
+#pragma unroll
+    for (int d = 0; d < C::kDimTiles; ++d) {
+      const uint32_t two =
+          *reinterpret_cast<const uint32_t*>(values + C::Layout::at(key, d) + lane % 4 * 4);
+      if (!any_not_finite<typename C::Type>(two)) continue;
+#pragma unroll
+      for (int m = 0; m < C::kRowTiles; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int r = row + 16 * m + lane / 4 + 8 * half;
+          if (first_key + key < seq.begin(r, p) || first_key + key >= seq.end(r, p)) continue;
+          o[m][d][2 * half] += infinity_or_nan<typename C::Type>(two & 0xffff);
+          o[m][d][2 * half + 1] += infinity_or_nan<typename C::Type>(two >> 16);
+        }
+      }
+    }
+  }
+  __syncthreads();  // everyone has seen the tile
+#pragma unroll 1
+  for (int i = thread; i < C::kBlockK * C::kDim; i += C::kThreads) {
+    uint16_t& number = reinterpret_cast<uint16_t*>(values)[i];
+    if ((number & C::Type::kExponent) == C::Type::kExponent) number = 0;
+  }
+  __syncthreads();  // and now its finite version
+}
+
+// References of the rows that outgrew theirs are moved, and their output and sum with them.
+template <class C>
+__device__ __forceinline__ void update_references(FwdState<C>& t,
+                                                  float (&s)[C::kRowTiles][C::kKeyTiles][4],
+                                                  float scale_log2) {
+  float top[C::kRowTiles][2];
+  bool outgrown = false;
+#pragma unroll
+  for (int m = 0; m < C::kRowTiles; ++m) {
+    row_maxima(top[m], s[m], scale_log2);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      outgrown |= top[m][half] > t.rows[m].reference[half] + kSlack;
+    }
+  }
+  if (!__any_sync(0xffffffffu, outgrown)) return;
+#pragma unroll
+  for (int m = 0; m < C::kRowTiles; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float& reference = t.rows[m].reference[half];
+      const float raised = fmaxf(reference, top[m][half]);
+      const float correction = ptx::ex2_approx_ftz(reference - (raised == -INFINITY ? 0 : raised));
+      reference = raised;
+      t.rows[m].sum[half] *= correction;
+#pragma unroll
+      for (int d = 0; d < C::kDimTiles; ++d) {
+        t.o[m][d][2 * half] *= correction;
+        t.o[m][d][2 * half + 1] *= correction;
+      }
+    }
+  }
+}
+
+// P = 2^(S - reference), O += P V. Exponentials are taken a k16 step at a time, just before the
+// product that needs them: they then run under the product before.
+template <class C>
+__device__ __forceinline__ void accumulate(FwdState<C>& t,
+                                           float (&s)[C::kRowTiles][C::kKeyTiles][4],
+                                           float scale_log2, uint32_t lane_v) {
+  const AcrossB<typename C::Layout> v{lane_v};
+  float reference[C::kRowTiles][2], sum[C::kRowTiles][2] = {};
+#pragma unroll
+  for (int m = 0; m < C::kRowTiles; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) reference[m][half] = t.rows[m].finite_reference(half);
+  }
+#pragma unroll
+  for (int step = 0; step < C::kKeySteps; ++step) {
+    // Accumulator fragments 2 * step and 2 * step + 1 of S are exactly the k16 operand of the next
+    // product.
+    uint32_t a[C::kRowTiles][4];
+#pragma unroll
+    for (int m = 0; m < C::kRowTiles; ++m) {
+      auto &left = s[m][2 * step], &right = s[m][2 * step + 1];
+      probabilities(left, right, sum[m], scale_log2, reference[m]);
+      a[m][0] = C::Type::pack(left[0], left[1]);
+      a[m][1] = C::Type::pack(left[2], left[3]);
+      a[m][2] = C::Type::pack(right[0], right[1]);
+      a[m][3] = C::Type::pack(right[2], right[3]);
+    }
+#pragma unroll
+    for (int d = 0; d < C::kDimTiles; d += 2) {
+      uint32_t b[4];
+      v.load(b, d / 2, step);
+#pragma unroll
+      for (int m = 0; m < C::kRowTiles; ++m) {
+        C::Type::mma(t.o[m][d], a[m], b[0], b[1]);
+        C::Type::mma(t.o[m][d + 1], a[m], b[2], b[3]);
+      }
+    }
+  }
+#pragma unroll
+  for (int m = 0; m < C::kRowTiles; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) t.rows[m].sum[half] += sum[m][half];
+  }
+}
+
+// One block of keys, already in shared memory. What few calls need (a left side of the window, a
+// softcap, a scale that is not positive, containment) is in the general version only: even as
+// branches never taken it costs the plain one a tenth of its speed.
+template <class C, bool kGeneral>
+__device__ __forceinline__ void fwd_block(FwdState<C>& t, const FwdLanes<C>& lanes, uint32_t sQ,
+                                          uint32_t sK, uint32_t sV, const FwdTask& task,
+                                          int first_key, bool contain,
+                                          const AttentionFwdParams& p) {
+  const Sequence& seq = task.seq;
+  const int row = warp_row<C>();
+  // Rows past the end, whole warps of them, would cost as much as the others.
+  if (!(kGeneral && contain) && task.first_row + row >= seq.len_q) return;
+  float s[C::kRowTiles][C::kKeyTiles][4];
+  scores<C>(s, t.rQ, sQ + ptx::opaque(lanes.q), sK + ptx::opaque(lanes.k));
+  if (kGeneral && (p.sign != 1 || p.softcap_scale)) transform_scores<C>(s, p);
+  // Not all keys are there, or rows differ in what they see.
+  const int last_row = min(task.first_row + C::kBlockQ, seq.len_q) - 1;
+  const bool partial = first_key + C::kBlockK > seq.end(task.first_row, p) ||
+                       (kGeneral && first_key < seq.begin(last_row, p));
+  if (partial) mask_scores<C, kGeneral>(s, task.first_row + row, first_key, seq, p);
+  update_references<C>(t, s, p.scale_log2);
+  if (kGeneral && contain && partial) {
+    contain_values<C>(t.o, sV, task.first_row + warp_row<C>(), first_key, seq, p);
+  }
+  accumulate<C>(t, s, p.scale_log2, sV + ptx::opaque(lanes.v));
+}
+
+// One block of K and V to a stage.
+template <class C>
+__device__ __forceinline__ void load_keys(uint32_t smem, int stage, int block, const FwdTask& task,
+                                          const AttentionFwdParams& p) {
+  const auto load = [&](uint32_t to, const char* from, const Strides& strides, int dim) {
+    load_tile<typename C::Chip, typename C::Layout, C::kBlockK, C::kThreads>(
+        smem + to + stage * C::kTileBytes, from, strides.row_bytes(), block * C::kBlockK,
+        task.seq.len_k, dim);
+  };
+  load(C::kSmemK, task.key, p.key_strides, p.head_dim);
+  load(C::kSmemV, task.value, p.value_strides, p.head_dim_v);
+}
+
+// O of all the keys of the task.
+template <class C, bool kGeneral>
+__device__ __forceinline__ void fwd_keys(FwdState<C>& t, uint32_t smem, const FwdTask& task,
+                                         bool contain, const AttentionFwdParams& p) {
+  using Layout = typename C::Layout;
+  using Chip = typename C::Chip;
+  const uint32_t sQ = smem + C::kSmemQ;
+  const char* gQ = rows_of(p.query, p, p.query_strides, task.batch, task.head, task.seq.token_q);
+  load_tile<Chip, Layout, C::kBlockQ, C::kThreads>(sQ, gQ, p.query_strides.row_bytes(),
+                                                   task.first_row, task.seq.len_q, p.head_dim);
+#pragma unroll
+  for (int ahead = 0; ahead < C::kStages - 1; ++ahead) {
+    const int block = task.key_end - 1 - ahead;
+    if (block >= task.key_begin) load_keys<C>(smem, ahead, block, task, p);
+    Chip::commit();
+  }
+  set_zero(t.o);
+#pragma unroll
+  for (int m = 0; m < C::kRowTiles; ++m) t.rows[m] = RowState();
+  const FwdLanes<C> lanes;
+  if (C::kQSteps > 0) {
+    Chip::template wait<0>();
+    __syncthreads();
+    const AlongA<Layout> q{sQ + lanes.q};
+#pragma unroll
+    for (int m = 0; m < C::kRowTiles; ++m) {
+#pragma unroll
+      for (int step = 0; step < C::kQSteps; ++step) q.load(t.rQ[m][step], m, step);
+    }
+  }
+
+  int stage = 0;
+#pragma unroll 1
+  for (int n = task.key_end - 1; n >= task.key_begin; --n) {
+    Chip::template wait<C::kStages - 2>();
+    __syncthreads();  // block n is there for everyone, and everyone is done with the stage before
+    const int coming = n - (C::kStages - 1);
+    if (coming >= task.key_begin) {
+      load_keys<C>(smem, stage == 0 ? C::kStages - 1 : stage - 1, coming, task, p);
+    }
+    Chip::commit();
+    fwd_block<C, kGeneral>(t, lanes, sQ, smem + C::kSmemK + stage * C::kTileBytes,
+                           smem + C::kSmemV + stage * C::kTileBytes, task, n * C::kBlockK, contain,
+                           p);
+    stage = stage == C::kStages - 1 ? 0 : stage + 1;
+  }
+}
+
+// What a row's sum and reference come to.
+struct RowResult {
+  float inverse, lse;  // of the sum; in base 2
+};
+__device__ __forceinline__ RowResult row_result(const RowState& state, int half) {
+  const float sum = quad_sum(state.sum[half]);
+  if (sum == 0) return {0.f, -INFINITY};  // no key allowed; a NaN is not 0
+  return {1.f / sum, state.reference[half] + __log2f(sum)};
+}
+
+// O / sum through Q's place in shared memory to 16-byte stores, and lse.
+template <class C>
+__device__ __forceinline__ void store_output(FwdState<C>& t, uint32_t sO, const FwdTask& task,
+                                             const AttentionFwdParams& p) {
+  using Layout = typename C::Layout;
+  const Sequence& seq = task.seq;
+  const int lane = threadIdx.x % 32, row = warp_row<C>();
+  float* gLse =
+      p.lse ? p.lse + offset(p, p.lse_strides, task.batch, task.head, seq.token_q) : nullptr;
+  const uint32_t to = sO + Layout::at(row + lane / 4, 0) + lane % 4 * 4;
+#pragma unroll
+  for (int m = 0; m < C::kRowTiles; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const RowResult result = row_result(t.rows[m], half);
+#pragma unroll
+      for (int d = 0; d < C::kDimTiles; ++d) {
+        ptx::st_shared_u32(Layout::along(to, d) + (16 * m + 8 * half) * Layout::kRowBytes,
+                           C::Type::pack(t.o[m][d][2 * half] * result.inverse,
+                                         t.o[m][d][2 * half + 1] * result.inverse));
+      }
+      const int r = task.first_row + row + 16 * m + 8 * half + lane / 4;
+      if (gLse && lane % 4 == 0 && r < seq.len_q) gLse[r * p.lse_strides.row] = result.lse * kLn2;
+    }
+  }
+  __syncwarp();  // a warp stores the rows it wrote
+  const char* gO = rows_of(p.out, p, p.out_strides, task.batch, task.head, seq.token_q);
+  store_tile<Layout, C::kRowTiles * 16, 32>(sO + row * Layout::kRowBytes, lane,
+                                            const_cast<char*>(gO), p.out_strides.row_bytes(),
+                                            task.first_row + row, seq.len_q, p.head_dim_v);
+}
+
+// The result of one split, in fp32, to where the combining kernel looks for it.
+template <class C>
+__device__ __forceinline__ void store_partial(FwdState<C>& t, const FwdTask& task,
+                                              const AttentionFwdParams& p) {
+  const int lane = threadIdx.x % 32;
+  const int64_t first =
+      ((int64_t{task.split} * p.batch + task.batch) * gridDim.y + task.head) * p.len_q;
+#pragma unroll
+  for (int m = 0; m < C::kRowTiles; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const RowResult result = row_result(t.rows[m], half);
+      const int r = task.first_row + warp_row<C>() + 16 * m + 8 * half + lane / 4;
+      if (r >= task.seq.len_q) continue;
+      float2* to = reinterpret_cast<float2*>(p.partial_out + (first + r) * C::kDim) + lane % 4;
+#pragma unroll
+      for (int d = 0; d < C::kDimTiles; ++d) {
+        to[4 * d] = {t.o[m][d][2 * half] * result.inverse,
+                     t.o[m][d][2 * half + 1] * result.inverse};
+      }
+      if (lane % 4 == 0) p.partial_lse[first + r] = result.lse;
+    }
+  }
+}
+
+// A sequence that has no keys to look at: results of one value.
+template <class C>
+__device__ __forceinline__ void fill_output(const FwdTask& task, uint16_t out, float lse,
+                                            const AttentionFwdParams& p) {
+  const Sequence& seq = task.seq;
+  const char* gO = rows_of(p.out, p, p.out_strides, task.batch, task.head, seq.token_q);
+  fill_rows(const_cast<char*>(gO), p.out_strides.row_bytes(), seq.len_q, p.head_dim_v, out,
+            blockIdx.x);
+  if (!p.lse) return;
+  float* gLse = p.lse + offset(p, p.lse_strides, task.batch, task.head, seq.token_q);
+  for (int64_t row = blockIdx.x; row < seq.len_q; row += gridDim.x) {
+    if (threadIdx.x == 0) gLse[row * p.lse_strides.row] = lse;
+  }
+}
+
+// Which block of queries this CTA takes, and which keys; found by one thread.
+template <class C>
+__device__ __forceinline__ void find_task(FwdTask& task, const AttentionFwdParams& p) {
+  task.batch = p.first_batch + blockIdx.z;
+  task.head = blockIdx.y;
+  if (task.batch == p.batch) {
+    task.seq = find_rest(p);
+    return;
+  }
+  Sequence seq = find_sequence(p, task.batch);
+  if (p.one_query) {
+    seq.step = 0;
+    seq.shift = seq.len_k - 1;
+  }
+  task.seq = seq;
+  // Query blocks of one head follow each other, so that its keys stay in the second-level cache;
+  // where later rows see more keys, the block with the most comes first.
+  int block = blockIdx.x, blocks = gridDim.x;
+  if (p.splits > 1) {
+    task.split = block % p.splits;
+    block /= p.splits;
+    blocks /= p.splits;
+  }
+  task.first_row = (p.right < kNoLimit ? blocks - 1 - block : block) * C::kBlockQ;
+  // Blocks of keys that these queries may see, and of those this split's share.
+  const int last_row = min(task.first_row + C::kBlockQ, seq.len_q) - 1;
+  task.key_begin = seq.begin(task.first_row, p) / C::kBlockK;
+  task.key_end = (max(seq.end(last_row, p), 0) + C::kBlockK - 1) / C::kBlockK;
+  if (p.splits > 1) {
+    const int share = (max(task.key_end - task.key_begin, 0) + p.splits - 1) / p.splits;
+    task.key_begin += task.split * share;
+    task.key_end = min(task.key_end, task.key_begin + share);
+  }
+  const int key_head = p.group == 1 ? task.head : task.head / p.group;
+  task.key = rows_of(p.key, p, p.key_strides, task.batch, key_head, seq.token_k);
+  task.value = rows_of(p.value, p, p.value_strides, task.batch, key_head, seq.token_k);
+}
+
+template <class C>
+__device__ __forceinline__ void attention_fwd(const AttentionFwdParams& p) {
+  extern __shared__ __align__(1024) char shared[];
+  const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  FwdTask& task = *reinterpret_cast<FwdTask*>(shared + C::kSmemTask);
+  if (threadIdx.x == 0) find_task<C>(task, p);
+  __syncthreads();
+  if (task.batch == p.batch || !task.seq.valid) {
+    const bool rest = task.batch == p.batch;
+    if (p.splits == 1) fill_output<C>(task, rest ? 0 : C::Type::kNan, rest ? -INFINITY : NAN, p);
+    return;
+  }
+  if (task.first_row >= task.seq.len_q) return;
+
+  FwdState<C> t;
+  const bool rows_differ = (p.left < kNoLimit || p.right < kNoLimit) && !p.one_query;
+  bool general = p.left < kNoLimit || p.sign != 1 || p.softcap_scale, contain = false;
+  while (true) {
+    if (general) {
+      fwd_keys<C, true>(t, smem, task, contain, p);
+    } else {
+      fwd_keys<C, false>(t, smem, task, false, p);
+    }
+    // Q arrived, even if there was no key to wait for, and no warp still reads it.
+    C::Chip::template wait<0>();
+    bool finite = true;
+    if (rows_differ) {
+#pragma unroll
+      for (int i = 0; i < C::kRowTiles * C::kDimTiles * 4; ++i) {
+        finite &= isfinite(t.o[i / 4 / C::kDimTiles][i / 4 % C::kDimTiles][i % 4]);
+      }
+    }
+    if (!__syncthreads_or(!finite) || contain) break;
+    general = contain = true;
+  }
+  if (p.splits > 1) {
+    store_partial<C>(t, task, p);
+  } else {
+    store_output<C>(t, smem + C::kSmemQ, task, p);
+  }
+}
+
+}  // namespace flashmoe::cuda

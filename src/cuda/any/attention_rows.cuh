@@ -1,0 +1,115 @@
+// The small kernels around attention, which go row by row and are bound by memory: what the
+// backward pass needs of each row, and the sum of a split forward pass.
+#pragma once
+
+#include "cuda/params.h"
+#include "cuda/tile/dtype.cuh"
+#include "cuda/tile/sequence.cuh"
+#include "cuda/tile/softmax.cuh"
+
+namespace flashmoe::cuda {
+
+inline constexpr int kRowThreads = 128;
+inline constexpr int kRowLanes = 8;  // threads of a row: 128 bytes at once
+
+// The sum of the products of two rows, over the kRowLanes threads of the row.
+template <class T>
+__device__ __forceinline__ float row_product(const char* left, const char* right, int dim,
+                                             int lane) {
+  float sum = 0;
+  for (int chunk = lane; chunk * 8 < dim; chunk += kRowLanes) {
+    if (chunk * 8 + 8 <= dim) {
+      const uint4 a = reinterpret_cast<const uint4*>(left)[chunk];
+      const uint4 b = reinterpret_cast<const uint4*>(right)[chunk];
+      const uint32_t as[4] = {a.x, a.y, a.z, a.w}, bs[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        sum += T::unpack(as[i] & 0xffff) * T::unpack(bs[i] & 0xffff);
+        sum += T::unpack(as[i] >> 16) * T::unpack(bs[i] >> 16);
+      }
+    } else {
+      for (int i = chunk * 8; i < dim; ++i) {
+        sum += T::unpack(reinterpret_cast<const uint16_t*>(left)[i]) *
+               T::unpack(reinterpret_cast<const uint16_t*>(right)[i]);
+      }
+    }
+  }
+#pragma unroll
+  for (int step = 1; step < kRowLanes; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+  return sum;
+}
+
+// lse in base 2 and delta = out.dO - grad_lse of every row, and zeros where dQ will be summed. The
+// grid is (blocks of block_q rows, heads_q, batch), as attention_bwd_finish's.
+template <class T>
+__device__ __forceinline__ void attention_bwd_prepare(const AttentionBwdParams& p) {
+  const int batch = p.first_batch + blockIdx.z, head = blockIdx.y;
+  if (p.deterministic && blockIdx.x + blockIdx.y + blockIdx.z + threadIdx.x == 0) *p.tickets = 0;
+  if (batch == p.batch) return;
+  const Sequence seq = find_sequence(p, batch);
+  const int first = blockIdx.x * p.block_q;
+  if (!seq.valid || first >= seq.len_q) return;
+  const int64_t block_row = head * p.rows + workspace_row(p, seq, batch) + first;
+
+  const char* gO = rows_of(p.out, p, p.out_strides, batch, head, seq.token_q);
+  const char* gdO = rows_of(p.grad_out, p, p.grad_out_strides, batch, head, seq.token_q);
+  const float* lse = p.lse + offset(p, p.lse_strides, batch, head, seq.token_q);
+  const float* grad_lse =
+      p.grad_lse ? p.grad_lse + offset(p, p.grad_lse_strides, batch, head, seq.token_q) : nullptr;
+  const int lane = threadIdx.x % kRowLanes;
+  for (int r = threadIdx.x / kRowLanes; r < p.block_q; r += kRowThreads / kRowLanes) {
+    const int64_t row = first + r;
+    // A row past the end, or one that sees no key, has probabilities 2^(s - inf) = 0.
+    float2 terms = {INFINITY, 0};
+    if (row < seq.len_q) {
+      if (p.grad_out) {
+        terms.y = row_product<T>(gO + row * p.out_strides.row * 2,
+                                 gdO + row * p.grad_out_strides.row * 2, p.head_dim_v, lane);
+      }
+      if (grad_lse) terms.y -= grad_lse[row * p.grad_lse_strides.row];
+      const float natural = lse[row * p.lse_strides.row];
+      if (natural != -INFINITY) terms.x = natural * kLog2e;
+    }
+    if (lane == 0) reinterpret_cast<float2*>(p.row_terms)[block_row + r] = terms;
+  }
+  if (!p.grad_query) return;
+  float4* sums = reinterpret_cast<float4*>(p.grad_query_sums + block_row * p.dim);
+  for (int i = threadIdx.x; i < p.block_q * p.dim / 4; i += kRowThreads) sums[i] = {0, 0, 0, 0};
+  if (p.deterministic && threadIdx.x == 0) p.turns[block_row / p.block_q] = 0;
+}
+
+// The results of all splits as one: a CTA for each row, grid (len_q, heads, batch).
+template <class T>
+__device__ __forceinline__ void attention_combine(const AttentionFwdParams& p) {
+  const int batch = p.first_batch + blockIdx.z, head = blockIdx.y, row = blockIdx.x;
+  const Sequence seq = find_sequence(p, batch);
+  const int64_t rows = int64_t{p.batch} * gridDim.y * p.len_q;  // of one split
+  const int64_t mine = (int64_t{batch} * gridDim.y + head) * p.len_q + row;
+
+  // Every thread goes over all of lse: a few numbers from the cache, and no barrier.
+  float top = -INFINITY, sum = 0;
+  for (int s = 0; s < p.splits; ++s) top = fmaxf(top, p.partial_lse[s * rows + mine]);
+  const float reference = top == -INFINITY ? 0.f : top;
+  for (int s = 0; s < p.splits; ++s) {
+    sum += ptx::ex2_approx_ftz(p.partial_lse[s * rows + mine] - reference);
+  }
+  const float lse = sum == 0 ? -INFINITY : reference + __log2f(sum);
+  if (p.lse && threadIdx.x == 0) {
+    p.lse[offset(p, p.lse_strides, batch, head, 0) + row * p.lse_strides.row] =
+        seq.valid ? lse * kLn2 : NAN;
+  }
+  const char* to = rows_of(p.out, p, p.out_strides, batch, head, 0) + row * p.out_strides.row * 2;
+  for (int d = threadIdx.x; d < p.head_dim_v; d += kRowThreads) {
+    float value = 0;
+    for (int s = 0; s < p.splits; ++s) {
+      const float part = p.partial_lse[s * rows + mine];
+      if (part == -INFINITY) continue;  // no key of this split was for the row
+      value += ptx::ex2_approx_ftz(part - lse) * p.partial_out[(s * rows + mine) * p.dim + d];
+    }
+    if (!seq.valid) value = NAN;
+    const uint16_t rounded = T::pack(value, 0) & 0xffff;
+    reinterpret_cast<uint16_t*>(const_cast<char*>(to))[d] = rounded;
+  }
+}
+
+}  // namespace flashmoe::cuda

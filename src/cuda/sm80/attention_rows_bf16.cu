@@ -1,0 +1,14 @@
+#include "cuda/any/attention_rows.cuh"
+#include "cuda/sm80/chip.cuh"
+
+using namespace flashmoe::cuda;
+
+extern "C" __global__ void __launch_bounds__(kRowThreads)
+    sm80_attention_bwd_prepare_bf16(const __grid_constant__ AttentionBwdParams p) {
+  attention_bwd_prepare<Bf16>(p);
+}
+
+extern "C" __global__ void __launch_bounds__(kRowThreads)
+    sm80_attention_combine_bf16(const __grid_constant__ AttentionFwdParams p) {
+  attention_combine<Bf16>(p);
+}

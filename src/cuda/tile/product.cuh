@@ -1,0 +1,105 @@
+// Products of tiles in shared memory, accumulated in a warp's registers, and the lanes' part in
+// them.
+//
+// An operand is kept as it came, rows of D or of keys, and read along or across: ldmatrix gives the
+// fragments either way. With r and c a lane's own row and chunk, four 8 x 8 matrices make
+//   A (16 x 16) from rows of the depth     Rows   order: the 16 rows of two chunks
+//   A           from rows across the depth Cols   transposed
+//   B (16 x 16) from rows of the depth     Cols
+//   B           from rows across the depth Rows   transposed
+#pragma once
+
+#include "cuda/ptx/ldmatrix.cuh"
+#include "cuda/ptx/special_registers.cuh"
+
+namespace flashmoe::cuda {
+
+// Where this lane reads for ldmatrix: 16 rows first, or 8 rows of two chunks first.
+template <class Layout>
+__device__ __forceinline__ uint32_t lane_rows(uint32_t tile, int row, int chunk) {
+  const int lane = ptx::opaque_thread() % 32;
+  return tile + Layout::at(row + lane % 16, chunk + lane / 16);
+}
+template <class Layout>
+__device__ __forceinline__ uint32_t lane_cols(uint32_t tile, int row, int chunk) {
+  const int lane = ptx::opaque_thread() % 32;
+  return tile + Layout::at(row + lane % 8 + lane / 16 * 8, chunk + lane / 8 % 2);
+}
+
+// Operands by how they lie: `Along` has the depth in its rows, `Across` one row for each of the
+// depth. kStride is how many fragments of 16 lie between two of this warp.
+
+template <class Layout, int kStride = 1>
+struct AlongA {
+  uint32_t lane;  // of lane_rows
+  __device__ __forceinline__ void load(uint32_t (&a)[4], int m, int step) const {
+    ptx::ldmatrix_x4(a, Layout::along(lane, 2 * step) + 16 * kStride * m * Layout::kRowBytes);
+  }
+};
+template <class Layout, int kStride = 1>
+struct AcrossA {
+  uint32_t lane;  // of lane_cols
+  __device__ __forceinline__ void load(uint32_t (&a)[4], int m, int step) const {
+    ptx::ldmatrix_x4_trans(a, Layout::along(lane, 2 * kStride * m) + 16 * step * Layout::kRowBytes);
+  }
+};
+template <class Layout>
+struct AlongB {
+  uint32_t lane;  // of lane_cols
+  __device__ __forceinline__ void load(uint32_t (&b)[4], int pair, int step) const {
+    ptx::ldmatrix_x4(b, Layout::along(lane, 2 * step) + 16 * pair * Layout::kRowBytes);
+  }
+  __device__ __forceinline__ void load_half(uint32_t (&b)[2], int pair, int step) const {
+    ptx::ldmatrix_x2(b, Layout::along(lane, 2 * step) + 16 * pair * Layout::kRowBytes);
+  }
+};
+template <class Layout, int kStride = 1>
+struct AcrossB {
+  uint32_t lane;  // of lane_rows
+  __device__ __forceinline__ void load(uint32_t (&b)[4], int pair, int step) const {
+    ptx::ldmatrix_x4_trans(b,
+                           Layout::along(lane, 2 * kStride * pair) + 16 * step * Layout::kRowBytes);
+  }
+};
+
+// acc += A B over kSteps times 16 of the depth. An odd number of n8 fragments has half a fragment
+// of B at its end.
+template <class T, int kSteps, int kUnroll = kSteps, int kM, int kN, class A, class B>
+__device__ __forceinline__ void multiply(float (&acc)[kM][kN][4], const A& left, const B& right) {
+#pragma unroll kUnroll
+  for (int step = 0; step < kSteps; ++step) {
+    uint32_t a[kM][4];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) left.load(a[m], m, step);
+#pragma unroll
+    for (int n = 0; n + 1 < kN; n += 2) {
+      uint32_t b[4];
+      right.load(b, n / 2, step);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        T::mma(acc[m][n], a[m], b[0], b[1]);
+        T::mma(acc[m][n + 1], a[m], b[2], b[3]);
+      }
+    }
+    if constexpr (kN % 2) {
+      uint32_t b[2];
+      right.load_half(b, kN / 2, step);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) T::mma(acc[m][kN - 1], a[m], b[0], b[1]);
+    }
+  }
+}
+
+template <int kM, int kN>
+__device__ __forceinline__ void set_zero(float (&acc)[kM][kN][4]) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) acc[m][n][i] = 0;
+    }
+  }
+}
+
+}  // namespace flashmoe::cuda

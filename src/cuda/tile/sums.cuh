@@ -1,0 +1,41 @@
+// fp32 sums in global memory that several CTAs add accumulators to. They lie in the accumulators'
+// own order, so that the addresses of a warp are consecutive: fragment after fragment, 128 floats
+// each.
+#pragma once
+
+#include "cuda/ptx/memory.cuh"
+#include "cuda/ptx/special_registers.cuh"
+
+namespace flashmoe::cuda {
+
+// Hopper adds four floats of a lane at once; before it, lanes take turns over single ones.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+inline constexpr bool kVectorSums = true;
+#else
+inline constexpr bool kVectorSums = false;
+#endif
+
+template <int kM, int kN>
+__device__ __forceinline__ void add_sums(float* sums, const float (&acc)[kM][kN][4]) {
+  const int lane = ptx::opaque_thread() % 32;
+#pragma unroll
+  for (int i = 0; i < kM * kN; ++i) {
+    const float(&x)[4] = acc[i / kN][i % kN];
+    if constexpr (kVectorSums) {
+      ptx::red_add_v4_f32(sums + i * 128 + lane * 4, x);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) ptx::red_add_f32(sums + i * 128 + j * 32 + lane, x[j]);
+    }
+  }
+}
+
+__device__ __forceinline__ void read_sums(float (&x)[4], const float* sums, int fragment) {
+  const int lane = ptx::opaque_thread() % 32;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    x[j] = sums[fragment * 128 + (kVectorSums ? lane * 4 + j : j * 32 + lane)];
+  }
+}
+
+}  // namespace flashmoe::cuda

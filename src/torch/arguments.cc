@@ -1,0 +1,43 @@
+#include "arguments.h"
+
+#include <string>
+
+#include "error.h"
+
+namespace flashmoe::ops {
+namespace {
+
+void check_same_device(const Tensor& query, std::initializer_list<NamedTensor> tensors) {
+  for (const auto& [name, tensor] : tensors) {
+    if (tensor && !same_device(*tensor, query)) {
+      fail(std::string(name) + " is on another device than query; move it with .to(query.device)");
+    }
+  }
+}
+
+}  // namespace
+
+void check_same_device(const Arguments& a, std::initializer_list<NamedTensor> more) {
+  check_same_device(a.query, {{"key", &a.key},
+                              {"value", &a.value},
+                              {"bias", pointer_to(a.bias)},
+                              {"key_lengths", pointer_to(a.key_lengths)},
+                              {"cu_seqlens_q", pointer_to(a.cu_seqlens_q)},
+                              {"cu_seqlens_k", pointer_to(a.cu_seqlens_k)}});
+  check_same_device(a.query, more);
+}
+
+AttentionTensors addresses(const Arguments& a, const Tensor& query, const Tensor& key,
+                           const Tensor& value) {
+  AttentionTensors tensors;
+  tensors.query = query.const_data_ptr();
+  tensors.key = key.const_data_ptr();
+  tensors.value = value.const_data_ptr();
+  tensors.bias = data_of(a.bias);
+  tensors.key_lengths = data_of(a.key_lengths);
+  tensors.cu_seqlens_q = data_of(a.cu_seqlens_q);
+  tensors.cu_seqlens_k = data_of(a.cu_seqlens_k);
+  return tensors;
+}
+
+}  // namespace flashmoe::ops

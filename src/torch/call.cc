@@ -1,0 +1,104 @@
+#include "call.h"
+
+#include "error.h"
+#include "layout.h"
+
+namespace flashmoe::ops {
+namespace {
+
+// Everything but query, key, value and what a pass adds. Lengths and bias are read with whatever
+// strides they have.
+AttentionProblem options_of(const Arguments& a, const Device& device) {
+  AttentionProblem p;
+  p.device = device;
+  p.bias = spec_of("bias", a.bias);
+  p.key_lengths = spec_of("key_lengths", a.key_lengths);
+  if (a.cu_seqlens_q.has_value() != a.cu_seqlens_k.has_value()) {
+    fail("cu_seqlens_q and cu_seqlens_k must be given together");
+  }
+  if (a.cu_seqlens_q) {
+    p.ragged = Ragged{spec_of("cu_seqlens_q", *a.cu_seqlens_q),
+                      spec_of("cu_seqlens_k", *a.cu_seqlens_k), a.max_seqlen_q, a.max_seqlen_k};
+  }
+  p.causal = a.causal;
+  p.window_left = a.window_left;
+  p.window_right = a.window_right;
+  p.scale = a.scale;
+  p.softcap = a.softcap;
+  return p;
+}
+
+// The query's layout, so that (B, S, H, D) storage in gives the same storage out. Another head dim
+// has no layout to follow.
+TensorSpec out_spec(const TensorSpec& query, const TensorSpec& value) {
+  if (query.rank == 0 || value.rank == 0) return {};  // the planner says what is wrong
+  if (query.size(-1) == value.size(-1)) return packed_like(query);
+  TensorSpec out = query;
+  out.shape[out.rank - 1] = value.size(-1);
+  return packed(out);
+}
+
+std::optional<TensorSpec> lse_spec(TensorSpec query) {
+  if (query.rank == 0) return std::nullopt;
+  --query.rank;
+  query.shape[query.rank] = query.stride[query.rank] = 0;  // specs are compared as a whole
+  query.dtype = query.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+  return packed(query);
+}
+
+std::optional<TensorSpec> inside(const std::optional<Placement>& placement) {
+  return placement ? std::optional(placement->inside) : std::nullopt;
+}
+
+}  // namespace
+
+ForwardCall forward_call(const Arguments& a, const Device& device) {
+  ForwardCall call;
+  call.query = place("query", a.query, device);
+  call.key = place("key", a.key, device);
+  call.value = place("value", a.value, device);
+  call.out = place(out_spec(call.query.outside, call.value.outside), device);
+
+  call.problem = options_of(a, device);
+  call.problem.query = call.query.inside;
+  call.problem.key = call.key.inside;
+  call.problem.value = call.value.inside;
+  call.problem.out = call.out.inside;
+  call.problem.lse = lse_spec(call.query.outside);
+  return call;
+}
+
+BackwardCall backward_call(const Arguments& a, const BackwardInputs& in, const Device& device) {
+  BackwardCall call;
+  call.query = place("query", a.query, device);
+  call.key = place("key", a.key, device);
+  call.value = place("value", a.value, device);
+  call.out = in.out;
+  call.grad_out = in.grad_out;
+  const auto gradient = [&](bool wanted, const Placement& of) -> std::optional<Placement> {
+    if (!wanted) return std::nullopt;
+    return place(packed_like(of.outside), device);
+  };
+  call.grad_query = gradient(in.needs_query, call.query);
+  call.grad_key = gradient(in.needs_key, call.key);
+  call.grad_value = gradient(in.needs_value, call.value);
+
+  AttentionProblem& p = call.problem = options_of(a, device);
+  if (in.needs_bias && p.bias) call.grad_bias = packed_like(*p.bias);
+  p.pass = Pass::kBackward;
+  p.deterministic = in.deterministic;
+  p.query = call.query.inside;
+  p.key = call.key.inside;
+  p.value = call.value.inside;
+  p.out = call.out.inside;
+  p.lse = in.lse;
+  p.grad_out = inside(call.grad_out);
+  p.grad_lse = in.grad_lse;
+  p.grad_query = inside(call.grad_query);
+  p.grad_key = inside(call.grad_key);
+  p.grad_value = inside(call.grad_value);
+  p.grad_bias = call.grad_bias;
+  return call;
+}
+
+}  // namespace flashmoe::ops

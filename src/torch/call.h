@@ -1,0 +1,39 @@
+// From arguments to a problem. Decides where every tensor of a call will lie, and moves none: the
+// ops plan the problem first and then bring the tensors there, explain() only plans it.
+#pragma once
+
+#include "arguments.h"
+#include "placement.h"
+
+namespace flashmoe::ops {
+
+struct ForwardCall {
+  Placement query, key, value, out;
+  AttentionProblem problem;  // with the tensors as the kernels see them
+};
+
+ForwardCall forward_call(const Arguments& a, const Device& device);
+
+// What the backward pass has besides the arguments of the forward pass.
+struct BackwardInputs {
+  Placement out;
+  TensorSpec lse;
+  std::optional<Placement> grad_out;
+  std::optional<TensorSpec> grad_lse;
+  bool deterministic;
+  bool needs_query, needs_key, needs_value, needs_bias;
+};
+
+struct BackwardCall {
+  Placement query, key, value, out;
+  std::optional<Placement> grad_out;
+  // Absent where the gradient is not wanted. That of the bias is written as it lies: kernels take
+  // any strides there.
+  std::optional<Placement> grad_query, grad_key, grad_value;
+  std::optional<TensorSpec> grad_bias;
+  AttentionProblem problem;
+};
+
+BackwardCall backward_call(const Arguments& a, const BackwardInputs& inputs, const Device& device);
+
+}  // namespace flashmoe::ops

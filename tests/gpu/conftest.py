@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import DTYPES, FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "tests" / "python")]
 
 
 def pytest_collection_modifyitems(items):
-    if torch.cuda.is_available():
+    # A rehearsal: the tests of numbers run on the CPU backend, which shows that the tests work.
+    if torch.cuda.is_available() or os.environ.get("FLASHMOE_TEST_DEVICE") == "cpu":
         return
     here = Path(__file__).parent
     for item in items:
@@ -26,9 +28,26 @@ def seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(params=FAMILIES)
+def family(request, monkeypatch) -> str:
+    """Each kernel family in turn, forced. The variable is read at every call."""
+    monkeypatch.setenv("FLASHMOE_FAMILY", request.param)
+    return request.param
+
+
+@pytest.fixture(params=[f"{f}-{d}" for f, dtypes in FAMILIES.items() for d in dtypes])
+def dtype(request, monkeypatch) -> torch.dtype:
+    """Each dtype of each kernel family in turn, the family forced."""
+    forced, name = request.param.split("-")
+    monkeypatch.setenv("FLASHMOE_FAMILY", forced)
+    return DTYPES[name]
+
+
 @pytest.fixture
 def roomy():
     """Asks for free bytes of GPU memory, and gives what a test took back to the device."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
     torch.cuda.empty_cache()
 
     def need(free_bytes: int) -> None:

@@ -1,100 +1,189 @@
-"""A few small calls for compute-sanitizer: every forward kernel, edge lengths, strides, groups.
+"""Small calls for compute-sanitizer: every kernel of every family, with gradients.
 
     compute-sanitizer --tool memcheck --error-exitcode 1 python3 tests/gpu/sanitize.py
 
-No pytest, and the arithmetic around the calls is the CPU's: the tools slow every kernel down, and
-only ours are of interest. Exits with 1 where a result is far off; test_cuda.py judges precisely.
+Forward in both its tiles, split and combined, backward in any order and in turn, ragged, masks and
+lengths, strides, edge lengths, head dims of every bucket. No pytest, and the arithmetic around the
+calls is the CPU's: the tools slow every kernel down, and only ours are of interest. Exits with 1
+where a result is far off; the tests judge precisely.
 """
 
 import os
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
 # Every tensor an allocation of its own: in torch's pools reading past an end hits a neighbour.
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 
 import torch
+from families import DTYPES, FAMILIES
 
-import flashmoe_science as fm
+import oracle
 
-FP16, BF16 = torch.float16, torch.bfloat16
+DEVICE = os.environ.get("FLASHMOE_TEST_DEVICE", "cuda")  # "cpu" tries out the script itself
 
 
 def as_it_is(x: torch.Tensor) -> torch.Tensor:
-    return x.cuda()
+    return x.to(DEVICE)
 
 
 def rows_first(x: torch.Tensor) -> torch.Tensor:
     """(B, S, H, D) in memory."""
-    return x.transpose(1, 2).contiguous().cuda().transpose(1, 2)
+    return x.transpose(-3, -2).contiguous().to(DEVICE).transpose(-3, -2)
 
 
 def rows_apart(x: torch.Tensor) -> torch.Tensor:
     """Aligned rows with room between them that nobody has written: initcheck sees who reads it."""
-    wide = torch.empty(*x.shape[:-1], x.shape[-1] + 8, dtype=x.dtype, device="cuda")
+    wide = torch.empty(*x.shape[:-1], x.shape[-1] + 8, dtype=x.dtype, device=DEVICE)
     return wide[..., : x.shape[-1]].copy_(x)
 
 
 def odd_rows(x: torch.Tensor) -> torch.Tensor:
     """Rows that are not 16-byte aligned, and are copied."""
-    wide = torch.empty(*x.shape[:-1], x.shape[-1] + 1, dtype=x.dtype, device="cuda")
+    wide = torch.empty(*x.shape[:-1], x.shape[-1] + 1, dtype=x.dtype, device=DEVICE)
     return wide[..., : x.shape[-1]].copy_(x)
 
 
-# dtype, D, causal, (B, Hq, Hk, Sq, Sk), scale, layout
+@dataclass
+class Call:
+    d: int
+    heads: tuple[int, int] = (2, 1)
+    lengths: tuple[int, int] = (0, 0)
+    dv: int = 0  # 0: as d
+    lead: tuple[int, ...] = (1,)
+    key_lengths: tuple[int, ...] = ()
+    ragged: tuple[tuple[int, int], ...] = ()
+    layout: object = as_it_is
+    needs: str = "qkv"
+    options: dict = field(default_factory=dict)
+
+    def case(self, dtype: torch.dtype, deterministic: bool) -> oracle.Case:
+        """On the CPU."""
+        (hq, hk), (n, m), dv = self.heads, self.lengths, self.dv or self.d
+        if self.ragged:
+            # A token behind the last sequence on either side.
+            n, m = (1 + sum(pair[side] for pair in self.ragged) for side in (0, 1))
+            shapes = ((n, hq, self.d), (m, hk, self.d), (m, hk, dv), (n, hq, dv))
+        else:
+            lead = self.lead
+            shapes = ((hq, n, self.d), (hk, m, self.d), (hk, m, dv), (hq, n, dv))
+            shapes = tuple((*lead, *shape) for shape in shapes)
+        tensors = [torch.randn(shape).to(dtype) for shape in shapes]
+        case = oracle.Case(*tensors, grad_lse=torch.randn(shapes[0][:-1]), needs=self.needs)
+        case.options, case.deterministic = dict(self.options), deterministic
+        if self.key_lengths:
+            case.key_lengths = torch.tensor(self.key_lengths, dtype=torch.int32)
+        if self.ragged:
+            case.cu_q, case.cu_k = (
+                torch.tensor([0, *(pair[side] for pair in self.ragged)]).cumsum(0).int()
+                for side in (0, 1)
+            )
+            case.max_q, case.max_k = (max(pair[side] for pair in self.ragged) for side in (0, 1))
+        return case
+
+    def __str__(self) -> str:
+        what = f"ragged {self.ragged}" if self.ragged else f"{self.lengths[0]} x {self.lengths[1]}"
+        dims = f"d{self.d}" + (f"/{self.dv}" if self.dv else "")
+        return f"{dims} {what} {self.options or ''} {self.layout.__name__}"
+
+
+CAUSAL = {"causal": True}
+MIXED = ((17, 17), (0, 5), (70, 33), (1, 1), (3, 0))
+
+# Each runs in every family and dtype; every other one deterministically.
 CALLS = [
-    (FP16, 64, False, (1, 2, 2, 1, 1), None, as_it_is),
-    (FP16, 64, True, (2, 4, 2, 129, 65), None, as_it_is),
-    (FP16, 128, False, (1, 4, 1, 63, 191), None, rows_first),
-    (FP16, 128, True, (1, 2, 1, 17, 130), -0.2, as_it_is),
-    (BF16, 64, False, (2, 2, 1, 130, 64), 0.0, rows_apart),
-    (BF16, 64, True, (1, 8, 2, 200, 200), None, rows_first),
-    (BF16, 128, False, (3, 1, 1, 128, 128), None, as_it_is),
-    (BF16, 128, True, (1, 2, 2, 257, 255), None, rows_apart),
-    (FP16, 64, True, (1, 2, 1, 97, 31), None, odd_rows),
-    (BF16, 128, False, (1, 1, 1, 2, 331), 1.0, odd_rows),
-    (BF16, 64, False, (1, 2, 1, 70, 0), None, as_it_is),
-    (FP16, 128, True, (1, 1, 1, 0, 70), None, as_it_is),
+    # The large forward tile needs more than 64 rows and blocks for all SMs: many heads.
+    Call(64, (150, 75), (129, 65), lead=(2,), options=CAUSAL, needs=""),
+    Call(128, (160, 160), (66, 31), needs="q"),
+    Call(32, (160, 80), (70, 65), options={"window": (9, 3)}, needs="k"),
+    Call(96, (160, 160), (66, 31), options=CAUSAL, needs=""),
+    Call(256, (160, 160), (66, 31), needs=""),
+    # The small one, edge lengths, every bucket of head dims.
+    Call(8, (2, 2), (1, 1)),
+    Call(16, (4, 2), (65, 129), lead=(2,), options=CAUSAL),
+    Call(24, (2, 1), (63, 64), layout=rows_apart),
+    Call(32, (2, 1), (64, 63), options=CAUSAL),
+    Call(48, (4, 1), (97, 130), layout=rows_first, options=CAUSAL),
+    Call(64, (2, 2), (130, 64), layout=rows_apart, options={"scale": 0.0}),
+    Call(96, (2, 1), (33, 100), options=CAUSAL),
+    Call(128, (2, 1), (127, 129), layout=rows_first, options={"scale": -0.2}),
+    Call(160, (2, 1), (40, 65), options=CAUSAL),
+    Call(256, (2, 1), (70, 65)),
+    # Dims that are copied, and value dims of their own.
+    Call(20, (2, 1), (31, 70), options=CAUSAL),
+    Call(1, (1, 1), (17, 33), dv=3),
+    Call(64, (2, 1), (65, 40), dv=24, layout=odd_rows),
+    Call(40, (2, 1), (65, 40), dv=128),
+    # Masks, lengths, softcap.
+    Call(64, (2, 1), (130, 140), options={"window": (20, 5)}),
+    Call(32, (4, 2), (70, 200), lead=(4,), key_lengths=(0, 1, 65, 200), options=CAUSAL),
+    Call(48, (2, 1), (66, 66), options={"softcap": 3.0, "causal": True}),
+    Call(64, (2, 1), (90, 3), options=CAUSAL),
+    Call(64, (2, 1), (65, 0)),
+    Call(64, (2, 1), (0, 65)),
+    Call(32, (2, 1), (30, 40), lead=(2, 3), options=CAUSAL),
+    # Few queries over many keys: split, with empty splits among them.
+    Call(64, (4, 2), (1, 2000)),
+    Call(128, (8, 2), (1, 1025), options=CAUSAL),
+    Call(64, (2, 1), (3, 1500), lead=(3,), key_lengths=(0, 70, 1500), needs="q"),
+    Call(32, (2, 1), (4, 1500), options={"window": (100, 0)}, needs="v"),
+    # Ragged.
+    Call(32, (2, 1), ragged=MIXED),
+    Call(64, (4, 2), ragged=MIXED, options=CAUSAL),
+    Call(128, (2, 1), ragged=((65, 129), (2, 2)), options={"window": (30, 0)}),
+    Call(20, (2, 2), ragged=MIXED, options={"softcap": 5.0}),
+    Call(256, (2, 1), ragged=((5, 40), (33, 7)), options=CAUSAL),
 ]
 
 
-def reference(q, k, v, causal: bool, scale: float | None):
-    """out and lse in float64 on the CPU."""
-    q, k, v = (x.double() for x in (q, k, v))
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    n, m = q.shape[2], k.shape[2]
-    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if causal:
-        hidden = torch.arange(m) > torch.arange(n)[:, None] + m - n
-        scores = scores.masked_fill(hidden, -torch.inf)
-    lse = scores.logsumexp(-1) if m else scores.new_full(scores.shape[:-1], -torch.inf)
-    weights = (scores - lse.where(lse.isfinite(), 0)[..., None]).exp()
-    return weights @ v, lse
-
-
-def far_off(got: torch.Tensor, want: torch.Tensor, limit: float) -> bool:
+def far_off(name: str, got: torch.Tensor, want: torch.Tensor, eps: float) -> bool:
     got = got.cpu().double()
     if got.shape != want.shape or not torch.equal(got == -torch.inf, want == -torch.inf):
         return True
+    if want.numel() == 0:
+        return False
     error = (got - want).where(want.isfinite(), 0).abs()
-    return not (error <= limit).all()  # also for NaN
+    if name == "lse":
+        return not (error <= 1e-3).all()
+    return not (error <= 32 * eps * max(1.0, want.abs().max().item())).all()  # also for NaN
+
+
+def on_device(call: Call, case: oracle.Case) -> oracle.Case:
+    moved = oracle.Case(
+        *(call.layout(x) for x in (case.q, case.k, case.v, case.grad_out)),
+        grad_lse=case.grad_lse.to(DEVICE),
+        options=case.options,
+        deterministic=case.deterministic,
+        needs=case.needs,
+        max_q=case.max_q,
+        max_k=case.max_k,
+    )
+    for name in ("key_lengths", "cu_q", "cu_k"):
+        lengths = getattr(case, name)
+        setattr(moved, name, None if lengths is None else lengths.to(DEVICE))
+    return moved
 
 
 def main() -> int:
     torch.manual_seed(0)
     failures = 0
-    for dtype, d, causal, (batch, hq, hk, n, m), scale, layout in CALLS:
-        shapes = ((batch, hq, n, d), (batch, hk, m, d), (batch, hk, m, d))
-        host = [torch.randn(shape).to(dtype) for shape in shapes]
-        tensors = [layout(x) for x in host]
-        out, lse = fm.flash_attention(*tensors, causal=causal, scale=scale, return_lse=True)
-        torch.cuda.synchronize()
-        want_out, want_lse = reference(*host, causal, scale)
-        bad = far_off(out, want_out, 32 * torch.finfo(dtype).eps) or far_off(lse, want_lse, 1e-3)
-        failures += bad
-        mask = "causal" if causal else "full"
-        print(f"{'FAR OFF' if bad else 'fine':8}{dtype} d{d} {mask} {n} x {m} {layout.__name__}")
+    for family, dtypes in FAMILIES.items():
+        os.environ["FLASHMOE_FAMILY"] = family
+        for i, call in enumerate(CALLS):
+            name = dtypes[i // 2 % len(dtypes)]
+            case = call.case(DTYPES[name], deterministic=bool(i % 2))
+            got = oracle.ours(on_device(call, case))
+            if DEVICE == "cuda":
+                torch.cuda.synchronize()
+            want = oracle.reference(case)
+            eps = torch.finfo(DTYPES[name]).eps
+            bad = [result for result in got if far_off(result, got[result], want[result], eps)]
+            failures += bool(bad)
+            verdict = f"FAR OFF: {', '.join(bad)}" if bad else "fine"
+            print(f"{family} {name} {call}: {verdict}", flush=True)
     return 1 if failures else 0
 
 

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import on_a_gpu
 
 import flashmoe_science
+
+pytestmark = on_a_gpu
 
 LIBRARY = Path(flashmoe_science.__file__).parent / "lib" / "libflashmoe.so"
 
@@ -49,52 +52,127 @@ def library():
     return found
 
 
-def arguments(library, q, k, v, out, lse, stream) -> Args:
+def arguments(library, stream, **tensors) -> Args:
+    """Tensors by their names in the struct; query, key and value must be among them."""
     args = Args()
-    assert (
-        library.flash_attention_args_init(ctypes.byref(args), ctypes.c_size_t(ctypes.sizeof(args)))
-        == 0
-    )
+    size = ctypes.c_size_t(ctypes.sizeof(args))
+    assert library.flash_attention_args_init(ctypes.byref(args), size) == 0
+    q, k, v = (tensors[name] for name in ("query", "key", "value"))
     args.batch, args.heads_q, args.len_q, args.head_dim = q.shape
     args.heads_k, args.len_k, args.head_dim_v = k.shape[1], k.shape[2], v.shape[3]
-    named = {"query": q, "key": k, "value": v, "out": out}
-    for name, tensor in named.items():
-        setattr(args, name, Tensor(tensor.data_ptr(), (ctypes.c_int64 * 4)(*tensor.stride())))
-    args.lse = Tensor(lse.data_ptr(), (ctypes.c_int64 * 4)(*lse.stride(), 0))
+    for name, tensor in tensors.items():
+        strides = (*tensor.stride(), 0)[:4]  # lse has three dimensions
+        setattr(args, name, Tensor(tensor.data_ptr(), (ctypes.c_int64 * 4)(*strides)))
     args.device, args.stream = q.device.index, stream.cuda_stream
     return args
 
 
+def workspace(library, args: Args, dtype: str, backward: bool) -> torch.Tensor:
+    """As much as the call asks for, full of NaN; to be kept until the call is done."""
+    needed = ctypes.c_uint64()
+    asked = library.flash_attention_workspace_bytes(
+        ctypes.byref(args), ["fp16", "bf16"].index(dtype), int(backward), ctypes.byref(needed)
+    )
+    assert asked == 0, library.flash_attention_last_error()
+    scratch = torch.full((needed.value + 64,), 255, dtype=torch.uint8, device="cuda")
+    args.workspace_bytes = needed.value
+    if needed.value:
+        args.workspace = scratch.data_ptr()
+    torch.cuda.synchronize()
+    return scratch
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_forward_on_device_memory(library, dtype):
-    torch_dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
-    device = torch.device("cuda", torch.cuda.current_device())
-    q = torch.randn(2, 130, 4, 64, dtype=torch_dtype, device=device).transpose(1, 2)
-    k, v = (torch.randn(2, 2, 77, 64, dtype=torch_dtype, device=device) for _ in range(2))
-    out = torch.full_like(q, float("nan"))
+@pytest.mark.parametrize("n, m", [(130, 77), (2, 5000)])
+def test_forward_and_backward_on_device_memory(library, n, m, dtype, device):
+    kind = {"dtype": {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype], "device": device}
+    q = torch.randn(2, n, 4, 64, **kind).transpose(1, 2)
+    k, v = (torch.randn(2, 2, m, 64, **kind) for _ in range(2))
+    out, grad_q, grad_k, grad_v = (torch.full_like(x, float("nan")) for x in (q, q, k, v))
+    grad_out = torch.randn_like(q)
     lse = torch.full(q.shape[:-1], float("nan"), device=device)
     stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    args = arguments(library, q, k, v, out, lse, stream)
-    args.causal = 1
+    args = arguments(library, stream, query=q, key=k, value=v, out=out, lse=lse)
+    args.causal = args.deterministic = 1
+    scratch = workspace(library, args, dtype, backward=False)
     forward = getattr(library, f"flash_attention_forward_{dtype}")
     assert forward(ctypes.byref(args)) == 0, library.flash_attention_last_error()
-    torch.cuda.current_stream().wait_stream(stream)
-    want, want_lse = flashmoe_science.flash_attention(q, k, v, causal=True, return_lse=True)
+    stream.synchronize()
+
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    options = {"causal": True, "return_lse": True, "deterministic": True}
+    want, want_lse = flashmoe_science.flash_attention(*leaves, **options)
+    assert torch.equal(out, want) and torch.equal(lse, want_lse)
+
+    args = arguments(
+        library,
+        stream,
+        **{"query": q, "key": k, "value": v, "out": out, "lse": lse, "grad_out": grad_out},
+        **{"grad_query": grad_q, "grad_key": grad_k, "grad_value": grad_v},
+    )
+    args.causal = args.deterministic = 1
+    scratch = workspace(library, args, dtype, backward=True)
+    backward = getattr(library, f"flash_attention_backward_{dtype}")
+    assert backward(ctypes.byref(args)) == 0, library.flash_attention_last_error()
+    stream.synchronize()
+    del scratch
+    for got, grad in zip(
+        (grad_q, grad_k, grad_v), torch.autograd.grad(want, leaves, grad_out), strict=True
+    ):
+        assert torch.equal(got, grad)
+
+
+def test_options_and_lengths(library, device):
+    q, k, v = (torch.randn(3, 2, 70, 48, dtype=torch.float16, device=device) for _ in range(3))
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:-1], device=device)
+    lengths = torch.tensor([0, 33, 70], dtype=torch.int32, device=device)
+    stream = torch.cuda.Stream()
+    args = arguments(library, stream, query=q, key=k, value=v, out=out, lse=lse)
+    args.softcap, args.window_left, args.has_scale, args.scale = 5.0, 20, 1, -0.3
+    args.key_lengths = lengths.data_ptr()
+    scratch = workspace(library, args, "fp16", backward=False)
+    assert library.flash_attention_forward_fp16(ctypes.byref(args)) == 0
+    stream.synchronize()
+    del scratch
+    options = {"softcap": 5.0, "window": (20, -1), "scale": -0.3, "key_lengths": lengths}
+    want, want_lse = flashmoe_science.flash_attention(q, k, v, return_lse=True, **options)
     assert torch.equal(out, want) and torch.equal(lse, want_lse)
 
 
 def test_refusals_name_the_argument(library):
     q = torch.randn(1, 1, 8, 64, dtype=torch.float16, device="cuda:0")
     lse = torch.empty(q.shape[:-1], device=q.device)
-    args = arguments(library, q, q, q, torch.empty_like(q), lse, torch.cuda.current_stream())
-    args.softcap = 5.0
+    bias = torch.zeros(1, 1, 8, 8, dtype=torch.float16, device=q.device)
+    named = {"query": q, "key": q, "value": q, "out": torch.empty_like(q), "lse": lse}
+    args = arguments(library, torch.cuda.current_stream(), **named, bias=bias)
     assert library.flash_attention_forward_fp16(ctypes.byref(args)) != 0
-    assert b"softcap" in library.flash_attention_last_error()
-    args.softcap, args.device = 0.0, 1000
+    assert b"bias" in library.flash_attention_last_error()
+    args.bias.data, args.device = None, 1000
     assert library.flash_attention_forward_fp16(ctypes.byref(args)) != 0
     assert b"device is 1000" in library.flash_attention_last_error()
     args.device = 0
     args.query.data += 2
     assert library.flash_attention_forward_fp16(ctypes.byref(args)) != 0
     assert b"query" in library.flash_attention_last_error()
+
+
+def test_a_workspace_that_is_missing_or_too_small_is_refused(library, device):
+    q, k, v = (torch.randn(1, 2, 70, 64, dtype=torch.float16, device=device) for _ in range(3))
+    names = {"query": q, "key": k, "value": v, "out": q, "grad_out": q}
+    grads = {"grad_query": torch.empty_like(q)}
+    lse = torch.zeros(q.shape[:-1], device=device)
+    args = arguments(library, torch.cuda.current_stream(), **names, **grads, lse=lse)
+    scratch = workspace(library, args, "fp16", backward=True)
+    assert args.workspace_bytes > 0
+    args.workspace_bytes -= 1
+    assert library.flash_attention_backward_fp16(ctypes.byref(args)) != 0
+    assert b"workspace_bytes" in library.flash_attention_last_error()
+    args.workspace, args.workspace_bytes = None, 0
+    assert library.flash_attention_backward_fp16(ctypes.byref(args)) != 0
+    assert b"workspace" in library.flash_attention_last_error()
+    del scratch

@@ -34,6 +34,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)  # causal, window, scale, softcap
     deterministic: bool | None = None
     needs: str = "qkvb"  # which of q, k, v and bias want a gradient
+    use_out: bool = True  # False: out takes no part in the loss, and grad_out is 0
 
     def inputs(self) -> dict[str, torch.Tensor]:
         named = {"q": self.q, "k": self.k, "v": self.v}
@@ -72,11 +73,13 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse, every product in the dtype of q; softmax of half types in float32, as torch's.
 
+    Without v the weights take the place of out.
+
     `contain` multiplies element by element and leaves masked pairs out of every product, so that a
     NaN behind a mask stays there (0 * NaN is NaN), in the gradients too. Costs Sq * Sk * D memory.
     """
     len_q, len_k, group = q.shape[-2], k.shape[-2], q.shape[-3] // k.shape[-3]
-    k, v = (x.repeat_interleave(group, dim=-3) for x in (k, v))
+    k, v = (x if x is None else x.repeat_interleave(group, dim=-3) for x in (k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
 
     lengths = torch.tensor(len_k) if key_lengths is None else key_lengths.long()
@@ -110,7 +113,9 @@ def attention(
     total = weights.sum(-1, keepdim=True).where(any_key, 1)
     lse = (top + total.log()).where(any_key, -torch.inf).squeeze(-1)
     p = (weights / total).to(q.dtype)
-    if contain:
+    if v is None:
+        out = p
+    elif contain:
         out = (p.where(ok, 0)[..., None] * v[..., None, :, :].where(ok[..., None], 0)).sum(-2)
     else:
         out = p @ v
@@ -155,12 +160,14 @@ def call(case: Case, tensors: dict[str, torch.Tensor], **extra):
 
 def differentiate(case: Case, leaves, out, lse) -> dict[str, torch.Tensor]:
     """Gradients by name, of the inputs the case wants them for."""
-    outputs, grads = [out], [case.grad_out.to(out.dtype)]
+    outputs, grads = [], []
+    if case.use_out:
+        outputs, grads = [out], [case.grad_out.to(out.dtype)]
     if case.grad_lse is not None:
-        outputs, grads = [out, lse], [*grads, case.grad_lse.to(lse.dtype)]
+        outputs, grads = [*outputs, lse], [*grads, case.grad_lse.to(lse.dtype)]
     names = [name for name in leaves if case.wants(name)]
     wanted = [leaves[name] for name in names]
-    if wanted and out.requires_grad:
+    if wanted and all(x.requires_grad for x in outputs):
         values = torch.autograd.grad(
             outputs, wanted, grads, allow_unused=True, materialize_grads=True
         )
@@ -252,8 +259,7 @@ def dense_floors(dtype, q, k, v, bias, g, gl, key_lengths, **options) -> dict[st
     group = q.shape[-3] // k.shape[-3]
     k, v = (x.repeat_interleave(group, dim=-3) for x in (k, v))
     scale = abs(options["scale"]) if options.get("scale") is not None else q.shape[-1] ** -0.5
-    identity = torch.eye(k.shape[-2], dtype=q.dtype, device=q.device).expand(*k.shape[:-1], -1)
-    p, lse = attention(q, k, identity, bias, key_lengths=key_lengths, **options)
+    p, lse = attention(q, k, None, bias, key_lengths=key_lengths, **options)
     a = scale * (q.abs() @ k.abs().mT)
     if bias is not None:
         a = a + bias.masked_fill(bias == -torch.inf, 0).abs()

@@ -111,6 +111,7 @@ class Problem:
     grad_lse: bool = True
     deterministic: bool | None = None
     needs: str = "qkvb"
+    use_out: bool = True  # False: only lse takes part in the loss
 
 
 def draw_length(pick: Picker, long: bool) -> int:
@@ -242,7 +243,7 @@ def laid_out(values: torch.Tensor, layout: str, generator: torch.Generator) -> t
         return view
 
     def gaps(*size: int) -> torch.Tensor:
-        return torch.full(size, math.nan, dtype=values.dtype)
+        return torch.full(size, math.nan, dtype=values.dtype, device=values.device)
 
     if layout in ("swapped", "transposed"):  # (B, S, H, D) in memory; a transposed pair matrix
         dims = (-3, -2) if layout == "swapped" else (-2, -1)
@@ -278,14 +279,14 @@ def laid_out(values: torch.Tensor, layout: str, generator: torch.Generator) -> t
     raise ValueError(layout)
 
 
-def build(problem: Problem) -> Case:
-    """The tensors of a problem; the same ones every time."""
+def build(problem: Problem, device: str = "cpu") -> Case:
+    """The tensors of a problem; the same numbers every time and on every device."""
     generator = torch.Generator().manual_seed(problem.seed)
     dtype = DTYPES[problem.dtype]
 
     def normal(*shape: int, std: float = 1.0) -> torch.Tensor:
         # Drawn as float32 and then rounded, so that the dtype does not change the data.
-        return (torch.randn(shape, generator=generator) * std).to(dtype)
+        return (torch.randn(shape, generator=generator) * std).to(dtype).to(device)
 
     ragged = problem.lengths is not None
     hq, hk, d, dv = problem.heads_q, problem.heads_k, problem.head_dim, problem.head_dim_v
@@ -302,21 +303,24 @@ def build(problem: Problem) -> Case:
         for shape, std, layout in zip(shapes, stds, problem.layouts, strict=True)
     )
     case = Case(q, k, v, grad_out, deterministic=problem.deterministic, needs=problem.needs)
+    if not problem.use_out:
+        case.use_out, case.grad_out = False, torch.zeros_like(grad_out)
     for name in ("causal", "window", "scale", "softcap"):
         case.options[name] = getattr(problem, name)
 
     if problem.grad_lse:
         lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        case.grad_lse = torch.randn(shapes[0][:-1], generator=generator).to(lse_dtype)
+        case.grad_lse = torch.randn(shapes[0][:-1], generator=generator).to(lse_dtype).to(device)
     if problem.key_lengths is not None:
         shape, integer = problem.key_lengths
         lengths = torch.randint(0, problem.len_k + 1, shape, generator=generator)
-        case.key_lengths = lengths.to(getattr(torch, integer))
+        case.key_lengths = lengths.to(getattr(torch, integer)).to(device)
     if ragged:
         case.cu_q, case.cu_k = (
             torch.tensor([0, *(pair[side] for pair in problem.lengths)])
             .cumsum(0)
             .to(getattr(torch, problem.cu_dtype))
+            .to(device)
             for side in (0, 1)
         )
         case.max_q, case.max_k = (
@@ -333,5 +337,5 @@ def build(problem: Problem) -> Case:
         if spec.masked_rows and values.dim():
             row = torch.rand((*values.shape[:-1], 1), generator=generator) < spec.masked_rows
             values = values.masked_fill(row, -math.inf)
-        case.bias = laid_out(values.to(DTYPES[spec.dtype]), spec.layout, generator)
+        case.bias = laid_out(values.to(DTYPES[spec.dtype]).to(device), spec.layout, generator)
     return case

@@ -3,7 +3,8 @@
 README.md            between <!-- support:begin --> and <!-- support:end -->: what runs where, asked
                      of the planner itself
 docs/performance.md  between <!-- cpu:begin --> and <!-- cpu:end -->: the newest results of each
-                     machine in bench/results/cpu-<machine>-<date>.json; and so for gpu
+                     machine in bench/results/cpu-<machine>-<date>.json; and so for gpu. A name may
+                     go on, -<date>-sm80.json: those are another series of the same machine
 
 With --check nothing is written, and the exit code is 1 if anything would change.
 """
@@ -28,7 +29,11 @@ BACKENDS = {
     "sm_80": ("fp32", "fp16", "bf16"),
     "sm_90": ("fp32", "fp16", "bf16"),
 }
-RESULT_FILE = re.compile(r"(?P<kind>cpu|gpu)-(?P<machine>.+)-(?P<date>\d{4}-\d{2}-\d{2})\.json")
+RESULT_FILE = re.compile(
+    r"(?P<kind>cpu|gpu)-(?P<machine>.+?)-(?P<date>\d{4}-\d{2}-\d{2})(?P<series>-.+)?\.json"
+)
+PASSES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backward"}
+PEERS = {"flash": "FlashAttention-2", "cudnn": "cuDNN", "nondeterministic": "not deterministic"}
 
 Maker = Callable[..., Any]  # makes a meta tensor of a size, in the dtype asked about or another
 Call = dict[str, Any]  # arguments of explain()
@@ -127,13 +132,13 @@ def markdown_row(cells: list[str]) -> str:
 
 
 def newest_results(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """The last results of each machine of a kind, in the order of the machines' names."""
-    newest: dict[str, tuple[str, Path]] = {}
+    """The last results of each machine and series, in the order of their names."""
+    newest: dict[tuple[str, str], tuple[str, Path]] = {}
     for path in folder.glob("*.json"):
         found = RESULT_FILE.fullmatch(path.name)
         if found and found["kind"] == kind:
-            machine, dated = found["machine"], (found["date"], path)
-            newest[machine] = max(newest.get(machine, dated), dated)
+            key, dated = (found["machine"], found["series"] or ""), (found["date"], path)
+            newest[key] = max(newest.get(key, dated), dated)
     return [json.loads(path.read_text()) for _, (_, path) in sorted(newest.items())]
 
 
@@ -145,47 +150,149 @@ def format_ms(implementation: dict[str, Any] | None) -> str:
     return f"~{text}" if "estimated_from_heads" in implementation else text
 
 
-def result_table(results: dict[str, Any]) -> str:
-    """One machine: where and when, every row, and the means."""
-    about, rows = results["about"], results["rows"]
+def provenance(about: dict[str, Any]) -> str:
     versions, commit = about["versions"], (about["commit"] or "unknown")[:10]
     changed = " with uncommitted changes" if about["dirty"] else ""
+    return (
+        f"Commit {commit}{changed}, {about['date'][:10]}, torch {versions['torch']}, "
+        f"Python {versions['python']}"
+    )
+
+
+def cpu_results(results: dict[str, Any]) -> str:
+    """One machine: where and when, every row, and the means."""
+    about, rows = results["about"], results["rows"]
     peers = list(dict.fromkeys(n for r in rows for n in r["implementations"] if n != "ours"))
-    on_gpu = about.get("device") == "cuda"
-    unit, per_unit = ("TFLOP/s", 1e3) if on_gpu else ("GFLOP/s", 1.0)
-    header = ["batch, heads, length, dim", "dtype", "pass", "ours ms", unit]
+    header = ["batch, heads, length, dim", "dtype", "pass", "ours ms", "GFLOP/s"]
     header += [*(f"PyTorch {peer} ms" for peer in peers), "best peer / ours"]
     lines = [
-        f"### {about['gpu']['name']}"
-        if on_gpu
-        else f"### {about['cpu']['name']}, {about['threads']} threads, {about['cpu_target']}",
+        f"### {about['cpu']['name']}, {about['threads']} threads, {about['cpu_target']}",
         "",
-        f"Commit {commit}{changed}, {about['date'][:10]}, torch {versions['torch']}, "
-        f"Python {versions['python']}.",
+        f"{provenance(about)}.",
         "",
         markdown_row(header),
         markdown_row(["---"] * 3 + ["--:"] * (len(header) - 3)),
     ]
     for row in rows:
         ours = row["implementations"]["ours"]
-        name = row["label"].replace(",", ", ")
+        name = shape_of(row)
         if row["workload"] != "dense":
             name = f"{row['workload']} {name}"
-        rate = NO if ours["ms"] is None else f"{ours['gflops'] / per_unit:.1f}"
-        ratio = NO if row["ratio"] is None else f"{row['ratio']:.2f}"
+        rate = NO if ours["ms"] is None else f"{ours['gflops']:.1f}"
         times = [format_ms(row["implementations"].get(peer)) for peer in peers]
+        ratio = format_ratio(row["ratio"])
         cells = [name, row["dtype"], row["pass"], format_ms(ours), rate, *times, ratio]
         lines.append(markdown_row(cells))
-    means = "; ".join(f"{m['dtype']} {m['pass']} {m['ratio']:.2f}" for m in results["means"])
-    return "\n".join([*lines, "", f"Geometric means of best peer / ours: {means}."])
+    means = []
+    for mean in results["means"]:
+        workload = mean.get("workload", "dense").replace("dense", "")
+        name = f"{workload} {mean['dtype']} {mean['pass']}".strip()
+        means.append(f"{name} {mean['ratio']:.2f}")
+    return "\n".join([*lines, "", f"Geometric means of best peer / ours: {'; '.join(means)}."])
+
+
+def shape_of(row: dict[str, Any]) -> str:
+    return row["label"].replace(",", ", ")
+
+
+def format_ratio(ratio: float | None) -> str:
+    return NO if ratio is None else f"{ratio:.2f}"
+
+
+def gpu_results(results: dict[str, Any]) -> str:
+    """One machine: where and when, where we stand, and a table for each workload and pass."""
+    about, rows = results["about"], results["rows"]
+    forced = about.get("forced_family")
+    clocks = [about.get(f"gpu_state_{when}") for when in ("before", "after")]
+    where = provenance(about)
+    if all(clocks):
+        before, after = (state["clocks.sm"] for state in clocks)
+        where += f"; SM clock {before} before the run, {after} after it"
+    parts = [f"### {about['gpu']['name']}" + (f", FLASHMOE_FAMILY={forced}" if forced else "")]
+    parts += [f"{where}.", standings_table(rows)]
+    sections: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        sections.setdefault((row["workload"], row["pass"]), []).append(row)
+    for (workload, direction), members in sections.items():
+        parts.append(f"#### {workload.replace('_', ' ').capitalize()}, {PASSES[direction]}")
+        parts.append(section_table(members))
+    return "\n\n".join(parts)
+
+
+def standings_table(rows: list[dict[str, Any]]) -> str:
+    """Where we stand against the bars of `bench --check`."""
+    from flashmoe_science.bench.bars import standings
+
+    header = ["peer / ours", "rows", "mean", "wanted", "lowest", "wanted", ""]
+    lines = [markdown_row(header), markdown_row(["---", *["--:"] * 5, "---"])]
+    for s in standings(rows, "cuda"):
+        name = f"{s.bar.name} ({PEERS[s.bar.peer]})" if s.bar.peer else s.bar.name
+        lowest = s.ratios[s.lowest] if s.lowest else None
+        verdict = {"met": YES, "missed": "**missed**"}.get(s.verdict, s.verdict)
+        each = f"{s.bar.each:.2f}" if s.bar.each else NO
+        cells = [name, str(len(s.ratios)), format_ratio(s.mean), f"{s.bar.mean:.2f}"]
+        lines.append(markdown_row([*cells, format_ratio(lowest), each, verdict]))
+    return "\n".join(lines)
+
+
+def section_table(rows: list[dict[str, Any]]) -> str:
+    """One line a shape, dtypes side by side: our time and rate, and peer / ours for each peer."""
+    from flashmoe_science.bench.bars import geometric_mean, ratio_to
+
+    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
+    named = dict.fromkeys(n for row in rows for n in row["implementations"] if n != "ours")
+    ratios = {peer: {} for peer in named}
+    for row in rows:
+        for peer, found in ratios.items():
+            ratio = ratio_to(row, peer)
+            if ratio is not None and row["check"]["status"] != "failed":
+                found[shape_of(row), row["dtype"]] = ratio
+    ratios = {peer: found for peer, found in ratios.items() if found}
+    unit = "GB/s" if "gb_per_s" in rows[0]["implementations"]["ours"] else "TFLOP/s"
+    header = ["batch, heads, length, dim"]
+    for dtype in dtypes:
+        header += [f"{dtype} ms", unit, *(f"{PEERS.get(peer, peer)} / ours" for peer in ratios)]
+    lines = [markdown_row(header), markdown_row(["---", *["--:"] * (len(header) - 1)])]
+    by_shape: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        by_shape.setdefault(shape_of(row), {})[row["dtype"]] = row
+    for shape, members in by_shape.items():
+        cells = [shape]
+        for dtype in dtypes:
+            cells += ours_cells(members.get(dtype))
+            cells += [format_ratio(found.get((shape, dtype))) for found in ratios.values()]
+        lines.append(markdown_row(cells))
+    notes = []
+    for peer, found in ratios.items():
+        lowest = min(found, key=found.__getitem__)
+        mean = geometric_mean(list(found.values()))
+        where = " ".join(lowest)
+        note = f"{PEERS.get(peer, peer)} / ours: geometric mean {mean:.2f}"
+        notes.append(f"{note}, lowest {found[lowest]:.2f} ({where}).")
+    methods = {row["implementations"]["ours"].get("method") for row in rows}
+    notes += [f"Timed as a {m}." for m in sorted(filter(None, methods)) if "graph of" in m]
+    return "\n".join([*lines, "", *notes]).rstrip()
+
+
+def ours_cells(row: dict[str, Any] | None) -> list[str]:
+    """Our milliseconds and rate on a GPU."""
+    ours = row["implementations"]["ours"] if row else {"ms": None}
+    if row is None or ours["ms"] is None:
+        return [NO, NO]
+    if row["check"]["status"] == "failed":
+        return ["wrong", NO]
+    mark = "" if row["check"]["status"] == "ok" else " (unchecked)"
+    fast = f"{ours['gb_per_s']:.0f}" if "gb_per_s" in ours else f"{ours['gflops'] / 1e3:.1f}"
+    return [format_ms(ours) + mark, fast]
 
 
 def tables_of(kind: str, folder: Path) -> str:
-    tables = [result_table(results) for results in newest_results(folder, kind)]
+    table_of = {"cpu": cpu_results, "gpu": gpu_results}[kind]
+    tables = [table_of(results) for results in newest_results(folder, kind)]
     if not tables:
         return "No results are committed yet; `make bench` measures your machine."
     note = "A ~ marks a peer so slow that it was called once on a few heads, and the time scaled."
-    return "\n\n".join([*tables, note])
+    return "\n\n".join([*tables, note] if any("~" in table for table in tables) else tables)
 
 
 def replace_block(text: str, name: str, content: str, path: Path) -> str:

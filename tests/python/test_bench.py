@@ -18,7 +18,7 @@ import torch
 
 import flashmoe_science
 from flashmoe_science.__main__ import main
-from flashmoe_science.bench import accuracy, machine, runner, timing, workloads
+from flashmoe_science.bench import accuracy, bars, machine, report, runner, timing, workloads
 from flashmoe_science.bench.workloads import WORKLOADS, Implementation, Shape
 
 PACKAGE = Path(flashmoe_science.__file__).parent
@@ -29,7 +29,8 @@ CPU = torch.device("cpu")
 def bench_run(tmp_path_factory):
     """One small benchmark run as a user would: (process, results, folder)."""
     out = tmp_path_factory.mktemp("bench")
-    arguments = "--workload dense,pair_bias,ragged,ragged_bias --shape 3,4,21,8 --dtype fp32,bf16"
+    arguments = f"--workload {','.join(WORKLOADS)} --shape 3,4,21,8 --dtype fp32,bf16"
+    arguments += " --pass fwd,bwd,fwd+bwd"
     command = [
         sys.executable,
         "-m",
@@ -50,7 +51,10 @@ def test_every_row_is_there(bench_run):
     _, results, _ = bench_run
     rows = [(r["workload"], r["label"], r["dtype"], r["pass"]) for r in results["rows"]]
     expected = {
-        (w, "3,4,21,8", d, p) for w in WORKLOADS for d in ("fp32", "bf16") for p in runner.PASSES
+        (w, "3,4,21,8", d, p)
+        for w, workload in WORKLOADS.items()
+        for d in ("fp32", "bf16")
+        for p in workload.passes
     }
     assert len(rows) == len(expected) and set(rows) == expected
     assert all(row["check"]["status"] == "ok" for row in results["rows"])
@@ -65,23 +69,35 @@ def test_ratios_and_means_follow_from_the_times(bench_run):
         best = min(ms for ms in times.values() if ms is not None)
         assert row["ratio"] == pytest.approx(best / ours)
         assert times[row["best_peer"]] == best
+        for name, ms in times.items():
+            assert row["ratios"].get(name) == (ms and pytest.approx(ms / ours))
+            assert bars.ratio_to(row, name) == row["ratios"].get(name)
         measured = row["implementations"]["ours"]
         assert measured["gflops"] == pytest.approx(row["flops"] / ours / 1e6)
         assert measured["ms"] == min(measured["round_medians_ms"])
         assert len(measured["round_medians_ms"]) == 2 and measured["samples"] >= 4
         assert measured["min_ms"] <= measured["median_ms"] <= measured["max_ms"]
-    assert len(results["means"]) == 4
-    for mean in results["means"]:
-        key = (mean["dtype"], mean["pass"])
-        same = [r for r in results["rows"] if (r["dtype"], r["pass"]) == key]
-        ratios = [r["ratio"] for r in same]
-        assert len(ratios) == mean["rows"] == 4
-        assert mean["ratio"] == pytest.approx(math.prod(ratios) ** (1 / 4))
+        assert measured["method"] == "wall clock"
+        assert ("gb_per_s" in measured) == (row["workload"] == "decode")
+    flops = {r["pass"]: r["flops"] for r in results["rows"] if r["workload"] == "dense"}
+    assert flops["bwd"] == 2.5 * flops["fwd"] and flops["fwd+bwd"] == 3.5 * flops["fwd"]
+    assert len(results["means"]) == len(results["rows"]), "one shape each"
+
+
+def test_means_are_geometric():
+    rows = [row("fp32", 2.0), row("fp32", 8.0), row("fp32", 1e9, "failed"), row("bf16", 3.0)]
+    rows[0]["ratios"] = {"flash": 3.0, "math": 2.0}
+    found = {mean["dtype"]: mean for mean in runner.means(rows, "dtype")}
+    assert found["fp32"]["rows"] == 2 and found["fp32"]["lowest"] == 2.0
+    assert found["fp32"]["ratio"] == pytest.approx(4.0)
+    flash = found["fp32"]["peers"]["flash"]
+    assert flash["ratio"] == pytest.approx(math.sqrt(3 * 8)) and flash["rows"] == 2
+    assert found["bf16"]["peers"] == {"flash": {"rows": 1, "ratio": pytest.approx(3), "lowest": 3}}
 
 
 def test_a_peer_that_cannot_run_says_why(bench_run):
     done, results, _ = bench_run
-    biased = [r for r in results["rows"] if r["workload"] == "pair_bias" and r["pass"] == "fwd+bwd"]
+    biased = [r for r in results["rows"] if r["workload"] == "pair_bias" and r["pass"] != "fwd"]
     for row in biased:
         flash = row["implementations"]["flash"]  # has no gradient of its mask
         assert flash["ms"] is None and "kernel" in flash["reason"]
@@ -99,7 +115,9 @@ def test_results_say_where_they_come_from(bench_run):
     assert about["versions"]["torch"] == torch.__version__
     assert about["cpu_target"] == machine.build_info()["cpu_target"]
     assert about["date"].startswith("20") and about["date"].endswith("+00:00")
-    assert {"commit", "dirty", "cores_busy_with_other_work"} <= about.keys()
+    assert {"commit", "dirty", "cores_busy_with_other_work", "forced_family"} <= about.keys()
+    assert results["seconds"] >= sum(r["seconds"] for r in results["rows"]) > 0
+    assert all(0 < r["check"]["seconds"] < r["seconds"] for r in results["rows"])
     assert (
         "bench --device cpu --workload dense" in results["command"]
         and str(out) in results["command"]
@@ -111,7 +129,8 @@ def test_table_shows_the_numbers_of_the_json(bench_run):
     lines = done.stdout.splitlines()
     for row in results["rows"]:
         cells = [row["workload"], row["label"], row["dtype"], row["pass"], f"{row['ratio']:.2f}x"]
-        cells += [f"{row['implementations']['ours']['gflops']:.1f}"]
+        ours = row["implementations"]["ours"]
+        cells += [f"{ours['gb_per_s']:.1f}" if "gb_per_s" in ours else f"{ours['gflops']:.1f}"]
         found = [line for line in lines if all(f" {c} " in f"{line} " for c in cells)]
         assert found, f"no line of the table has {cells}"
     assert f"[{len(results['rows'])}/{len(results['rows'])}]" in done.stdout, "no progress"
@@ -163,7 +182,9 @@ def test_a_call_that_fails_fails_the_run(monkeypatch, tmp_path, capsys):
         ("--workload pair_bias --shape 4,8,16,64,causal", "does not take causal"),
         ("--workload dnse", "dnse"),
         ("--dtype fp8", "fp8"),
-        ("--pass bwd", "bwd"),
+        ("--pass back", "back"),
+        ("--workload decode --pass bwd", "decode has only fwd"),
+        ("--workload decode --shape 1,8,64,64,causal", "does not take causal"),
         ("--peers cudnn --device cpu", "cudnn"),
         ("--device tpu", "tpu"),
         ("--device cuda:99", "no such GPU"),
@@ -220,7 +241,7 @@ def test_peers_compute_the_same_thing(name):
     shape = Shape.parse(f"3,4,13,8{',kv2' if kv else ''}{causal}")
     case = WORKLOADS[name].make(shape, torch.float32, CPU)
     truth = accuracy.compute(case.reference, accuracy.in_double(case), backward=True)
-    math_peer = case.peers["math"]
+    math_peer = case.peers.get("math") or case.peers[case.baseline]
     leaves, grad = math_peer.prepare(case.leaves, case.grad)
     padded = dataclasses.replace(case, leaves=leaves, grad=grad)
     found = accuracy.compute(math_peer, padded, backward=True)
@@ -248,6 +269,59 @@ def test_some_heads_are_a_smaller_case(name):
     some = accuracy.compute(case.ours, part, backward=True)
     for result, values in some.items():
         assert torch.equal(values, whole[result][:, : values.shape[1]]), result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decode_is_one_query_over_all_keys(dtype):
+    case = WORKLOADS["decode"].make(Shape.parse("2,6,33,8,kv2"), dtype, CPU)
+    assert case.leaves["q"].shape == (2, 6, 1, 8) and case.leaves["v"].shape == (2, 2, 33, 8)
+    assert case.grad.shape == (2, 6, 1, 8)
+    assert case.scores == 2 * 6 * 33 and case.flops == 4 * case.scores * 8
+    assert case.bytes == 2 * (2 * 2 * 33 * 8) * dtype.itemsize
+    assert accuracy.check(case, backward=False).ok
+    data = runner.as_data(timing.Timing([[2.0]]), flops=1.0, read_bytes=6_000_000)
+    assert data["gb_per_s"] == pytest.approx(3.0)
+
+
+def test_a_deterministic_row_must_repeat_its_bits(monkeypatch):
+    shape = Shape.parse("1,2,16,8")
+    case = WORKLOADS["deterministic"].make(shape, torch.float32, CPU)
+    assert case.ours.run.keywords["deterministic"] is True
+    assert case.peers["nondeterministic"].run.keywords["deterministic"] is False
+    verdict = accuracy.check(case, backward=True)
+    assert verdict.ok and verdict.deviations["grad_k twice"].ours == 0
+    calls, right = [], workloads.flash_attention
+
+    def moody(*args, **options):
+        calls.append(options["deterministic"])
+        return right(*args, **options) * (1 + 1e-7 * len(calls))
+
+    monkeypatch.setattr(workloads, "flash_attention", moody)
+    verdict = accuracy.check(case, backward=True)
+    assert calls == [True, True] and not verdict.ok
+    assert verdict.worst[0].endswith("twice"), "within the tolerance, but not the same"
+
+
+def test_our_own_peer_stays_whatever_peers_are_asked_for(threads):
+    threads(1)
+    spec = runner.RowSpec("deterministic", Shape.parse("1,2,16,8"), "fp32", "bwd")
+    found = runner.run_row(spec, ["flash"], CPU, timing.CpuClock(), 0.001)
+    assert list(found["implementations"]) == ["ours", "nondeterministic"]
+    assert found["best_peer"] == "nondeterministic" and found["ratio"] > 0
+
+
+def test_tokens_first_changes_the_layout_only():
+    case = WORKLOADS["pair_bias"].make(Shape.parse("2,4,6,8,kv2"), torch.float32, CPU)
+    leaves, grad = workloads.tokens_first(case.leaves, case.grad)
+    assert all(torch.equal(leaves[n], case.leaves[n]) for n in leaves)
+    assert leaves["bias"] is case.leaves["bias"] and torch.equal(grad, case.grad)
+    assert all(t.transpose(1, 2).is_contiguous() for t in (leaves["q"], leaves["k"], grad))
+    relaid = {
+        device: [n for n, i in peers.items() if i.prepare_backward is workloads.tokens_first]
+        for device in ("cpu", "cuda")
+        for peers in [workloads.sdpa_peers(torch.device(device), case.ours.run)]
+    }
+    assert relaid == {"cpu": [], "cuda": ["flash", "cudnn", "efficient"]}
 
 
 def test_ragged_lengths_are_many_and_always_the_same():
@@ -282,7 +356,7 @@ def test_order_is_peers_ours_ours_peers(monkeypatch):
     monkeypatch.setattr(timing, "FAR_SLOWER", 1e9)  # nobody is left out, on a busy machine either
     calls: list[str] = []
     case = fake_case(calls, {"ours": 0.002, "a": 0.002, "b": 0.003})
-    timings = timing.measure(case, ["a", "b"], False, timing.CpuClock(), budget_s=0.01)
+    timings = timing.measure(case, ["a", "b"], "fwd", timing.CpuClock(), budget_s=0.01)
     assert in_runs(calls) == ["ours", "a", "b", "a", "b", "ours", "b", "a"]
     assert all(len(t.rounds) == 2 for t in timings.values())
     assert timings["a"].ms >= 2 and timings["b"].ms >= 3
@@ -291,12 +365,21 @@ def test_order_is_peers_ours_ours_peers(monkeypatch):
 def test_a_far_slower_peer_is_not_repeated():
     calls: list[str] = []
     case = fake_case(calls, {"ours": 0.05, "fast": 0.002, "slow": 0.4})
-    timings = timing.measure(case, ["fast", "slow"], False, timing.CpuClock(), budget_s=0.01)
+    timings = timing.measure(case, ["fast", "slow"], "fwd", timing.CpuClock(), budget_s=0.01)
     assert calls.count("slow") == 1
     assert timings["slow"].few and timings["slow"].ms >= 400
     assert calls.count("ours") > 4, "ours is always measured, however slow"
     data = runner.as_data(timings["slow"], flops=1.0)
     assert data["samples"] == 1 and data["few_samples"]
+
+
+def test_a_peer_that_bars_are_about_is_always_repeated():
+    calls: list[str] = []
+    clock = timing.CpuClock()
+    clock.always = ("flash",)
+    case = fake_case(calls, {"ours": 0.001, "fast": 0.001, "flash": 0.03})
+    timings = timing.measure(case, ["fast", "flash"], "fwd", clock, budget_s=0.01)
+    assert len(timings["flash"].rounds) == 2 and not timings["flash"].few
 
 
 def test_a_big_case_is_tried_on_a_few_heads(threads):
@@ -305,7 +388,7 @@ def test_a_big_case_is_tried_on_a_few_heads(threads):
     case = fake_case(calls, {"ours": 0.002, "fast": 0.002, "slow": 0.2})
     clock = timing.CpuClock()
     clock.big_flops = 0
-    timings = timing.measure(case, ["fast", "slow"], False, clock, budget_s=0.01)
+    timings = timing.measure(case, ["fast", "slow"], "fwd", clock, budget_s=0.01)
     assert timings["slow"].estimated_from_heads == 1
     assert timings["slow"].ms >= 4 * 200, "the time of one head of four, times four"
     assert timings["fast"].estimated_from_heads is None and not timings["fast"].few
@@ -314,15 +397,108 @@ def test_a_big_case_is_tried_on_a_few_heads(threads):
 
 def test_gradients_do_not_pile_up_between_samples():
     case = WORKLOADS["pair_bias"].make(Shape.parse("1,2,8,8"), torch.float32, CPU)
-    bound = timing.Runner(case.ours, case, backward=True)
+    bound = timing.Runner(case.ours, case, "fwd+bwd")
     bound.sample(timing.CpuClock(), 3)
     expected = accuracy.compute(case.ours, case, backward=True)
     for name, leaf in bound.leaves.items():
         assert torch.equal(leaf.grad, expected[f"grad_{name}"])
 
 
+class Node(torch.autograd.Function):
+    """Notes which way it is gone through."""
+
+    @staticmethod
+    def forward(ctx, x, calls):
+        ctx.calls = calls
+        calls.append("forward")
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.calls.append("backward")
+        return grad * 2, None
+
+
+def test_the_backward_pass_alone_is_only_that():
+    calls: list[str] = []
+    case = WORKLOADS["dense"].make(Shape.parse("1,2,8,8"), torch.float32, CPU)
+    case = dataclasses.replace(case, leaves={"q": case.leaves["q"]})
+    bound = timing.Runner(Implementation(lambda x: Node.apply(x["q"], calls)), case, "bwd")
+
+    class Clock(timing.CpuClock):
+        def sample(self, call, reset, count):
+            calls.append("clock starts")
+            times = super().sample(call, reset, count)
+            calls.append("clock stops")
+            return times
+
+    assert len(bound.sample(Clock(), 3)) == 3
+    assert calls == ["forward", "clock starts", *["backward"] * 3, "clock stops"]
+    assert bound.leaves["q"].grad is None and bound.out is None, "what was saved is given back"
+    assert bound.sample(Clock(), 0) == [] and calls.count("forward") == 1
+
+
+def test_the_gradient_comes_in_the_layout_of_the_output():
+    case = WORKLOADS["dense"].make(Shape.parse("2,3,5,8"), torch.float32, CPU)
+    transposed = Implementation(lambda x: workloads.tokens_first({}, x["q"] * x["k"] * x["v"])[1])
+    bound = timing.Runner(transposed, case, "bwd")
+    bound.sample(timing.CpuClock(), 1)
+    assert bound.grad.transpose(1, 2).is_contiguous() and torch.equal(bound.grad, case.grad)
+
+
+class FakeCudaClock(timing.CudaClock):
+    """A CUDA clock without CUDA: a graph is its list of calls, and every replay takes 32 ms."""
+
+    def __init__(self, can_capture: bool = True) -> None:
+        self.flush = torch.empty(1000, dtype=torch.int8)
+        self.can_capture = can_capture
+
+    def sample(self, call, reset, count):
+        call()
+        return [32.0] * count
+
+    def host_us(self, call, reset, count):
+        return 1.0
+
+    def capture(self, calls):
+        if not self.can_capture:
+            raise RuntimeError("operation not permitted\nwhen stream is capturing")
+
+        class Graph:
+            def replay(self):
+                for call in calls:
+                    call()
+
+        return Graph()
+
+
+def test_decode_is_timed_as_a_graph_over_copies():
+    seen: list[int] = []
+    case = WORKLOADS["decode"].make(Shape.parse("1,2,8,4,kv2"), torch.float32, CPU)
+    ours = Implementation(lambda leaves: seen.append(leaves["k"].data_ptr()) or leaves["q"])
+    case = dataclasses.replace(case, ours=ours, peers={})
+    clock = FakeCudaClock()
+    size = sum(t.nbytes for t in case.leaves.values())
+    assert clock.copies(size) == 1 + 1000 // size == 2, "together more than the cache"
+    assert clock.copies(10**9) == 1 and clock.copies(1) == timing.GRAPH_CALLS[1]
+    timings = timing.measure(case, [], "fwd", clock, budget_s=0.001)
+    ours = timings["ours"]
+    assert ours.method == "CUDA graph of 16 calls" and ours.ms == 32 / 16
+    assert seen[0] != seen[1] and seen[:2] * 8 == seen[:16], "copies in turn"
+
+
+def test_what_cannot_be_captured_is_timed_by_events():
+    case = WORKLOADS["decode"].make(Shape.parse("1,2,8,4,kv2"), torch.float32, CPU)
+    timings = timing.measure(case, [], "fwd", FakeCudaClock(can_capture=False), budget_s=0.001)
+    assert timings["ours"].ms == 32
+    assert timings["ours"].method == "events; no CUDA graph: operation not permitted"
+    dense = WORKLOADS["dense"].make(Shape.parse("1,2,8,4"), torch.float32, CPU)
+    timings = timing.measure(dense, [], "bwd", FakeCudaClock(), budget_s=0.001)
+    assert timings["ours"].method == "events"
+
+
 def row(dtype: str, ratio: float | None, status: str = "ok") -> dict:
-    fixed = {"workload": "dense", "label": "1,1,1,1", "pass": "fwd"}
+    fixed = {"workload": "dense", "label": "1,1,1,1", "pass": "fwd", "ratios": {"flash": ratio}}
     return {**fixed, "dtype": dtype, "ratio": ratio, "check": {"status": status}}
 
 
@@ -340,15 +516,82 @@ def row(dtype: str, ratio: float | None, status: str = "ok") -> dict:
     ],
 )
 def test_check_knows_the_bars(rows, missed):
-    assert len(runner.missed_bars(rows)) == missed
+    assert len(bars.missed_bars(rows, "cpu")) == missed
+
+
+def gpu_row(spec: runner.RowSpec, flash: float | None) -> dict:
+    """A row in which we take 2 ms, cuDNN half of that, and flash that times a ratio."""
+    peers = {"flash": {"ms": flash and 2 * flash}, "cudnn": {"ms": 1.0}}
+    baseline = None
+    if spec.workload == "deterministic":
+        peers, baseline = {"nondeterministic": peers["flash"]}, "nondeterministic"
+    implementations = {"ours": {"ms": 2.0}, **peers}
+    return {
+        "workload": spec.workload, "label": str(spec.shape), "dtype": spec.dtype,
+        "shape": dataclasses.asdict(spec.shape), "pass": spec.direction,
+        "check": {"status": "ok"}, "implementations": implementations,
+        **runner.compare(implementations, baseline),
+    }  # fmt: skip
+
+
+def whole_table(ratio_of) -> list[dict]:
+    names = ("dense", "small_dims", "decode", "deterministic")
+    specs = runner.rows_of(names, None, ("bf16", "fp16"), None, "cuda")
+    return [gpu_row(spec, ratio_of(spec)) for spec in specs]
+
+
+def test_gpu_bars_are_about_flash():
+    """The default shapes and passes on a GPU answer every bar, whatever cuDNN does."""
+    found = bars.standings(whole_table(lambda spec: 1.6), "cuda")
+    assert [s.verdict for s in found] == ["met"] * len(bars.BARS["cuda"])
+    assert [len(s.ratios) for s in found] == [40, 20, 40, 20, 6, 6, 10, 24]
+
+
+@pytest.mark.parametrize(
+    ("workload", "direction", "ratio", "missed"),
+    [
+        ("dense", "fwd", 1.04, 1),  # the mean of dims 64 and 128; 1 is enough for 256
+        ("dense", "bwd", 0.99, 2 + 60),  # both means, and every row from 1,024 tokens on
+        ("small_dims", "fwd+bwd", 1.4, 1 + 6),
+        ("decode", "fwd", 0.9, 1 + 10),
+        ("deterministic", "bwd", 0.79, 1),
+        ("deterministic", "bwd", 0.81, 0),
+        ("decode", "fwd", None, 10),
+    ],
+)
+def test_check_knows_the_bars_of_a_gpu(workload, direction, ratio, missed):
+    def ratio_of(spec):
+        return ratio if (spec.workload, spec.direction) == (workload, direction) else 1.6
+
+    assert len(bars.missed_bars(whole_table(ratio_of), "cuda")) == missed
+
+
+def test_a_wrong_row_misses_its_bar():
+    rows = whole_table(lambda spec: 1.6)
+    rows[-1]["check"] = {"status": "failed"}
+    assert [line.split(": ")[1] for line in bars.missed_bars(rows, "cuda")] == ["wrong"]
+
+
+def test_the_table_of_a_gpu_fits_three_minutes():
+    names = ("dense", "small_dims", "decode", "deterministic", "ragged")
+    specs = runner.rows_of(names, None, ("bf16", "fp16"), None, "cuda")
+    assert runner.estimated_seconds(specs, ["flash", "varlen"], 0.1, "cuda") < 180
+    assert report.format_duration(150) == "2 minutes" and report.format_duration(42.4) == "42 s"
+
+
+def test_a_forced_family_is_said(monkeypatch):
+    monkeypatch.setenv("FLASHMOE_FAMILY", "sm80")
+    about = machine.describe(CPU)
+    assert about["forced_family"] == "sm80"
+    about |= {"device": "cuda", "gpu": {"name": "GPU"}}
+    assert machine.title(about) == "GPU, FLASHMOE_FAMILY=sm80"
 
 
 def test_check_decides_the_exit_code(monkeypatch, tmp_path, capsys):
     arguments = "--shape 1,2,16,8 --dtype fp32 --pass fwd --budget 0.001 --no-plot --check"
     command = ["bench", "--device", "cpu", *arguments.split(), "--out", str(tmp_path)]
-    monkeypatch.setattr(runner, "CPU_BARS", dict.fromkeys(runner.DTYPES, 0.0))
-    monkeypatch.setattr(runner, "CPU_BAR_OF_ANY_ROW", 0.0)
+    monkeypatch.setitem(bars.BARS, "cpu", (bars.Bar("fp32", 0.0, peer=None),))
     assert main(command) == 0
-    monkeypatch.setattr(runner, "CPU_BARS", dict.fromkeys(runner.DTYPES, 1e9))
+    monkeypatch.setitem(bars.BARS, "cpu", (bars.Bar("fp32", 1e9, peer=None),))
     assert main(command) == 1
     assert "missed: fp32" in capsys.readouterr().out

@@ -40,10 +40,41 @@ def house(tmp_path):
         ("y", "2026-02-01", 2),
     ):
         (results / f"cpu-{machine}-{date}.json").write_text(json.dumps(made_up(machine, date, ms)))
-    gpu = made_up("host", "2026-09-09", 4)
-    gpu["about"] |= {"device": "cuda", "gpu": {"name": "GPU z"}}
-    (results / "gpu-h100-2026-09-09.json").write_text(json.dumps(gpu))
+    for name, gpu in (
+        ("gpu-h100-2026-09-09", made_up_gpu(4)),
+        ("gpu-h100-2026-09-08-sm80", made_up_gpu(1000)),
+        ("gpu-h100-2026-09-09-sm80", made_up_gpu(8, "sm80")),
+    ):
+        (results / f"{name}.json").write_text(json.dumps(gpu))
     return tmp_path
+
+
+def made_up_gpu(ms: float, family: str | None = None) -> dict:
+    """One row of most sections in two dtypes; of one decode row the answer is wrong."""
+    results = made_up("host", "2026-09-09", ms)
+    clock = {"clocks.sm": "1980 MHz"}
+    results["about"] |= {"device": "cuda", "gpu": {"name": "GPU z"}, "forced_family": family}
+    results["about"] |= {"gpu_state_before": clock, "gpu_state_after": clock}
+    results["rows"] = []
+    for workload, direction, peers in (
+        ("dense", "fwd", {"flash": 1.2, "cudnn": 0.5}),
+        ("dense", "bwd", {"flash": 0.9, "cudnn": None}),
+        ("decode", "fwd", {"flash": 1.1}),
+        ("deterministic", "bwd", {"nondeterministic": 0.75}),
+    ):
+        for dtype in ("bf16", "fp16"):
+            ours = {"ms": ms, "gflops": 100e3 / ms, "method": "events"}
+            if workload == "decode":
+                ours |= {"gb_per_s": 16000 / ms, "method": "CUDA graph of 16 calls"}
+            times = {peer: {"ms": ratio and ratio * ms} for peer, ratio in peers.items()}
+            wrong = (workload, dtype) == ("decode", "fp16")
+            results["rows"].append({
+                "workload": workload, "label": "16,32,1024,64", "dtype": dtype, "pass": direction,
+                "shape": {"dim": 64, "length": 1024}, "ratio": next(iter(peers.values())),
+                "check": {"status": "failed" if wrong else "ok"},
+                "implementations": {"ours": ours, **times},
+            })  # fmt: skip
+    return results
 
 
 def made_up(machine: str, date: str, ms: float) -> dict:
@@ -116,7 +147,36 @@ def test_newest_results_of_each_machine(house):
     no = generate_docs.NO
     row = f"| 4, 8, 256, 64 | fp32 | fwd | 5.000 | 20.0 | ~4000 | 10.0 | {no} | 2.00 |"
     assert row in text
-    assert "### GPU z" in text and "| fwd | 4.000 | 0.0 |" in text  # 25 GFLOP/s, in TFLOP/s
+
+
+def test_gpu_results_say_where_we_stand(house):
+    generate_docs.main(["--root", str(house)])
+    text = (house / "docs" / "performance.md").read_text()
+    assert "### GPU z\n" in text and "1000" not in text, "the newest of each series"
+    block = text.split("### GPU z, FLASHMOE_FAMILY=sm80\n")[1]
+    assert "SM clock 1980 MHz before" in block
+    yes, no = generate_docs.YES, generate_docs.NO
+    flash = "FlashAttention-2"
+    backward = "dense backward, head dim"
+    for line in (
+        f"| dense forward, head dims 64, 128 ({flash}) | 2 | 1.20 | 1.05 | 1.20 | 1.00 | {yes} |",
+        f"| {backward}s 64, 128 ({flash}) | 2 | 0.90 | 1.05 | 0.90 | 1.00 | **missed** |",
+        f"| {backward} 256 ({flash}) | 0 | {no} | 1.00 | {no} | 1.00 | not measured |",
+        f"1.25 times its time) | 2 | 0.75 | 0.80 | 0.75 | {no} | **missed** |",
+    ):
+        assert line in block
+    sections = {part.split("\n")[0]: part for part in block.split("#### ")[1:]}
+    assert list(sections) == [
+        "Dense, forward", "Dense, backward", "Decode, forward", "Deterministic, backward"
+    ]  # fmt: skip
+    row = "| 16, 32, 1024, 64 | 8.000 | 12.5 | 1.20 | 0.50 | 8.000 | 12.5 | 1.20 | 0.50 |"
+    assert row in sections["Dense, forward"]
+    assert f"{flash} / ours: geometric mean 1.20, lowest" in sections["Dense, forward"]
+    assert "cuDNN" not in sections["Dense, backward"], "it ran nowhere there"
+    decode = sections["Decode, forward"]
+    assert f"| 16, 32, 1024, 64 | 8.000 | 2000 | 1.10 | wrong | {no} | {no} |" in decode
+    assert "GB/s" in decode and "Timed as a CUDA graph of 16 calls." in decode
+    assert "not deterministic / ours" in sections["Deterministic, backward"]
 
 
 def test_missing_markers_are_an_error(house):

@@ -175,6 +175,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "cpu_target": info["cpu_target"],
         "families": info["families"],
+        "forced_family": os.environ.get("FLASHMOE_FAMILY") or None,
         "versions": versions(),
     }
     if device.type == "cuda":
@@ -186,6 +187,7 @@ def describe(device: torch.device) -> dict[str, Any]:
 def title(about: dict[str, Any]) -> str:
     """The machine in a few words, for the head of a table or plot."""
     if about["device"] == "cuda":
-        return about["gpu"]["name"]
+        forced = about.get("forced_family")
+        return about["gpu"]["name"] + (f", FLASHMOE_FAMILY={forced}" if forced else "")
     threads = about["threads"]
     return f"{about['cpu']['name']}, {threads} thread{'s' if threads != 1 else ''}"

@@ -11,9 +11,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from flashmoe_science.bench.bars import Row, name_of, standings
 from flashmoe_science.bench.machine import title
-from flashmoe_science.bench.runner import Row, RowSpec
+from flashmoe_science.bench.runner import RowSpec
 from flashmoe_science.bench.timing import OURS
+from flashmoe_science.bench.workloads import NONDETERMINISTIC
 
 MARKS = {"few": "*", "estimated": "~"}
 LEGEND = "~ one call on a few heads, scaled   * few samples   - cannot run"
@@ -21,7 +23,17 @@ LEGEND = "~ one call on a few heads, scaled   * few samples   - cannot run"
 
 def make_console() -> Console:
     """A console; wide enough for the table where the output is a file or a pipe."""
-    return Console() if sys.stdout.isatty() else Console(width=160, color_system=None)
+    return Console() if sys.stdout.isatty() else Console(width=190, color_system=None)
+
+
+def format_duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
+
+
+def label_of(name: str) -> str:
+    """An implementation's name in a sentence or legend."""
+    ours = {OURS: "flashmoe_science", NONDETERMINISTIC: "flashmoe_science, not deterministic"}
+    return ours.get(name, f"PyTorch {name}")
 
 
 def rate_unit(device_type: str) -> tuple[str, float]:
@@ -83,16 +95,19 @@ def format_ms(implementation: dict[str, Any] | None) -> str:
 def format_rate(implementation: dict[str, Any] | None, per_unit: float) -> str:
     if implementation is None or implementation["ms"] is None:
         return "-"
+    if "gb_per_s" in implementation:
+        rate = implementation["gb_per_s"]
+        return f"{rate:.0f} GB/s" if rate >= 10 else f"{rate:.1f} GB/s"
     return f"{implementation['gflops'] / per_unit:.1f}"
 
 
-def format_ratio(row: Row) -> str:
+def format_ratio(row: Row, ratio: float | None) -> str:
     if row["check"]["status"] == "failed":
         return "[bold red]wrong[/]"
-    if row["ratio"] is None:
+    if ratio is None:
         return "-"
-    style = "green" if row["ratio"] >= 1 else "yellow" if row["ratio"] >= 0.9 else "red"
-    return f"[{style}]{row['ratio']:.2f}x[/]"
+    style = "green" if ratio >= 1 else "yellow" if ratio >= 0.9 else "red"
+    return f"[{style}]{ratio:.2f}x[/]"
 
 
 def print_table(console: Console, results: dict[str, Any]) -> None:
@@ -115,6 +130,9 @@ def print_table(console: Console, results: dict[str, Any]) -> None:
     if on_gpu:
         table.add_column("host us\nours / best", justify="right", no_wrap=True)
     table.add_column("best peer\n/ ours", justify="right", no_wrap=True)
+    with_flash = "flash" in names and len(names) > 2
+    if with_flash:
+        table.add_column("flash\n/ ours", justify="right", no_wrap=True)
     for row, following in zip(rows, [*rows[1:], rows[-1]], strict=True):
         cells = [row[key] for key in keys]
         for name in names:
@@ -124,7 +142,10 @@ def print_table(console: Console, results: dict[str, Any]) -> None:
                 cells.append(format_rate(implementation, per_unit))
         cells += [format_host(row)] if on_gpu else []
         ends = any(row[key] != following[key] for key in ("workload", "label"))
-        table.add_row(*cells, format_ratio(row), end_section=ends)
+        cells.append(format_ratio(row, row["ratio"]))
+        if with_flash:
+            cells.append(format_ratio(row, row["ratios"].get("flash")))
+        table.add_row(*cells, end_section=ends)
     console.print(table)
 
 
@@ -135,15 +156,34 @@ def format_host(row: Row) -> str:
 
 
 def print_means(console: Console, results: dict[str, Any]) -> None:
-    """Geometric means of best peer / ours."""
-    table = Table(title="geometric means", caption="of best peer / ours", box=box.SIMPLE_HEAD)
-    for column in ("dtype", "pass"):
+    """Geometric means of peer / ours, and the lowest of each."""
+    peers = list(dict.fromkeys(p for mean in results["means"] for p in mean["peers"]))
+    table = Table(title="peer / ours: geometric mean (lowest)", box=box.SIMPLE_HEAD)
+    for column in ("workload", "dtype", "pass"):
         table.add_column(column)
-    for column in ("rows", "ratio"):
+    for column in ("rows", "best peer", *(peers if len(peers) > 1 else ())):
         table.add_column(column, justify="right")
     for mean in results["means"]:
-        cells = (mean["dtype"], mean["pass"], str(mean["rows"]), f"{mean['ratio']:.2f}x")
+        of_peers = [mean["peers"].get(peer) for peer in peers] if len(peers) > 1 else []
+        ratios = [f"{r['ratio']:.2f}x ({r['lowest']:.2f})" if r else "-" for r in (mean, *of_peers)]
+        cells = (mean["workload"], mean["dtype"], mean["pass"], str(mean["rows"]), *ratios)
         table.add_row(*cells)
+    console.print(table)
+
+
+def print_bars(console: Console, results: dict[str, Any]) -> None:
+    """Where the run stands: each bar, what was wanted and what was reached."""
+    table = Table(title="bars", box=box.SIMPLE_HEAD)
+    for column in ("", "against", "rows", "mean", "wanted", "lowest", "wanted", ""):
+        table.add_column(column, justify="right" if column not in ("", "against") else "left")
+    for s in standings(results["rows"], results["about"]["device"]):
+        lowest = f"{s.ratios[s.lowest]:.2f}" if s.lowest else "-"
+        mean = "-" if s.mean is None else f"{s.mean:.2f}"
+        style = {"met": "green", "missed": "bold red"}.get(s.verdict, "dim")
+        table.add_row(
+            s.bar.name, s.bar.peer or "its peer", str(len(s.ratios)), mean, f"{s.bar.mean:.2f}",
+            lowest, f"{s.bar.each:.2f}" if s.bar.each else "-", f"[{style}]{s.verdict}[/]",
+        )  # fmt: skip
     console.print(table)
 
 
@@ -165,7 +205,7 @@ def print_problems(console: Console, results: dict[str, Any]) -> None:
         console.print(text, markup=False, style="bold yellow")
     reasons: dict[str, list[str]] = {}
     for row in results["rows"]:
-        where = f"{row['workload']} ({row['label']}) {row['dtype']} {row['pass']}"
+        where = name_of(row)
         if row["check"]["status"] != "ok":
             text = f"{row['check']['status']}: {row['check']['reason']}"
             console.print(f"{where}: {text}", markup=False, style="bold red")
@@ -179,7 +219,7 @@ def print_problems(console: Console, results: dict[str, Any]) -> None:
 
 # The palette: ours stands out, peers are quiet and still told apart in grey.
 OUR_COLOUR = "#1b6ca8"
-PEER_COLOURS = ("#c9ced6", "#9aa3b0", "#e0c9a6", "#b7c9b1", "#d8b4b4")
+PEER_COLOURS = ("#c9ced6", "#9aa3b0", "#e0c9a6", "#b7c9b1", "#d8b4b4", "#b9d3e6")
 INK = "#2b2f36"
 FAINT = "#7a808c"
 ROWS_PER_PANEL = 8
@@ -200,24 +240,27 @@ def panels_of(rows: list[Row]) -> dict[str, list[Row]]:
     return split
 
 
-def draw_panel(axes: Any, rows: list[Row], names: list[str], per_unit: float) -> None:
+def rate_of(implementation: dict[str, Any], per_unit: float) -> float:
+    return implementation.get("gb_per_s") or implementation["gflops"] / per_unit
+
+
+def draw_panel(axes: Any, rows: list[Row], colours: dict[str, str], per_unit: float) -> None:
     """Grouped bars: one group a shape, one bar an implementation, the ratio above ours."""
+    names = names_of(rows)
     width = 0.86 / len(names)
     # Numbers over thirty narrow bars must be small not to run into each other.
     size = 8 if len(names) * len(rows) <= 18 else 6
-    peers = [name for name in names if name != OURS]
     top = 0.0
     for index, name in enumerate(names):
-        colour = OUR_COLOUR if name == OURS else PEER_COLOURS[peers.index(name) % 5]
         for place, row in enumerate(rows):
             implementation = row["implementations"].get(name)
             x = place + (index - (len(names) - 1) / 2) * width
             if implementation is None or implementation["ms"] is None:
                 axes.text(x, 0, "-", ha="center", va="bottom", color=INK, fontsize=8)
                 continue
-            rate = implementation["gflops"] / per_unit
+            rate = rate_of(implementation, per_unit)
             top = max(top, rate)
-            axes.bar(x, rate, width * 0.92, color=colour, label=name, zorder=2)
+            axes.bar(x, rate, width * 0.92, color=colours[name], label=name, zorder=2)
             text = f"{rate:.0f}" if rate >= 10 else f"{rate:.1f}"
             text += MARKS["estimated"] if "estimated_from_heads" in implementation else ""
             if name == OURS and row["ratio"] is not None:
@@ -228,7 +271,12 @@ def draw_panel(axes: Any, rows: list[Row], names: list[str], per_unit: float) ->
                 va="bottom", fontsize=size, **style,
             )  # fmt: skip
     axes.set_ylim(0, top * 1.22 or 1)
-    axes.set_xticks(range(len(rows)), [row["label"].replace(",causal", "\ncausal") for row in rows])
+    axes.set_xlim(-0.5, len(rows) - 0.5)
+    axes.set_xticks(range(len(rows)), [tick_label(row) for row in rows])
+
+
+def tick_label(row: Row) -> str:
+    return row["label"].replace(",kv", "\nkv").replace(",causal", "\ncausal")
 
 
 def style_panel(axes: Any, name: str, unit: str) -> None:
@@ -251,22 +299,23 @@ def write_plot(results: dict[str, Any], path: Path) -> None:
     about, rows = results["about"], results["rows"]
     unit, per_unit = rate_unit(about["device"])
     panels, names = panels_of(rows), names_of(rows)
-    columns = 1 if len(panels) == 1 else 2
+    colours = dict(zip(names, [OUR_COLOUR, *PEER_COLOURS], strict=False))
+    columns = 1 if len(panels) == 1 else 2 if len(panels) <= 12 else 3
     lines = -(-len(panels) // columns)
     figure, grid = plt.subplots(
         lines, columns, figsize=(7.2 * columns, 3.1 * lines + 1.1), squeeze=False
     )
     for axes, (name, members) in zip(grid.flat, panels.items(), strict=False):
-        draw_panel(axes, members, names, per_unit)
-        style_panel(axes, name, unit)
+        draw_panel(axes, members, colours, per_unit)
+        style_panel(axes, name, "GB/s" if members[0]["workload"] == "decode" else unit)
     for axes in list(grid.flat)[len(panels) :]:
         axes.set_visible(False)
-    write_margins(plt, figure, about, names)
+    write_margins(plt, figure, about, colours)
     figure.savefig(path, dpi=150, facecolor="white")
     plt.close(figure)
 
 
-def write_margins(plt: Any, figure: Any, about: dict[str, Any], names: list[str]) -> None:
+def write_margins(plt: Any, figure: Any, about: dict[str, Any], colours: dict[str, str]) -> None:
     """Title above, legend and provenance below; sizes in inches, whatever the figure's height."""
     height = figure.get_size_inches()[1]
     note = "higher is better; 1.25x: the best peer takes 1.25 times as long; batch,heads,length,dim"
@@ -274,11 +323,10 @@ def write_margins(plt: Any, figure: Any, about: dict[str, Any], names: list[str]
     heading = f"Attention on {title(about)}"
     figure.text(0.012, top, heading, va="top", fontsize=13, color=INK, weight="bold")
     figure.text(0.012, top - 0.28 / height, note, va="top", fontsize=9, color=FAINT)
-    colours = [OUR_COLOUR, *PEER_COLOURS]
-    handles = [plt.Rectangle((0, 0), 1, 1, color=c) for c in colours[: len(names)]]
-    labels = ["flashmoe_science" if name == OURS else f"PyTorch {name}" for name in names]
+    handles = [plt.Rectangle((0, 0), 1, 1, color=c) for c in colours.values()]
+    labels = [label_of(name) for name in colours]
     figure.legend(
-        handles, labels, loc="lower left", bbox_to_anchor=(0, 0.22 / height), ncol=len(names),
+        handles, labels, loc="lower left", bbox_to_anchor=(0, 0.22 / height), ncol=len(colours),
         frameon=False, fontsize=8, handlelength=1.2, columnspacing=1.2, labelcolor=INK,
     )  # fmt: skip
     figure.text(0.012, 0.12 / height, provenance(about), fontsize=8, color=FAINT)

@@ -6,8 +6,8 @@ The result of run_rows goes to results.json as it is; the table and the plot rea
 from __future__ import annotations
 
 import dataclasses
-import math
 import statistics
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -15,18 +15,13 @@ from typing import Any
 import torch
 
 from flashmoe_science.bench import accuracy, timing
-from flashmoe_science.bench.workloads import WORKLOADS, Case, Shape
+from flashmoe_science.bench.bars import Row, geometric_mean
+from flashmoe_science.bench.workloads import PASSES, WORKLOADS, Case, Shape
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-PASSES = ("fwd", "fwd+bwd")
 # The backward pass has five matrix products where the forward pass has two.
-FLOPS_OF_PASS = {"fwd": 1.0, "fwd+bwd": 3.5}
-
-# What `bench --check` demands on the CPU: ratios against PyTorch's better backend.
-CPU_BARS = {"fp32": 1.0, "fp16": 1.2, "bf16": 1.2}
-CPU_BAR_OF_ANY_ROW = 0.9
-
-Row = dict[str, Any]
+FLOPS_OF_PASS = dict(zip(PASSES, (1.0, 2.5, 3.5), strict=True))
+ROW_S = 0.3  # of making, checking and first calls of a row, for estimated_seconds
 
 
 @dataclass(frozen=True)
@@ -47,18 +42,21 @@ def rows_of(
     workloads: Iterable[str],
     shapes: list[str] | None,
     dtypes: Iterable[str],
-    directions: Iterable[str],
+    directions: Iterable[str] | None,
     device_type: str,
 ) -> list[RowSpec]:
-    """Every combination asked for; ValueError for a shape some workload cannot have."""
+    """Every combination asked for; ValueError for a shape or passes some workload cannot have."""
     rows = []
     for name in workloads:
         workload = WORKLOADS[name]
+        passes = workload.passes_for(directions, device_type)
+        if not passes:
+            raise ValueError(f"--pass: workload {name} has only {', '.join(workload.passes)}")
         for text in shapes or workload.shapes[device_type]:
             shape = Shape.parse(text)
             if refusal := workload.refuses(shape):
                 raise ValueError(f"shape {text!r}: workload {name} {refusal}")
-            rows += [RowSpec(name, shape, d, p) for d in dtypes for p in directions]
+            rows += [RowSpec(name, shape, d, p) for d in dtypes for p in passes]
     return rows
 
 
@@ -66,9 +64,9 @@ def run_row(
     spec: RowSpec, peers: list[str], device: torch.device, clock: timing.Clock, budget_s: float
 ) -> Row:
     """Checks, then times, one row."""
+    start = time.monotonic()
     torch.manual_seed(0)
-    workload, backward = WORKLOADS[spec.workload], spec.direction == "fwd+bwd"
-    case = workload.make(spec.shape, DTYPES[spec.dtype], device)
+    case = WORKLOADS[spec.workload].make(spec.shape, DTYPES[spec.dtype], device)
     row: Row = {
         "workload": spec.workload,
         "shape": dataclasses.asdict(spec.shape),
@@ -76,12 +74,14 @@ def run_row(
         "dtype": spec.dtype,
         "pass": spec.direction,
         "flops": case.flops * FLOPS_OF_PASS[spec.direction],
-        "check": run_check(case, backward),
+        "check": run_check(case, backward=spec.direction != "fwd"),
     }
-    present = [name for name in peers if name in case.peers]
-    timings = timing.measure(case, present, backward, clock, budget_s)
-    row["implementations"] = {n: as_data(t, row["flops"]) for n, t in timings.items()}
-    row |= compare(row["implementations"])
+    row["check"]["seconds"] = time.monotonic() - start  # with making the case
+    present = [name for name in case.peers if name in peers or name == case.baseline]
+    timings = timing.measure(case, present, spec.direction, clock, budget_s)
+    row["implementations"] = {n: as_data(t, row["flops"], case.bytes) for n, t in timings.items()}
+    row |= compare(row["implementations"], case.baseline)
+    row["seconds"] = time.monotonic() - start
     return row
 
 
@@ -106,8 +106,8 @@ def run_check(case: Case, backward: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def as_data(timed: timing.Timing, flops: float) -> dict[str, Any]:
-    """A Timing for the JSON file."""
+def as_data(timed: timing.Timing, flops: float, read_bytes: int = 0) -> dict[str, Any]:
+    """A Timing for the JSON file; with GB/s where reading is the work."""
     if timed.ms is None:
         return {"ms": None, "reason": timed.reason}
     data = {
@@ -119,7 +119,10 @@ def as_data(timed: timing.Timing, flops: float) -> dict[str, Any]:
         "max_ms": max(timed.samples),
         "samples": len(timed.samples),
         "few_samples": timed.few,
+        "method": timed.method,
     }
+    if read_bytes:
+        data["gb_per_s"] = read_bytes / timed.ms / 1e6
     if timed.estimated_from_heads is not None:
         data["estimated_from_heads"] = timed.estimated_from_heads
     if timed.host_us is not None:
@@ -127,47 +130,53 @@ def as_data(timed: timing.Timing, flops: float) -> dict[str, Any]:
     return data
 
 
-def compare(implementations: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Who is the best peer, and how many times its time is ours."""
+def compare(
+    implementations: dict[str, dict[str, Any]], baseline: str | None = None
+) -> dict[str, Any]:
+    """How many times our time the peers take, and which peer the row's own ratio is about."""
     ours = implementations[timing.OURS]["ms"]
     peers = {n: i["ms"] for n, i in implementations.items() if n != timing.OURS and i["ms"]}
-    best = min(peers, key=peers.__getitem__, default=None)
-    return {"best_peer": best, "ratio": peers[best] / ours if best and ours else None}
-
-
-def geometric_mean(values: list[float]) -> float:
-    return math.exp(sum(math.log(v) for v in values) / len(values))
+    ratios = {name: ms / ours for name, ms in peers.items()} if ours else {}
+    best = baseline or min(peers, key=peers.__getitem__, default=None)
+    return {"best_peer": best, "ratio": ratios.get(best), "ratios": ratios}
 
 
 def means(rows: list[Row], *keys: str) -> list[dict[str, Any]]:
-    """Geometric means of the ratios of rows that share these keys. Wrong rows do not count."""
-    groups: dict[tuple, list[float]] = {}
+    """Ratios of rows that share these keys: geometric means and the lowest; wrong rows left out.
+
+    "ratio" is about the best peer of each row, "peers" about each of them.
+    """
+    groups: dict[tuple, list[Row]] = {}
     for row in rows:
         if row["ratio"] is not None and row["check"]["status"] != "failed":
-            groups.setdefault(tuple(row[k] for k in keys), []).append(row["ratio"])
+            groups.setdefault(tuple(row[k] for k in keys), []).append(row)
     found = []
-    for group, ratios in groups.items():
-        mean = {"rows": len(ratios), "ratio": geometric_mean(ratios)}
+    for group, members in groups.items():
+        by_peer: dict[str, list[float]] = {}
+        for row in members:
+            for peer, ratio in row["ratios"].items():
+                by_peer.setdefault(peer, []).append(ratio)
+        mean = {
+            **summary([row["ratio"] for row in members]),
+            "peers": {peer: summary(ratios) for peer, ratios in by_peer.items()},
+        }
         found.append(dict(zip(keys, group, strict=True)) | mean)
     return found
 
 
-def missed_bars(rows: list[Row]) -> list[str]:
-    """What `--check` finds missing on the CPU, in words."""
-    missed = []
-    by_dtype = {mean["dtype"]: mean["ratio"] for mean in means(rows, "dtype")}
-    if not by_dtype:
-        missed.append("no row has both our time and a peer's")
-    for dtype, ratio in by_dtype.items():
-        if ratio < CPU_BARS[dtype]:
-            missed.append(f"{dtype}: geometric mean {ratio:.2f}, at least {CPU_BARS[dtype]} wanted")
-    for row in rows:
-        name = f"{row['workload']} ({row['label']}) {row['dtype']} {row['pass']}"
-        if row["ratio"] is None:
-            missed.append(f"{name}: no ratio")
-        elif row["ratio"] < CPU_BAR_OF_ANY_ROW:
-            missed.append(f"{name}: {row['ratio']:.2f}, at least {CPU_BAR_OF_ANY_ROW} wanted")
-    return missed
+def summary(ratios: list[float]) -> dict[str, Any]:
+    return {"rows": len(ratios), "ratio": geometric_mean(ratios), "lowest": min(ratios)}
+
+
+def estimated_seconds(
+    specs: list[RowSpec], peers: list[str], budget_s: float, device: str
+) -> float:
+    """Roughly how long the rows will take, short calls not using up their budget."""
+    rounds = 0
+    for spec in specs:
+        theirs = [p for p in WORKLOADS[spec.workload].peers(device) if p in peers]
+        rounds += 2 * (1 + max(1, len(theirs)))
+    return rounds * budget_s + len(specs) * ROW_S
 
 
 def run_rows(

@@ -4,15 +4,20 @@ The order is peers, ours, ours, peers, so that a machine that warms up or slows 
 whoever runs first; each gets the better of its two medians. The time is boxed: a peer far slower
 than the best one is called once and not again, and where even one call would be long, that call is
 made on a few heads and scaled (marked as an estimate).
+
+On a GPU every call finds the L2 cache filled with something else, and the time is the device's;
+what launching costs the host is told apart (host_us). Calls as short as a decoding step are
+captured in a CUDA graph, many in one launch; where that fails they are timed like the others.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +31,8 @@ FAR_SLOWER = 4.0  # times the best peer: such a peer cannot decide a row, so it 
 FEW_SAMPLES = 6  # below this, a row says so
 BIG_FLOPS = 8e9  # of a CPU forward pass: first calls are made on a few heads
 LONG_MS = 600.0  # a call this long gets one sample a round: it averages over its own noise
+GRAPH_CALLS = (16, 256)  # fewest and most calls in a CUDA graph
+HOST_CALLS = 20  # at most, for host_us
 
 
 @dataclass
@@ -36,6 +43,7 @@ class Timing:
     reason: str | None = None
     estimated_from_heads: int | None = None
     host_us: float | None = None  # CUDA: until the call returned, the device still running
+    method: str | None = None  # of the rounds: which clock
 
     @property
     def ms(self) -> float | None:
@@ -55,6 +63,8 @@ class CpuClock:
     """Wall time of calls that return when they are done."""
 
     big_flops = BIG_FLOPS
+    method = "wall clock"
+    always: tuple[str, ...] = ()  # peers timed in full, however slow
 
     def once(self, call: Call) -> float:
         """Milliseconds of one call."""
@@ -70,7 +80,7 @@ class CpuClock:
             times.append(self.once(call))
         return times
 
-    def host_us(self, call: Call, reset: Call) -> float | None:
+    def host_us(self, call: Call, reset: Call, count: int) -> float | None:
         return None
 
 
@@ -78,6 +88,8 @@ class CudaClock:
     """Device time by events, each call finding the L2 cache filled with something else."""
 
     big_flops = float("inf")  # a GPU does the whole thing in milliseconds
+    method = "events"
+    always = ("flash",)  # the bars are about it, also where cuDNN is four times as fast
 
     def __init__(self, device: torch.device) -> None:
         properties = torch.cuda.get_device_properties(device)
@@ -107,10 +119,25 @@ class CudaClock:
         torch.cuda.synchronize()
         return [start.elapsed_time(end) for start, end in pairs]
 
-    def host_us(self, call: Call, reset: Call) -> float | None:
+    def copies(self, size_bytes: int) -> int:
+        """How many inputs of a size, read in turn, never find themselves in L2."""
+        return min(1 + self.flush.nbytes // max(size_bytes, 1), GRAPH_CALLS[1])
+
+    def capture(self, calls: list[Call]) -> torch.cuda.CUDAGraph:
+        """The calls as one launch."""
+        for call in calls:
+            call()  # loads kernels and makes plans, which a capture must not
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+        return graph
+
+    def host_us(self, call: Call, reset: Call, count: int) -> float | None:
         """Median time until a call returns, on an idle device."""
         times = []
-        for _ in range(20):
+        for _ in range(count):
             reset()
             torch.cuda.synchronize()
             start = time.perf_counter()
@@ -153,14 +180,24 @@ def make_clock(device: torch.device) -> Clock:
 class Runner:
     """One implementation bound to its inputs: call() is what gets timed."""
 
-    def __init__(self, implementation: Implementation, case: Case, backward: bool) -> None:
-        leaves, grad = implementation.prepare(case.leaves, case.grad)
+    def __init__(self, implementation: Implementation, case: Case, direction: str) -> None:
         self.implementation = implementation
-        self.leaves = {n: t.detach().requires_grad_(backward) for n, t in leaves.items()}
-        self.grad = grad
-        self.backward = backward
+        self.direction = direction
+        self.backward = direction != "fwd"
+        leaves, self.grad = implementation.prepare(case.leaves, case.grad)
+        if self.backward:
+            leaves, self.grad = implementation.prepare_backward(leaves, self.grad)
+        self.leaves = {n: t.detach().requires_grad_(self.backward) for n, t in leaves.items()}
+        self.out: torch.Tensor | None = None  # of the forward pass, while "bwd" is timed
+        self.prefers_graph = case.in_graph and not self.backward
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.graph_calls = 0
+        self.why_no_graph = ""
 
     def call(self) -> None:
+        if self.direction == "bwd":
+            torch.autograd.grad(self.out, list(self.leaves.values()), self.grad, retain_graph=True)
+            return
         out = self.implementation.run(self.leaves)
         if self.backward:
             out.backward(self.grad)
@@ -169,21 +206,62 @@ class Runner:
         for leaf in self.leaves.values():
             leaf.grad = None
 
-    def context(self) -> tuple:
-        """Entered around many calls, not each: entering costs as much as a small kernel."""
-        return forced_backend(self.implementation), (
-            nullcontext() if self.backward else torch.no_grad()
-        )
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """The backend forced, gradients on or off, and for "bwd" the forward pass done.
+
+        Entered around many calls, not each: entering costs as much as a small kernel. What the
+        forward pass saved is given back at the end, since others are measured in between.
+        """
+        grad_mode = nullcontext() if self.backward else torch.no_grad()
+        with forced_backend(self.implementation), grad_mode:
+            if self.backward:
+                self.out = self.implementation.run(self.leaves)
+                # In the layout of the output, as a model's next layer would give it.
+                self.grad = torch.empty_like(self.out).copy_(self.grad)
+            if self.direction != "bwd":
+                self.out = None
+            try:
+                yield
+            finally:
+                self.out = None
 
     def sample(self, clock: Clock, count: int) -> list[float]:
-        backend, grad_mode = self.context()
-        with backend, grad_mode:
-            return clock.sample(self.call, self.reset, count)
+        """Milliseconds of count calls; of the calls in a graph, count means."""
+        if count == 0:
+            return []
+        with self.ready():
+            if self.prefers_graph and isinstance(clock, CudaClock):
+                self.make_graph(clock)
+            if self.graph is None:
+                return clock.sample(self.call, self.reset, count)
+            times = clock.sample(self.graph.replay, self.reset, count)
+            return [ms / self.graph_calls for ms in times]
 
-    def host_us(self, clock: Clock) -> float | None:
-        backend, grad_mode = self.context()
-        with backend, grad_mode:
-            return clock.host_us(self.call, self.reset)
+    def make_graph(self, clock: CudaClock) -> None:
+        """Calls on copies of the inputs in turn, so that none finds its own in the L2 cache."""
+        if self.graph or self.why_no_graph:
+            return
+        copies = clock.copies(sum(t.nbytes for t in self.leaves.values()))
+        inputs = [self.leaves]
+        inputs += [{n: t.clone() for n, t in self.leaves.items()} for _ in range(copies - 1)]
+        calls = [functools.partial(self.implementation.run, leaves) for leaves in inputs]
+        self.graph_calls = max(GRAPH_CALLS[0], copies)
+        calls = [calls[i % copies] for i in range(self.graph_calls)]
+        try:
+            self.graph = clock.capture(calls)
+            self.inputs = inputs  # the graph reads them
+        except Exception as error:  # an implementation that cannot be captured is timed otherwise
+            self.why_no_graph = (str(error).strip() or type(error).__name__).splitlines()[0]
+
+    def method(self, clock: Clock) -> str:
+        if self.graph:
+            return f"CUDA graph of {self.graph_calls} calls"
+        return clock.method + (f"; no CUDA graph: {self.why_no_graph}" if self.why_no_graph else "")
+
+    def host_us(self, clock: Clock, count: int) -> float | None:
+        with self.ready():
+            return clock.host_us(self.call, self.reset, count)
 
 
 def cannot_run(error: Exception, caught: list[warnings.WarningMessage]) -> str:
@@ -197,7 +275,7 @@ def cannot_run(error: Exception, caught: list[warnings.WarningMessage]) -> str:
 
 
 def first_call(
-    implementation: Implementation, case: Case, backward: bool, clock: Clock
+    implementation: Implementation, case: Case, direction: str, clock: Clock
 ) -> tuple[float, int]:
     """Milliseconds of an early call, scaled to all heads, and the heads it was made on.
 
@@ -208,7 +286,7 @@ def first_call(
         # Enough heads to keep every thread busy: PyTorch's backward pass has one thread per head.
         heads = min(case.heads, -(-torch.get_num_threads() // case.group) * case.group)
     part = case.take_heads(heads) if heads < case.heads else case
-    runner = Runner(implementation, part, backward)
+    runner = Runner(implementation, part, direction)
     ms = runner.sample(clock, 1)[0]
     if ms < 300:
         ms = runner.sample(clock, 1)[0]
@@ -230,8 +308,8 @@ def warm_up_calls(estimate_ms: float, second_round: bool) -> int:
     return 0 if second_round or estimate_ms > 10 * LONG_MS else 1
 
 
-def measure(case: Case, peers: list[str], backward: bool, clock: Clock, budget_s: float) -> dict:
-    """Times ours and the named peers on a case; returns a Timing by name, ours first."""
+def measure(case: Case, peers: list[str], direction: str, clock: Clock, budget_s: float) -> dict:
+    """Times one pass of ours and the named peers; returns a Timing by name, ours first."""
     implementations = {OURS: case.ours, **{name: case.peers[name] for name in peers}}
     timings = {name: Timing() for name in implementations}
     estimates: dict[str, float] = {}
@@ -239,16 +317,18 @@ def measure(case: Case, peers: list[str], backward: bool, clock: Clock, budget_s
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                estimates[name], heads = first_call(implementation, case, backward, clock)
+                estimates[name], heads = first_call(implementation, case, direction, clock)
             except Exception as error:
                 timings[name].reason = cannot_run(error, caught)
                 continue  # an out-of-memory error lands here too, and says so in the table
         timings[name].estimated_from_heads = heads if heads < case.heads else None
     peer_estimates = [ms for name, ms in estimates.items() if name != OURS]
     limit = FAR_SLOWER * min(peer_estimates, default=float("inf"))
-    for name in [name for name, ms in estimates.items() if name != OURS and ms > limit]:
+    kept = (OURS, *clock.always)
+    for name in [name for name, ms in estimates.items() if name not in kept and ms > limit]:
         timings[name].rounds.append([estimates.pop(name)])
-    run_rounds(implementations, timings, estimates, case, backward, clock, budget_s)
+        timings[name].method = clock.method
+    run_rounds(implementations, timings, estimates, case, direction, clock, budget_s)
     return timings
 
 
@@ -257,12 +337,12 @@ def run_rounds(
     timings: dict[str, Timing],
     estimates: dict[str, float],
     case: Case,
-    backward: bool,
+    direction: str,
     clock: Clock,
     budget_s: float,
 ) -> None:
     """Peers, ours, ours, peers: adds two rounds to every implementation that has an estimate."""
-    runners = {n: Runner(implementations[n], case, backward) for n in estimates}
+    runners = {n: Runner(implementations[n], case, direction) for n in estimates}
     order = [n for n in runners if n != OURS] + [n for n in runners if n == OURS]
     for name in order + order[::-1]:
         runner, timing = runners[name], timings[name]
@@ -270,5 +350,7 @@ def run_rounds(
         runner.sample(clock, warm_up_calls(estimates[name], bool(timing.rounds)))
         timing.rounds.append(runner.sample(clock, count))
         timing.estimated_from_heads = None
+        timing.method = runner.method(clock)
     for name, runner in runners.items():
-        timings[name].host_us = runner.host_us(clock)
+        count = min(HOST_CALLS, samples_per_round(estimates[name], budget_s))
+        timings[name].host_us = runner.host_us(clock, count)

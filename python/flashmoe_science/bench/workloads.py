@@ -15,9 +15,9 @@ import functools
 import importlib
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,10 @@ BACKENDS = {
     "math": SDPBackend.MATH,
 }
 BACKENDS_OF = {"cpu": ("flash", "math"), "cuda": ("flash", "cudnn", "efficient", "math")}
+NONDETERMINISTIC = "nondeterministic"  # our own backward pass, free to add in any order
+
+PASSES = ("fwd", "bwd", "fwd+bwd")
+USUAL_PASSES = ("fwd", "fwd+bwd")
 
 
 @dataclass(frozen=True)
@@ -83,22 +87,40 @@ class Shape:
         return text + (",causal" if self.causal else "")
 
 
+Prepare = Callable[[Tensors, torch.Tensor], tuple[Tensors, torch.Tensor]]
+
+
 def no_change(leaves: Tensors, grad: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     """The inputs as they are, for an implementation that reads the Case's own layout."""
     return leaves, grad
+
+
+def tokens_first(leaves: Tensors, grad: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """q, k, v as they leave a model's projections, (B, S, H, D) in memory.
+
+    PyTorch's flash backward pass first copies its output and gradient into this layout if they have
+    another: its own work is what we want to be compared with.
+    """
+
+    def relaid(x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+    return {n: t if n == "bias" else relaid(t) for n, t in leaves.items()}, relaid(grad)
 
 
 @dataclass(frozen=True)
 class Implementation:
     """One way to compute a Case: run(leaves) gives the output.
 
-    prepare changes the layout of (leaves, grad of the output) before any clock starts. backend
-    names the PyTorch backend to force while it runs.
+    prepare changes the layout of (leaves, grad of the output) before any clock starts, and
+    prepare_backward once more where a backward pass is timed. backend names the PyTorch backend to
+    force while it runs.
     """
 
     run: Callable[[Tensors], torch.Tensor]
-    prepare: Callable[[Tensors, torch.Tensor], tuple[Tensors, torch.Tensor]] = no_change
+    prepare: Prepare = no_change
     backend: str | None = None
+    prepare_backward: Prepare = no_change
 
 
 @dataclass(frozen=True)
@@ -112,6 +134,10 @@ class Case:
     ours: Implementation
     reference: Implementation
     peers: dict[str, Implementation]
+    baseline: str | None = None  # the peer the ratio is about, always run; None: the best one
+    bytes: int = 0  # of keys and values, where reading them is the work
+    in_graph: bool = False  # so short on a GPU that it is timed as a CUDA graph of many calls
+    reproducible: bool = False  # ours must give the same bits twice
 
     @property
     def heads(self) -> int:
@@ -132,6 +158,7 @@ class Case:
             grad=self.grad[:, :heads].contiguous(),
             scores=int(self.scores * part),
             flops=self.flops * part,
+            bytes=int(self.bytes * part),
         )
 
 
@@ -144,10 +171,20 @@ class Workload:
     make: Callable[[Shape, torch.dtype, torch.device], Case]
     options: frozenset[str] = frozenset({"causal", "kv"})  # what may follow a shape's four numbers
     other_peers: tuple[str, ...] = ()  # beyond the device's SDPA backends
+    with_sdpa: bool = True  # those backends are peers
+    passes: tuple[str, ...] = PASSES  # the ones that mean something
+    own_passes: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by device; else usual
 
     def peers(self, device_type: str) -> list[str]:
         """Names of the peers, in the order of the table."""
-        return [*BACKENDS_OF[device_type], *self.other_peers]
+        return [*(BACKENDS_OF[device_type] if self.with_sdpa else ()), *self.other_peers]
+
+    def passes_for(self, asked: Iterable[str] | None, device_type: str) -> list[str]:
+        """Those asked for that this workload has; unasked, its own."""
+        if asked is None:
+            usual = [p for p in USUAL_PASSES if p in self.passes]
+            asked = self.own_passes.get(device_type, usual)
+        return [p for p in asked if p in self.passes]
 
     def refuses(self, shape: Shape) -> str | None:
         """Why this workload cannot have that shape, or None."""
@@ -160,10 +197,14 @@ class Workload:
 def sdpa_peers(
     device: torch.device,
     run: Callable[[Tensors], torch.Tensor],
-    prepare: Callable[[Tensors, torch.Tensor], tuple[Tensors, torch.Tensor]] = no_change,
+    prepare: Prepare = no_change,
 ) -> dict[str, Implementation]:
-    """run under each PyTorch backend of the device."""
-    return {name: Implementation(run, prepare, name) for name in BACKENDS_OF[device.type]}
+    """run under each PyTorch backend of the device; what prepare lays out stays as it is."""
+    peers = {name: Implementation(run, prepare, name) for name in BACKENDS_OF[device.type]}
+    if device.type == "cuda" and prepare is no_change:
+        for name in ("flash", "cudnn", "efficient"):
+            peers[name] = dataclasses.replace(peers[name], prepare_backward=tokens_first)
+    return peers
 
 
 def normal(*size: int, like: torch.Tensor) -> torch.Tensor:
@@ -171,10 +212,11 @@ def normal(*size: int, like: torch.Tensor) -> torch.Tensor:
     return torch.randn(*size, dtype=torch.float32, device=like.device).to(like.dtype)
 
 
-def ours_dense(leaves: Tensors, causal: bool) -> torch.Tensor:
+def ours_dense(leaves: Tensors, causal: bool, deterministic: bool | None = None) -> torch.Tensor:
     return flash_attention(
-        leaves["q"], leaves["k"], leaves["v"], bias=leaves.get("bias"), causal=causal
-    )
+        leaves["q"], leaves["k"], leaves["v"], bias=leaves.get("bias"), causal=causal,
+        deterministic=deterministic,
+    )  # fmt: skip
 
 
 def sdpa_dense(leaves: Tensors, causal: bool, gqa: bool) -> torch.Tensor:
@@ -189,17 +231,23 @@ def sdpa_dense(leaves: Tensors, causal: bool, gqa: bool) -> torch.Tensor:
 
 
 def make_dense(
-    shape: Shape, dtype: torch.dtype, device: torch.device, with_bias: bool = False
+    shape: Shape,
+    dtype: torch.dtype,
+    device: torch.device,
+    with_bias: bool = False,
+    queries: int | None = None,
 ) -> Case:
     """(B, H, S, D), with a bias of (B, H, S, S) and its gradient when asked."""
     like = torch.empty(0, dtype=dtype, device=device)
-    query_size = (shape.batch, shape.heads, shape.length, shape.dim)
+    queries = queries or shape.length
+    query_size = (shape.batch, shape.heads, queries, shape.dim)
     key_size = (shape.batch, shape.kv_heads, shape.length, shape.dim)
     leaves = {name: normal(*key_size, like=like) for name in ("k", "v")}
     leaves = {"q": normal(*query_size, like=like), **leaves}
     if with_bias:
-        leaves["bias"] = normal(shape.batch, shape.heads, shape.length, shape.length, like=like)
-    scores = shape.batch * shape.heads * shape.length**2 // (2 if shape.causal else 1)
+        leaves["bias"] = normal(shape.batch, shape.heads, queries, shape.length, like=like)
+    pairs = queries * shape.length // (2 if shape.causal else 1)
+    scores = shape.batch * shape.heads * pairs
     sdpa = functools.partial(sdpa_dense, causal=shape.causal, gqa=shape.kv_heads != shape.heads)
     return Case(
         leaves=leaves,
@@ -209,6 +257,25 @@ def make_dense(
         ours=Implementation(functools.partial(ours_dense, causal=shape.causal)),
         reference=Implementation(sdpa, backend="math"),
         peers=sdpa_peers(device, sdpa),
+    )
+
+
+def make_decode(shape: Shape, dtype: torch.dtype, device: torch.device) -> Case:
+    """One new query for each head over length keys."""
+    case = make_dense(shape, dtype, device, queries=1)
+    read = case.leaves["k"].nbytes + case.leaves["v"].nbytes
+    return dataclasses.replace(case, bytes=read, in_graph=True)
+
+
+def make_deterministic(shape: Shape, dtype: torch.dtype, device: torch.device) -> Case:
+    """Our reproducible backward pass, and our ordinary one as its peer."""
+    ours = functools.partial(ours_dense, causal=shape.causal)
+    return dataclasses.replace(
+        make_dense(shape, dtype, device),
+        ours=Implementation(functools.partial(ours, deterministic=True)),
+        peers={NONDETERMINISTIC: Implementation(functools.partial(ours, deterministic=False))},
+        baseline=NONDETERMINISTIC,
+        reproducible=True,
     )
 
 
@@ -349,13 +416,13 @@ def make_ragged(
     )
 
 
-def gpu_dense_shapes() -> tuple[str, ...]:
+def gpu_dense_shapes(dims: Iterable[int], lengths: Iterable[int]) -> tuple[str, ...]:
     """batch * length = 16,384 and heads * dim = 2,048, the sizes published comparisons use."""
     return tuple(
         f"{16384 // length},{2048 // dim},{length},{dim}{causal}"
-        for dim in (64, 128)
+        for dim in dims
         for causal in ("", ",causal")
-        for length in (512, 1024, 2048, 4096, 8192, 16384)
+        for length in lengths
     )
 
 
@@ -364,9 +431,40 @@ WORKLOADS = {
         "attention without a bias, (B, H, S, D)",
         {
             "cpu": ("4,8,256,64", "1,8,1024,64", "1,16,2048,128", "64,8,30,16"),
-            "cuda": gpu_dense_shapes(),
+            "cuda": gpu_dense_shapes((64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384)),
         },
         make_dense,
+        own_passes={"cuda": ("fwd", "bwd")},  # the forward pass would blur the backward's ratio
+    ),
+    "small_dims": Workload(
+        "dense with the small head dims of science models",
+        {
+            "cpu": ("4,8,256,16", "4,8,256,32", "4,8,256,48"),
+            "cuda": ("16,32,1024,16", "16,32,1024,32", "16,32,1024,48"),
+        },
+        make_dense,
+    ),
+    "decode": Workload(
+        "one query over S keys; on a GPU timed as a CUDA graph of many calls",
+        {
+            "cpu": ("1,32,8192,128,kv8",),
+            "cuda": tuple(f"1,32,{length << 10},128,kv8" for length in (8, 16, 32, 64, 128)),
+        },
+        make_decode,
+        options=frozenset({"kv"}),  # causal removes nothing, and means another thing in PyTorch
+        passes=("fwd",),
+    ),
+    "deterministic": Workload(
+        "dense with deterministic=True, next to our own without it",
+        {
+            "cpu": ("1,8,1024,64",),
+            "cuda": gpu_dense_shapes((64, 128), (1024, 4096, 16384)),
+        },
+        make_deterministic,
+        other_peers=(NONDETERMINISTIC,),
+        with_sdpa=False,
+        passes=("bwd", "fwd+bwd"),
+        own_passes={"cpu": ("bwd",), "cuda": ("bwd",)},
     ),
     "pair_bias": Workload(
         "a learned bias of (B, H, S, S) and its gradient",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import sys
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ examples:
 """
 DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 CHIPS = ("sm_75", "sm_80", "sm_90")  # one for each CUDA family
+# What people set to try something and forget.
+VARIABLES = ("FLASHMOE_FAMILY", "FLASHMOE_TILE", "FLASHMOE_CPU_TARGET", "FLASHMOE_NUM_THREADS")
 
 # Small, with everything awkward: lengths that fit no tile, shared key heads, masks, biases.
 CHECKS = (
@@ -72,6 +75,7 @@ def examine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "gpus": machine.gpus(),
         "families": info["families"],
+        "environment": {name: os.environ[name] for name in VARIABLES if os.environ.get(name)},
     }
     report["backends"] = [backend(device) for device in ("cpu", *CHIPS)]
     devices = ["cpu"]
@@ -174,6 +178,7 @@ def machine_lines(report: dict[str, Any]) -> list[str]:
     if not report["gpus"]:
         why = "torch sees none" if report["cuda_of_torch"] else "this torch is built without CUDA"
         lines.append(f"  GPU                none: {why}")
+    lines += [f"  {name:18} {value}" for name, value in report["environment"].items()]
     return lines
 
 

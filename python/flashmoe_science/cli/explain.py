@@ -20,6 +20,7 @@ EXAMPLES = """\
 examples:
   python -m flashmoe_science explain --batch 2 --heads 8 --kv-heads 2 --len 512 --dim 64 --causal
   python -m flashmoe_science explain --len 1 --kv-len 4096 --window 1024,0 --key-lengths
+  python -m flashmoe_science explain --len 4096 --dim 128 --dtype fp16 --backward --device sm_75
   python -m flashmoe_science explain --len 384 --bias 1,8,384,384 --backward --device sm_90
   python -m flashmoe_science explain --batch 64 --len 31 --ragged --dtype bf16
 """

@@ -17,7 +17,9 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -44,6 +46,7 @@ CHIPS = {
     "sm_75": Chip(64 * KB, 64 * KB, 0, 1024, 16),
     "sm_80": Chip(164 * KB, 163 * KB, KB, 2048, 32),
     "sm_86": Chip(100 * KB, 99 * KB, KB, 1536, 16),
+    "sm_87": Chip(164 * KB, 163 * KB, KB, 1536, 16),
     "sm_89": Chip(100 * KB, 99 * KB, KB, 1536, 24),
     "sm_90": Chip(228 * KB, 227 * KB, KB, 2048, 32),
     "sm_100": Chip(228 * KB, 227 * KB, KB, 2048, 32),
@@ -77,7 +80,6 @@ def find_cuobjdump() -> Path | None:
     return Path(found) if found else None
 
 
-@cache
 def cuobjdump(image: Path, *options: str) -> str:
     tool = find_cuobjdump()
     if tool is None:
@@ -101,6 +103,7 @@ def fatbins(folder: Path | None = None) -> list[Path]:
     return sorted((folder or fatbin_folder()).glob("*.fatbin"))
 
 
+@cache
 def chips(image: Path) -> tuple[set[str], set[str]]:
     """The chips an image has machine code for, and those it has PTX for."""
     machine_code = re.findall(r"^ELF file.*\.(sm_\w+)\.cubin$", cuobjdump(image, "-lelf"), re.M)
@@ -134,6 +137,7 @@ def machine_code(image: Path, *options: str) -> Iterator[tuple[str, str]]:
             yield chip[1], section
 
 
+@cache
 def usages(image: Path) -> list[Usage]:
     """Every kernel of an image, for every chip it has machine code for."""
     spilled = spills(image)
@@ -147,16 +151,38 @@ def usages(image: Path) -> list[Usage]:
     ]
 
 
-def opcodes(image: Path) -> dict[tuple[str, str], list[str]]:
-    """The machine instructions of each (kernel, chip), without operands: HMMA.16816.F32, ..."""
+@cache
+def opcodes(image: Path) -> dict[tuple[str, str], Counter[str]]:
+    """How often each (kernel, chip) has which instruction, without operands: HMMA.16816.F32, ..."""
     found = {}
     for chip, section in machine_code(image, "-sass"):
         for function in re.split(r"^\s+Function : ", section, flags=re.M)[1:]:
             kernel = function.split(None, 1)[0]
             # "        /*0010*/         @!P0 LDGSTS.E.BYPASS.128 [R1], ... ;"
             code = re.findall(r"^\s+/\*\w+\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", function, re.M)
-            found[kernel, chip] = code
+            found[kernel, chip] = Counter(code)
     return found
+
+
+@cache
+def ptx(image: Path) -> str:
+    """The PTX of an image."""
+    return cuobjdump(image, "-ptx")
+
+
+@cache
+def symbols(image: Path) -> frozenset[str]:
+    """The names in the symbol tables of an image's machine code, of all chips."""
+    # "STT_FUNC         STB_GLOBAL STO_ENTRY      sm80_attention_fwd_fp16_d64_128x128"
+    table = cuobjdump(image, "-symbols")
+    return frozenset(re.findall(r"^STT_\w+ .*?(\S+)$", table, re.M))
+
+
+def read_all(images: list[Path]) -> None:
+    """Everything above for these images, several at once: disassembling takes a second each."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for read in (opcodes, usages, chips, symbols):
+            list(pool.map(read, images))
 
 
 def registers_of_block(registers: int, threads: int) -> int:
@@ -193,7 +219,10 @@ def catalogue() -> dict[str, dict[str, Any]]:
 def rows(folder: Path | None = None) -> list[list[str]]:
     known = catalogue()
     table = []
-    for image in fatbins(folder):
+    images = fatbins(folder)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(usages, images))
+    for image in images:
         for use in sorted(usages(image), key=lambda use: (use.chip, use.kernel)):
             plan = known.get(use.kernel)
             launch = ["?", "?", "?"]  # compiled, but not in the library's catalogue

@@ -18,6 +18,10 @@ from flashmoe_science.bench import workloads
 from flashmoe_science.cli import doctor
 
 PACKAGE = Path(flashmoe_science.__file__).parent
+FAMILIES = set(json.loads(torch.ops.flashmoe.build_info())["families"])
+needs_kernels = pytest.mark.skipif(
+    not {"sm75", "sm80"} <= FAMILIES, reason="built without some of the CUDA kernels"
+)
 
 
 def run_as_user(*arguments: str, python_path: Path = PACKAGE.parent) -> subprocess.CompletedProcess:
@@ -50,6 +54,17 @@ def test_doctor_json_has_every_check(capsys):
     assert cpu["device"] == "cpu" and cpu["forward"] == cpu["backward"] == list(doctor.DTYPES)
     for backend in report["backends"]:
         assert len(backend["forward"]) == 4 or backend["why_not"], "no reason given"
+
+
+def test_doctor_tells_of_the_environment(monkeypatch, capsys):
+    """Who forced a tile last week should not have to guess why calls are refused."""
+    for name in doctor.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert main(["doctor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["environment"] == {}
+    monkeypatch.setenv("FLASHMOE_TILE", "1x1")
+    assert main(["doctor"]) == 0
+    assert "  FLASHMOE_TILE      1x1\n" in capsys.readouterr().out
 
 
 def test_doctor_finds_one_wrong_number(monkeypatch, capsys):
@@ -130,7 +145,9 @@ def test_explain_ragged(capsys):
         ("--window 4,-2", "window"),
         ("--dim 512", "512"),
         ("--device sm_1", "device"),
-        ("--device sm_90 --dtype fp64", ""),
+        ("--device sm_90 --dtype fp64", "sm_90"),
+        ("--device sm_75 --dtype bf16", "sm_75"),
+        ("--device sm_90 --dtype fp16 --bias 512,512", "sm_90"),
     ],
 )
 def test_explain_refuses(capsys, arguments, named):
@@ -138,6 +155,49 @@ def test_explain_refuses(capsys, arguments, named):
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err.startswith("cannot run: ") and named in shown.err
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--len 1 --kv-len 100000 --dtype bf16 --device sm_90", "splits     the keys, in "),
+        ("--len 1 --kv-len 100000 --dtype bf16 --device sm_90", "sm80_attention_combine_bf16\n"),
+        ("--dtype fp16 --backward --device sm_75", "before     sm75_attention_bwd_prepare_fp16\n"),
+        (
+            "--dtype fp16 --backward --device sm_75",
+            "after      sm75_attention_bwd_finish_fp16_d64",
+        ),
+        ("--dtype fp16 --backward --device sm_75", "  not bitwise reproducible"),
+        ("--dtype fp16 --backward --deterministic --device sm_75", "  bitwise reproducible\n"),
+    ],
+)
+def test_explain_for_other_machines(capsys, arguments, words):
+    assert main(["explain", *arguments.split()]) == 0
+    assert words in capsys.readouterr().out
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--dtype bf16 --device sm_75", "sm75: has no kernels for bfloat16"),
+        ("--dtype fp16 --bias 512,512 --device sm_90", "bias has no CUDA kernel yet"),
+    ],
+)
+def test_explain_says_what_a_gpu_cannot(capsys, arguments, words):
+    assert main(["explain", *arguments.split()]) == 1
+    assert words in capsys.readouterr().err
+
+
+@needs_kernels
+def test_doctor_knows_what_each_chip_can_run(capsys):
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    runs = {backend["device"]: backend for backend in report["backends"]}
+    for chip, dtypes in {"sm_75": ["fp16"], "sm_80": ["fp16", "bf16"]}.items():
+        assert runs[chip]["forward"] == runs[chip]["backward"] == dtypes
+    assert "bfloat16" in runs["sm_75"]["why_not"]["bf16"]
 
 
 @pytest.mark.parametrize("command", [[], ["doctor"], ["explain"], ["bench"]])

@@ -25,6 +25,16 @@ ROOMS = [
     ),
     ("the CUDA runtime", r"\bcuda[A-Z]\w*\s*\(", ()),
 ]
+# Device code, from the bottom up: what the files of a folder of src/cuda may include of src. What
+# runs on every chip knows none of them, and no family knows another.
+LAYERS = {
+    "ptx": r"cuda/ptx/",
+    "tile": r"cuda/(?:ptx/|tile/|params\.h)",
+    "any": r"cuda/(?:ptx/|tile/|any/|params\.h|tiles\.h)",
+    "sm75": r"cuda/(?:ptx/|tile/|any/|sm75/|params\.h|tiles\.h)",
+    "sm80": r"cuda/(?:ptx/|tile/|any/|sm80/|params\.h|tiles\.h)",
+    "sm90": r"cuda/(?:ptx/|tile/|any/|sm90/|params\.h|tiles\.h)",
+}
 # Headers that a program with neither torch nor CUDA can include.
 PUBLIC = r"#\s*include\s*[<\"](?:cuda|torch|ATen|c10)"
 
@@ -81,11 +91,11 @@ def test_everything_is_in_its_room():
 @pytest.mark.parametrize(
     "name, text, rule",
     [
-        ("src/cuda/sm80/attention_fwd.cuh", 'asm volatile("bar.sync 0;");', "asm"),
+        ("src/cuda/any/attention_fwd.cuh", 'asm volatile("bar.sync 0;");', "asm"),
         ("src/cpu/product.h", '__asm__("nop");', "asm"),
         ("src/attention/plan.cc", "#include <torch/csrc/stable/tensor.h>", "torch headers"),
         ("include/flashmoe/attention.h", '#include "ATen/ATen.h"', "torch headers"),
-        ("src/torch/ops.cc", "#include <Python.h>", "Python.h"),
+        ("src/torch/call.cc", "#include <Python.h>", "Python.h"),
         ("src/cpu/backend.cc", 'dlopen("libcuda.so.1", RTLD_NOW);', "driver calls"),
         ("src/cuda/catalogue.cc", "cuLibraryLoadData(&library, image);", "driver calls"),
         ("src/cuda/driver.cc", "cudaMalloc(&p, 4);", "the CUDA runtime"),
@@ -98,10 +108,38 @@ def test_an_intruder_would_be_found(name, text, rule):
     assert rule not in intruders(name, f"int a;  // {text}\n/* {text} */\n")
 
 
+def strange_includes(name: str, text: str) -> list[str]:
+    """What a file of device code includes and should know nothing of."""
+    layer = re.match(r"src/cuda/(\w+)/", name)
+    included = re.findall(r'#\s*include\s*"([^"]*)"', without_comments(text))
+    return [path for path in included if layer and not re.match(LAYERS[layer[1]], path)]
+
+
+def test_device_code_is_in_layers():
+    broken = {name: strange_includes(name, (ROOT / name).read_text()) for name in native()}
+    assert not {name: paths for name, paths in broken.items() if paths}
+
+
+@pytest.mark.parametrize(
+    "name, included",
+    [
+        ("src/cuda/ptx/mma.cuh", "cuda/tile/dtype.cuh"),
+        ("src/cuda/tile/softmax.cuh", "cuda/any/attention_fwd.cuh"),
+        ("src/cuda/any/attention_fwd.cuh", "cuda/sm80/chip.cuh"),
+        ("src/cuda/sm75/attention_fwd_fp16.cu", "cuda/sm80/chip.cuh"),
+        ("src/cuda/sm80/chip.cuh", "attention/problem.h"),
+    ],
+)
+def test_a_strange_include_would_be_found(name, included):
+    assert strange_includes(name, f'#include "{included}"\n') == [included]
+    assert not strange_includes(name, '#include "cuda/ptx/mma.cuh"\n')
+    assert not strange_includes("src/cuda/choose.cc", f'#include "{included}"\n')
+
+
 def test_residents_are_welcome():
     for name, text in (
-        ("src/cuda/ptx/mma.h", 'asm volatile("mma.sync");'),
-        ("src/torch/ops.cc", "#include <torch/csrc/stable/tensor.h>"),
+        ("src/cuda/ptx/mma.cuh", 'asm volatile("mma.sync");'),
+        ("src/torch/convert.h", "#include <torch/csrc/stable/tensor.h>"),
         ("src/cuda/driver.cc", 'dlopen("libcuda.so.1", RTLD_NOW);'),
         ("src/cuda/launch.cc", "cuLaunchKernelEx(&config, kernel, params, nullptr);"),
     ):

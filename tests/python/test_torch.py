@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
 import subprocess
 import sys
 import threading
@@ -328,6 +329,34 @@ def test_fake_results_look_like_real_ones():
                 fake = fm.flash_attention(*fakes, return_lse=True)
             for a, b in zip(real, fake, strict=True):
                 assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+
+
+def any_layout(pick: random.Random, *shape: int) -> torch.Tensor:
+    """Random numbers of that shape: dimensions in any order, with gaps, repeated, sliced."""
+    order = pick.sample(range(len(shape)), len(shape))
+    wide = [shape[dim] + pick.choice((0, 0, 1, 3)) for dim in order]
+    x = torch.randn(wide)[tuple(slice(shape[dim]) for dim in order)]
+    x = x.permute([order.index(dim) for dim in range(len(shape))])
+    repeated = [1 if pick.random() < 0.15 else size for size in shape]
+    x = x[tuple(slice(size) for size in repeated)].expand(shape)
+    # A dimension of size 1 may have any stride.
+    strides = [pick.choice((0, 1, 7)) if x.shape[i] == 1 else x.stride(i) for i in range(x.dim())]
+    return x.as_strided(shape, strides)
+
+
+def test_results_lie_as_torch_would_lay_them():
+    """As empty_like() does: fake tensors promise it, and compiled graphs rely on it."""
+    pick = random.Random(0)
+    for _ in range(400):
+        lead = [pick.choice((1, 2, 3)) for _ in range(pick.choice((1, 1, 2)))]
+        hk, n, m, d = (pick.choice(sizes) for sizes in ((1, 2), (0, 1, 3, 5), (1, 4), (1, 3, 8)))
+        shapes = ((*lead, 2 * hk, n, d), (*lead, hk, m, d), (*lead, hk, m, d), (2 * hk, n, m))
+        inputs = [any_layout(pick, *shape).requires_grad_() for shape in shapes]
+        out, lse = fm.flash_attention(*inputs, return_lse=True)
+        assert out.stride() == torch.empty_like(inputs[0]).stride()
+        assert lse.is_contiguous()
+        for x, grad in zip(inputs, torch.autograd.grad(out.sum(), inputs), strict=True):
+            assert grad.stride() == torch.empty_like(x).stride(), (x.shape, x.stride())
 
 
 def test_meta_tensors_give_meta_results():

@@ -129,8 +129,17 @@ void* stream_of(const Tensor& tensor) {
 }
 
 Tensor allocate(const TensorSpec& spec, const Tensor& like) {
-  return empty_strided(spec.rank, spec.shape.data(), spec.stride.data(), dtype_number(spec.dtype),
-                       like);
+  const auto make = [&](const TensorSpec& s) {
+    return empty_strided(s.rank, s.shape.data(), s.stride.data(), dtype_number(s.dtype), like);
+  };
+  const int64_t width = spec.rank > 1 ? spec.size(-1) : 0;
+  const int64_t pitch = spec.rank > 1 ? spec.step(-2) : 0;
+  if (pitch <= width || pitch - width >= 8) return make(spec);
+  // Padded rows, the last one too: a copy of 16 bytes that ends in the padding stays inside.
+  TensorSpec whole = spec;
+  whole.shape[spec.rank - 1] = pitch;
+  Tensor rows = make(whole);
+  return torch::stable::narrow(rows, spec.rank - 1, 0, width);
 }
 
 Tensor allocate_bytes(size_t bytes, const Tensor& like) {

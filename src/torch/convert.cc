@@ -134,8 +134,10 @@ Tensor allocate(const TensorSpec& spec, const Tensor& like) {
   };
   const int64_t width = spec.rank > 1 ? spec.size(-1) : 0;
   const int64_t pitch = spec.rank > 1 ? spec.step(-2) : 0;
-  if (pitch <= width || pitch - width >= 8) return make(spec);
-  // Padded rows, the last one too: a copy of 16 bytes that ends in the padding stays inside.
+  const bool padded =
+      dtype_bytes(spec.dtype) == 2 && width > 0 && width % 8 > 0 && pitch == (width + 7) / 8 * 8;
+  if (!padded) return make(spec);
+  // The last row has its padding too: a copy of 16 bytes that ends in it stays inside.
   TensorSpec whole = spec;
   whole.shape[spec.rank - 1] = pitch;
   Tensor rows = make(whole);

@@ -8,6 +8,9 @@
 
 namespace flashmoe::cuda {
 
+// The second and third dimension of a grid are 16-bit.
+inline constexpr int64_t kMaxGridYZ = 65535;
+
 // Fills in kernel, tile and grid, or says why no kernel of this build can do it and what would
 // work. Asks no device: all it knows of the chip is problem.device.
 Status choose(AttentionPlan& plan);

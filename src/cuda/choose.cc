@@ -13,7 +13,6 @@
 namespace flashmoe::cuda {
 namespace {
 
-constexpr int64_t kMaxGridYZ = 65535;
 constexpr int64_t kMaxLength = kNoLimit - 1;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -11,8 +11,6 @@
 namespace flashmoe::cuda {
 namespace {
 
-constexpr int64_t kMaxGridYZ = 65535;
-
 // A tensor's batch strides as the problem's leading dimensions have them; 0 where it is broadcast.
 void lead_strides(const TensorSpec& spec, int trailing, const Geometry& g, int64_t* strides) {
   const int own = spec.rank - trailing;

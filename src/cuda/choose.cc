@@ -178,6 +178,10 @@ class Chooser {
 
   // Why a smaller tile than this would be better.
   std::string too_large(const Kernel& k) const {
+    if (const int64_t held = resident(k, chip_); held < k.ctas) {
+      return text("made for ", k.ctas, " blocks on an SM, of which ",
+                  chip_name(plan_.problem.device.compute_capability), " holds ", held);
+    }
     if (plan_.problem.pass == Pass::kBackward || k.block_q <= 64) return {};
     const int64_t n = rows(plan_);
     if (n <= 64) return text(n, n == 1 ? " row" : " rows", " would leave half of the tile empty");

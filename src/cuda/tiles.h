@@ -12,7 +12,8 @@ struct FwdTile {
   int block_q, block_k;  // rows of queries and of keys in a tile
   int warps;             // each takes block_q / warps rows
   int q_steps;           // of the head_dim / 16 pieces of Q, how many stay in registers
-  int stages;            // blocks of keys in shared memory: one in use, the others on their way
+  int stages;            // blocks of K and V in shared memory: one in use, the others on their way;
+                         // with one, K arrives while V is used and the other way round
   int ctas;              // that an SM's registers are to hold
 
   constexpr int threads() const { return warps * 32; }
@@ -38,10 +39,12 @@ struct BwdTile {
   // registers as dV and dK need them, and only dQ needs dS in shared memory. Takes registers for
   // its keys' whole rows of dK and dV, so it is for small head dims.
   constexpr bool own_keys() const { return score_rows == 0; }
-  // K and V, the stages of Q and dO, P and dS, the stages of lse and delta, and the task.
+  // K and V, the stages of Q and dO, P (not with own keys) and dS, the stages of lse and delta, and
+  // the task.
   constexpr int shared_bytes() const {
-    return ((2 * block_k + 2 * stages * block_q) * head_dim + 2 * block_q * block_k) * 2 +
-           stages * block_q * 8 + kTaskBytes;
+    const int pairs = (own_keys() ? 1 : 2) * block_q * block_k;
+    return ((2 * block_k + 2 * stages * block_q) * head_dim + pairs) * 2 + stages * block_q * 8 +
+           kTaskBytes;
   }
 };
 

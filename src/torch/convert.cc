@@ -137,10 +137,13 @@ Tensor allocate(const TensorSpec& spec, const Tensor& like) {
   const bool padded =
       dtype_bytes(spec.dtype) == 2 && width > 0 && width % 8 > 0 && pitch == (width + 7) / 8 * 8;
   if (!padded) return make(spec);
-  // The last row has its padding too: a copy of 16 bytes that ends in it stays inside.
+  // The last row has its padding too: a copy of 16 bytes that ends in it stays inside. It is read
+  // and not used; zeros, so that a tool that looks for reads of what nobody wrote finds none.
   TensorSpec whole = spec;
   whole.shape[spec.rank - 1] = pitch;
   Tensor rows = make(whole);
+  Tensor padding = torch::stable::narrow(rows, spec.rank - 1, width, pitch - width);
+  torch::stable::zero_(padding);
   return torch::stable::narrow(rows, spec.rank - 1, 0, width);
 }
 

@@ -1,7 +1,7 @@
 """Is our answer right? Asked before anything is timed, and by `doctor`.
 
-The yardstick is PyTorch's math backend in the same dtype: measured against float64 on the same
-rounded inputs, our root mean square error may be at most twice its. The largest error, which finds
+The yardstick is PyTorch's math backend, working in the inputs' dtype as the tests' does: measured
+against float64 on the same rounded inputs, our root mean square error may be at most twice its. The largest error, which finds
 a single wrong number, may be that and a few rounding steps more: the largest of few is luck. Where
 a case is large, a few heads are compared; ours still computes all of them, and a gradient of a key
 needs all its queries, so that the least is one head: at length 16,384 one float64 tensor of scores
@@ -10,7 +10,8 @@ is then 2 GB. Each row's "check" says how many seconds it took.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -84,6 +85,17 @@ def compute(implementation: Implementation, case: Case, backward: bool) -> Tenso
     return results
 
 
+@contextmanager
+def math_in_its_dtype() -> Iterator[None]:
+    """By default PyTorch's math backend computes fp16 and bf16 in fp32."""
+    before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
+
+
 def in_double(case: Case) -> Case:
     """The same numbers as float64."""
     doubled = {name: t.double() for name, t in case.leaves.items()}
@@ -101,7 +113,8 @@ def check(case: Case, backward: bool) -> Verdict:
     heads = heads_to_compare(case)
     part = case if heads == case.heads else case.take_heads(heads)
     exact = compute(case.reference, in_double(part), backward)
-    math = compute(case.reference, part, backward)
+    with math_in_its_dtype():
+        math = compute(case.reference, part, backward)
     ours = compute(case.ours, case, backward)
     dtype = case.leaves["q"].dtype
     deviations = {}

@@ -24,23 +24,9 @@
 
 #include "cuda/any/attention_bwd_block.cuh"
 #include "cuda/any/attention_bwd_own.cuh"
-#include "cuda/ptx/memory.cuh"
 #include "cuda/tile/copy.cuh"
 
 namespace flashmoe::cuda {
-
-// No need to wait for anyone.
-inline constexpr int kAnyTurn = -1;
-
-// Whether block `key_block` of the keys, if there is such, has something to add to a block of
-// queries.
-template <class C>
-__device__ __forceinline__ bool adds_to(const BwdTask& task, int key_block, int first_query,
-                                        const AttentionBwdParams& p) {
-  if (key_block < 0 || key_block * C::kBlockK >= task.seq.len_k) return false;
-  const QueryRange<C> queries(task.seq, key_block, p);
-  return queries.begin <= first_query && first_query < queries.end;
-}
 
 // dK or dV through shared memory to 16-byte stores.
 template <class C>
@@ -115,6 +101,7 @@ __device__ __forceinline__ void find_task(BwdTask& task, const AttentionBwdParam
   const int first_key = x * C::kBlockK, last_key = first_key + C::kBlockK - 1;
   task.full_begin = last_key < task.seq.len_k ? last_key - task.seq.shift - p.right : kNoLimit;
   task.full_end = first_key - task.seq.shift + p.left - C::kBlockQ + 2;
+  task.plain = !p.softcap_scale && !odd_rows(p.head_dim) && !odd_rows(p.head_dim_v);
   const int head = task.key_head * p.group;
   task.query = rows_of(p.query, p, p.query_strides, task.batch, head, task.seq.token_q);
   task.grad_out = rows_of(p.grad_out, p, p.grad_out_strides, task.batch, head, task.seq.token_q);
@@ -129,12 +116,14 @@ __device__ __forceinline__ QueryBlock next(const QueryBlock& block, const BwdTas
 }
 
 // One block of queries of Q and dO to a stage.
-template <class C>
+template <class C, bool kMaybeOdd = true>
 __device__ __forceinline__ void load_queries(uint32_t smem, int stage, const BwdTask& task,
                                              const QueryBlock& block, const AttentionBwdParams& p) {
+  const int head = block.head - task.key_head * p.group;
   const auto load = [&](uint32_t to, const char* from, const Strides& strides, int len, int dim) {
-    load_tile<typename C::Chip, typename C::Layout, C::kBlockQ, C::kThreads>(
-        smem + to + stage * C::kQueryBytes, from, strides.row_bytes(), block.first, len, dim);
+    load_tile<typename C::Chip, typename C::Layout, C::kBlockQ, C::kThreads, kMaybeOdd>(
+        smem + to + stage * C::kQueryBytes, from + head * strides.head * 2, strides.row_bytes(),
+        block.first, len, dim);
   };
   load(C::kSmemQ, task.query, p.query_strides, task.seq.len_q, p.head_dim);
   load(C::kSmemGradOut, task.grad_out, p.grad_out_strides, p.grad_out ? task.seq.len_q : 0,
@@ -173,77 +162,57 @@ __device__ __forceinline__ void bwd_queries(BwdState<C>& t, uint32_t smem, BwdTa
   Chip::commit();
   set_zero(t.gK);
   set_zero(t.gV);
-  // The block after this one, to a stage that nobody reads.
-  const auto load_next = [&](int stage) {
-    const QueryBlock coming = next<C>(block, task);
-    if (!exists(coming)) return;
-    if (coming.head != block.head) {
-      if (threadIdx.x == 0) {
-        task.query += p.query_strides.head * 2;
-        task.grad_out += p.grad_out_strides.head * 2;
-      }
-      __syncthreads();
-    }
-    load_queries<C>(smem, stage, task, coming, p);
-  };
 
-  // A turn is waited for before the barrier in the middle of a block, and passed on after that of
-  // the next one, when all sums of this one are known to be on their way. Thread 0 looks for its
-  // turn at the start of the block: the answer takes as long as the first products. (Turns for 128
-  // queries at once need fewer fences, but cost more in waiting: 1.5-1.7 of the time for 1.4-1.5.)
-  int seen = kAnyTurn;
-  const int before = descending(p) ? task.key_block + 1 : task.key_block - 1;
-  const auto wait = [&] {
-    if constexpr (kDeterministic) {
-      if (threadIdx.x > 0) return;
-      while (seen != kAnyTurn && seen != before + 1) {
-        seen = ptx::ld_acquire(turn_of<C>(task, block, p));
-      }
-    }
-  };
-  const auto publish = [&] {
-    if constexpr (kDeterministic) {
-      if (threadIdx.x > 0) return;
-      if (task.turn) ptx::st_release(task.turn, task.key_block + 1);
-      task.turn = turn_of<C>(task, block, p);
-    }
-  };
   int stage = 0;
+  bool contain = false;  // a mask turned out not to do for the block
+  const auto needs = [&] {
+    if (!task.plain || contain) return Needs::kAnything;
+    if (block.first >= task.full_begin && block.first < task.full_end) return Needs::kNothing;
+    return C::kOwnKeys ? Needs::kAnything : Needs::kMask;
+  };
+  // The blocks from this one on that need the same.
+  const auto run = [&](auto constant) {
+    constexpr Needs kNeeds = decltype(constant)::value;
+    const auto load_next = [&](int stage) {
+      const QueryBlock coming = next<C>(block, task);
+      if (exists(coming)) {
+        load_queries<C, kNeeds == Needs::kAnything>(smem, stage, task, coming, p);
+      }
+      Chip::commit();
+    };
+    do {
+      Chip::template wait<0>();
+      __syncthreads();  // the block is there for everyone, and everyone is done with the one before
+      if (C::kStages > 1) load_next(stage ^ 1);
+      const Turn<C, kDeterministic> turn(task, block, p);
+      if constexpr (C::kOwnKeys) {
+        contain = !bwd_block_own<C, kNeeds>(t, smem, stage, task, block, p, turn);
+      } else {
+        contain = !bwd_block<C, kNeeds>(t, smem, stage, task, block, p, turn);
+      }
+      if (contain) break;
+      if (C::kStages == 1) {
+        __syncthreads();  // everyone is done with Q and dO
+        load_next(0);
+      }
+      block = next<C>(block, task);
+      if (C::kStages > 1) stage ^= 1;
+    } while (exists(block) && needs() == kNeeds);
+  };
 #pragma unroll 1
   while (exists(block)) {
-    Chip::template wait<0>();
-    __syncthreads();  // the block is there for everyone, and everyone is done with the one before
-    if (C::kStages > 1) load_next(stage ^ 1);
-    Chip::commit();
-    if (kDeterministic && threadIdx.x == 0) {
-      seen = adds_to<C>(task, before, block.first, p) ? ptx::ld_acquire(turn_of<C>(task, block, p))
-                                                      : kAnyTurn;
+    const Needs here = needs();
+    if (here == Needs::kNothing) {
+      run(std::integral_constant<Needs, Needs::kNothing>());
+    } else if (here == Needs::kAnything) {
+      run(std::integral_constant<Needs, Needs::kAnything>());
+    } else if constexpr (!C::kOwnKeys) {
+      run(std::integral_constant<Needs, Needs::kMask>());
     }
-    const auto compute = [&](auto general) {
-      constexpr bool kGeneral = decltype(general)::value;
-      if constexpr (C::kOwnKeys) {
-        bwd_block_own<C, kGeneral>(t, BwdLanes<C>(), smem, stage, task, block, p, wait, publish);
-      } else {
-        bwd_block<C, kGeneral>(t, BwdLanes<C>(), smem, stage, task, block, p, wait, publish);
-      }
-    };
-    const bool full = block.first >= task.full_begin && block.first < task.full_end;
-    if (full && !p.softcap_scale) {
-      compute(std::false_type());
-    } else {
-      compute(std::true_type());
-    }
-    if (C::kStages == 1) {
-      __syncthreads();  // everyone is done with Q and dO
-      load_next(0);
-      Chip::commit();
-    }
-    block = next<C>(block, task);
-    if (C::kStages > 1) stage ^= 1;
   }
   Chip::template wait<0>();
   __syncthreads();  // no warp still reads K and V
-  publish();
+  if (kDeterministic) pass_on_turn(task);
 }
 
 template <class C>
@@ -307,13 +276,12 @@ __device__ __forceinline__ void attention_bwd_finish(const AttentionBwdParams& p
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int row = warp / C::kQueryCols, col = warp % C::kQueryCols;
-  const float* sums = query_sums<C>(task, block, p);
 #pragma unroll
   for (int m = 0; m < C::kQueryM; ++m) {
 #pragma unroll
     for (int n = 0; n < C::kQueryN; ++n) {
       float x[4];
-      read_sums(x, sums, m * C::kQueryN + n);
+      read_sums(x, query_sums<C>(task, block, n / C::kPartN, p), m * C::kPartN + n % C::kPartN);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int r = query_row<C>(row, m) + lane / 4 + 8 * half;

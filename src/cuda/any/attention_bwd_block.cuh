@@ -4,8 +4,6 @@
 #pragma once
 
 #include "cuda/any/attention_bwd_tile.cuh"
-#include "cuda/tile/softmax.cuh"
-#include "cuda/tile/sums.cuh"
 
 namespace flashmoe::cuda {
 
@@ -30,33 +28,31 @@ template <class C>
 using Scores = float[C::kScoreM][C::kScoreN][4];
 
 // P and dS in place of S and dP.
-template <class C, bool kGeneral>
+template <class C, Needs kNeeds>
 __device__ __forceinline__ void differentiate_scores(Scores<C>& s, Scores<C>& dp,
                                                      const RowTerms<C>& terms,
                                                      const AttentionBwdParams& p) {
+  const auto each = [&](const auto& f) {
 #pragma unroll
-  for (int m = 0; m < C::kScoreM; ++m) {
+    for (int m = 0; m < C::kScoreM; ++m) {
 #pragma unroll
-    for (int n = 0; n < C::kScoreN; ++n) {
+      for (int n = 0; n < C::kScoreN; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 term = terms[m][i / 2];
-        float score = s[m][n][i], slope = 1;
-        if (kGeneral && p.softcap_scale) {
-          const Tanh capped = tanh_and_derivative(score * p.softcap_scale);
-          score = capped.value;
-          slope = capped.derivative;
-        }
-        s[m][n][i] = ptx::ex2_approx_ftz(score * p.scale_log2 - term.x);
-        dp[m][n][i] = s[m][n][i] * (dp[m][n][i] - term.y);
-        if (kGeneral && p.softcap_scale) dp[m][n][i] *= slope;
+        for (int i = 0; i < 4; ++i) f(s[m][n][i], dp[m][n][i], terms[m][i / 2]);
       }
     }
+  };
+  each([](float&, float& dp, float2 term) { dp -= term.y; });
+  if (kNeeds == Needs::kAnything && p.softcap_scale) {
+    each([&](float& s, float& dp, float2) { cap_score(s, dp, p); });
   }
+  each([&](float& s, float& dp, float2 term) {
+    s = ptx::ex2_approx_ftz(s * p.scale_log2 - term.x);
+    dp *= s;
+  });
 }
 
-// 0 where a row may not see a key. True if something there was not finite: S and dP show it when it
-// is in Q, K, dO or V.
+// Whether there is something that is not finite in Q, K, dO or V: S and dP show it.
 template <class C>
 __device__ __forceinline__ bool any_not_finite(const Scores<C>& s, const Scores<C>& dp) {
   float zero = 0;
@@ -70,7 +66,9 @@ __device__ __forceinline__ bool any_not_finite(const Scores<C>& s, const Scores<
   }
   return !(zero == 0);
 }
-template <class C>
+
+// 0 where a key is before the first that the row sees, or after the last.
+template <class C, Side kSide>
 __device__ __forceinline__ void mask_scores(Scores<C>& s, Scores<C>& dp, const Sequence& seq,
                                             int first_query, int first_key,
                                             const AttentionBwdParams& p) {
@@ -80,15 +78,12 @@ __device__ __forceinline__ void mask_scores(Scores<C>& s, Scores<C>& dp, const S
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_query + score_row<C>(thread) + 16 * m + lane / 4 + 8 * half;
-      const int offset = first_key + score_col<C>(thread) + lane % 4 * 2;
-      const int begin = seq.begin(row, p) - offset, end = seq.end(row, p) - offset;
+      const int limit = seq.limit<kSide>(row, p) - first_key - score_col<C>(thread) - lane % 4 * 2;
 #pragma unroll
       for (int n = 0; n < C::kScoreN; ++n) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          if (8 * n + c >= begin && 8 * n + c < end) continue;
-          s[m][n][2 * half + c] = 0;
-          dp[m][n][2 * half + c] = 0;
+          if (masked<kSide>(8 * n + c, limit)) s[m][n][2 * half + c] = dp[m][n][2 * half + c] = 0;
         }
       }
     }
@@ -113,24 +108,23 @@ __device__ __forceinline__ void store_pairs(uint32_t lane, const Scores<C>& x) {
 }
 
 // dV += P^T dO, or dK += dS^T Q
-template <class C, bool kGeneral>
+template <class C, Needs kNeeds>
 __device__ __forceinline__ void accumulate_key(float (&acc)[C::kKeyM][C::kKeyN][4],
                                                uint32_t left_lane, uint32_t right_lane) {
   const AcrossA<typename C::PairLayout, C::kKeyRows> left{left_lane};
   const AcrossB<typename C::Layout, C::kKeyCols> right{right_lane};
-  multiply<typename C::Type, C::kBlockQ / 16, kUnroll<C, kGeneral, C::kBlockQ / 16>>(acc, left,
-                                                                                     right);
+  multiply<typename C::Type, C::kBlockQ / 16, kUnroll<C, kNeeds, C::kBlockQ / 16>>(acc, left,
+                                                                                   right);
 }
 
-// One block of queries, Q and dO already in shared memory. The general version is for blocks that
-// need a mask and for softcap; the plain one has no branch from its first product to its last.
-// `wait` and `publish` are called before and after P and dS are written.
-template <class C, bool kGeneral, class Wait, class Publish>
-__device__ __forceinline__ void bwd_block(BwdState<C>& t, const BwdLanes<C>& lanes, uint32_t smem,
-                                          int stage, const BwdTask& task, const QueryBlock& block,
-                                          const AttentionBwdParams& p, const Wait& wait,
-                                          const Publish& publish) {
+// One block of queries, Q and dO already in shared memory. False where a mask alone will not do,
+// because there is something that is not finite: nothing was added then.
+template <class C, Needs kNeeds, class Turn>
+__device__ __forceinline__ bool bwd_block(BwdState<C>& t, uint32_t smem, int stage, BwdTask& task,
+                                          const QueryBlock& block, const AttentionBwdParams& p,
+                                          const Turn& turn) {
   using Layout = typename C::Layout;
+  constexpr bool kMasked = kNeeds != Needs::kNothing;
   const Sequence& seq = task.seq;
   const int first_key = task.key_block * C::kBlockK;
   const uint32_t sK = smem + C::kSmemK, sV = smem + C::kSmemV;
@@ -138,6 +132,7 @@ __device__ __forceinline__ void bwd_block(BwdState<C>& t, const BwdLanes<C>& lan
   const uint32_t sQ = smem + C::kSmemQ + stage * C::kQueryBytes;
   const uint32_t sdO = smem + C::kSmemGradOut + stage * C::kQueryBytes;
   const uint32_t sTerms = smem + C::kSmemTerms + stage * C::kTermBytes;
+  const BwdLanes<C> lanes;
   bool contain = false;
   {
     RowTerms<C> terms;
@@ -145,37 +140,46 @@ __device__ __forceinline__ void bwd_block(BwdState<C>& t, const BwdLanes<C>& lan
     Scores<C> s, dp;
     set_zero(s);
     set_zero(dp);
-    multiply<typename C::Type, C::kDim / 16, kUnroll<C, kGeneral, C::kDim / 16>>(
+    multiply<typename C::Type, C::kDim / 16, kUnroll<C, kNeeds, C::kDim / 16>>(
         s, AlongA<Layout>{sQ + lanes.score_left()}, AlongB<Layout>{sK + lanes.score_right()});
-    multiply<typename C::Type, C::kDim / 16, kUnroll<C, kGeneral, C::kDim / 16>>(
+    multiply<typename C::Type, C::kDim / 16, kUnroll<C, kNeeds, C::kDim / 16>>(
         dp, AlongA<Layout>{sdO + lanes.score_left()}, AlongB<Layout>{sV + lanes.score_right()});
-    if (kGeneral) contain = any_not_finite<C>(s, dp);
-    differentiate_scores<C, kGeneral>(s, dp, terms, p);
-    if (kGeneral) mask_scores<C>(s, dp, seq, block.first, first_key, p);
+    if (kMasked) contain = any_not_finite<C>(s, dp);
+    differentiate_scores<C, kNeeds>(s, dp, terms, p);
+    if (kMasked && block.first < task.full_begin) {
+      mask_scores<C, Side::kAfter>(s, dp, seq, block.first, first_key, p);
+    }
+    if (kMasked && block.first >= task.full_end) {
+      mask_scores<C, Side::kBefore>(s, dp, seq, block.first, first_key, p);
+    }
     store_pairs<C>(sP + lanes.pairs(), s);
     store_pairs<C>(sdS + lanes.pairs(), dp);
   }
-  wait();
+  turn.wait(task, block, p);
   // P and dS are written.
-  if (kGeneral) {
+  if (kMasked) {
     contain = __syncthreads_or(contain);
   } else {
     __syncthreads();
   }
-  publish();
+  if (kNeeds == Needs::kMask && contain) return false;
+  turn.pass_on(task, block, p);
 
-  float gQ[C::kQueryM][C::kQueryN][4];
-  if (!kGeneral || !contain) {
-    accumulate_key<C, kGeneral>(t.gV, sP + lanes.key_left(), sdO + lanes.key_right());
-    accumulate_key<C, kGeneral>(t.gK, sdS + lanes.key_left(), sQ + lanes.key_right());
-    query_gradient<C, kGeneral>(gQ, sdS + lanes.query_left(), sK + lanes.query_right());
-  } else {
+  if (!contain) {
+    accumulate_key<C, kNeeds>(t.gV, sP + lanes.key_left(), sdO + lanes.key_right());
+    accumulate_key<C, kNeeds>(t.gK, sdS + lanes.key_left(), sQ + lanes.key_right());
+    add_query_gradient<C>(task, block, p, [&](QueryPart<C>& acc, int part) {
+      query_gradient<C, kNeeds>(acc, part, sdS + lanes.query_left(), sK + lanes.query_right());
+    });
+  } else if constexpr (kNeeds == Needs::kAnything) {
     const ContainedProducts<C> products{seq, block.first, first_key, p};
-    products.accumulate_key(t.gV, sP, sdO);
-    products.accumulate_key(t.gK, sdS, sQ);
-    products.query_gradient(gQ, sdS, sK);
+    products.accumulate_key(t.gV, sP, sdO, 0, C::kBlockQ);
+    products.accumulate_key(t.gK, sdS, sQ, 0, C::kBlockQ);
+    add_query_gradient<C>(task, block, p, [&](QueryPart<C>& acc, int part) {
+      products.query_gradient(acc, part, sdS, sK);
+    });
   }
-  if (p.grad_query) add_sums(query_sums<C>(task, block, p), gQ);
+  return true;
 }
 
 }  // namespace flashmoe::cuda

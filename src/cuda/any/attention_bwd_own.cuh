@@ -5,14 +5,12 @@
 #pragma once
 
 #include "cuda/any/attention_bwd_tile.cuh"
-#include "cuda/tile/softmax.cuh"
-#include "cuda/tile/sums.cuh"
 
 namespace flashmoe::cuda {
 
-// S and dP with own keys: keys x queries.
+// S and dP with own keys: keys x queries, kOwnQueries of the block's at a time.
 template <class C>
-using OwnScores = float[C::kKeyM][C::kBlockQ / 8][4];
+using OwnScores = float[C::kKeyM][C::kOwnQueries / 8][4];
 
 // P or dS as the left operand of a product: a fragment of 16 keys x 16 queries.
 template <class C>
@@ -27,106 +25,154 @@ struct OwnPairs {
   }
 };
 
+// To the block's columns from `first` on.
 template <class C>
-__device__ __forceinline__ void store_own_pairs(uint32_t lane, const OwnScores<C>& x) {
+__device__ __forceinline__ void store_own_pairs(uint32_t lane, int first, const OwnScores<C>& x) {
   using Layout = typename C::OwnLayout;
 #pragma unroll
-  for (int n = 0; n < C::kBlockQ / 8; ++n) {
+  for (int n = 0; n < C::kOwnQueries / 8; ++n) {
 #pragma unroll
     for (int i = 0; i < 2 * C::kKeyM; ++i) {
-      ptx::st_shared_u32(Layout::along(lane, n) + 8 * i * Layout::kRowBytes,
+      ptx::st_shared_u32(Layout::along(lane, first / 8 + n) + 8 * i * Layout::kRowBytes,
                          C::Type::pack(x[i / 2][n][i % 2 * 2], x[i / 2][n][i % 2 * 2 + 1]));
     }
   }
 }
 
+template <class C>
+__device__ __forceinline__ bool own_not_finite(const OwnScores<C>& s, const OwnScores<C>& dp) {
+  float zero = 0;
+#pragma unroll
+  for (int m = 0; m < C::kKeyM; ++m) {
+#pragma unroll
+    for (int i = 0; i < C::kOwnQueries / 2; ++i) {
+      zero += s[m][i / 4][i % 4] * 0.f + dp[m][i / 4][i % 4] * 0.f;
+    }
+  }
+  return !(zero == 0);
+}
+
 // P and dS in place of S and dP, of two columns of queries at a time.
-template <class C, bool kGeneral>
+template <class C, Needs kNeeds>
 __device__ __forceinline__ void differentiate_own(OwnScores<C>& s, OwnScores<C>& dp,
-                                                  uint32_t sTerms, const BwdTask& task,
-                                                  const QueryBlock& block,
-                                                  const AttentionBwdParams& p) {
-  const int thread = ptx::opaque_thread(), lane = thread % 32;
+                                                  uint32_t sTerms, const AttentionBwdParams& p) {
+  const uint32_t from = sTerms + ptx::opaque_thread() % 4 * 16;
 #pragma unroll
-  for (int n = 0; n < C::kBlockQ / 8; ++n) {
-    const float4 two = ptx::ld_shared_v4_f32(sTerms + n * 64 + lane % 4 * 16);
+  for (int n = 0; n < C::kOwnQueries / 8; ++n) {
+    const float4 two = ptx::ld_shared_v4_f32(from + n * 64);
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const float lse = c ? two.z : two.x, delta = c ? two.w : two.y;
-      const int query = block.first + 8 * n + lane % 4 * 2 + c;
-      const int offset = task.key_block * C::kBlockK + score_col<C>(thread) + lane / 4;
-      const int begin = kGeneral ? task.seq.begin(query, p) - offset : 0;
-      const int end = kGeneral ? task.seq.end(query, p) - offset : 0;
+    for (int m = 0; m < C::kKeyM; ++m) {
 #pragma unroll
-      for (int m = 0; m < C::kKeyM; ++m) {
+      for (int i = 0; i < 4; ++i) dp[m][n][i] -= i % 2 ? two.w : two.y;
+    }
+    if (kNeeds == Needs::kAnything && p.softcap_scale) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          float &score = s[m][n][2 * half + c], &slope = dp[m][n][2 * half + c];
-          Tanh capped{score, 1};
-          if (kGeneral && p.softcap_scale) capped = tanh_and_derivative(score * p.softcap_scale);
-          score = ptx::ex2_approx_ftz(capped.value * p.scale_log2 - lse);
-          slope = score * (slope - delta);
-          if (!kGeneral) continue;
-          if (p.softcap_scale) slope *= capped.derivative;
-          const int key = 16 * m + 8 * half;
-          if (key < begin || key >= end) score = slope = 0;
-        }
+      for (int i = 0; i < C::kKeyM * 4; ++i) cap_score(s[i / 4][n][i % 4], dp[i / 4][n][i % 4], p);
+    }
+#pragma unroll
+    for (int m = 0; m < C::kKeyM; ++m) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        s[m][n][i] = ptx::ex2_approx_ftz(s[m][n][i] * p.scale_log2 - (i % 2 ? two.z : two.x));
+        dp[m][n][i] *= s[m][n][i];
       }
     }
   }
 }
 
-// bwd_block with own keys.
-template <class C, bool kGeneral, class Wait, class Publish>
-__device__ __forceinline__ void bwd_block_own(BwdState<C>& t, const BwdLanes<C>& lanes,
-                                              uint32_t smem, int stage, const BwdTask& task,
-                                              const QueryBlock& block, const AttentionBwdParams& p,
-                                              const Wait& wait, const Publish& publish) {
+// 0 where a key is before the first that the row sees, or after the last.
+template <class C, Side kSide>
+__device__ __forceinline__ void mask_own(OwnScores<C>& s, OwnScores<C>& dp, const BwdTask& task,
+                                         int first_query, const AttentionBwdParams& p) {
+  const int thread = ptx::opaque_thread(), lane = thread % 32;
+  const int first_key = task.key_block * C::kBlockK + score_col<C>(thread) + lane / 4;
+#pragma unroll
+  for (int n = 0; n < C::kOwnQueries / 8; ++n) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int query = first_query + 8 * n + lane % 4 * 2 + c;
+      const int limit = task.seq.limit<kSide>(query, p) - first_key;
+#pragma unroll
+      for (int i = 0; i < 2 * C::kKeyM; ++i) {
+        if (!masked<kSide>(8 * i, limit)) continue;
+        s[i / 2][n][i % 2 * 2 + c] = dp[i / 2][n][i % 2 * 2 + c] = 0;
+      }
+    }
+  }
+}
+
+// bwd_block with own keys. A block that needs a mask is one that needs anything: a warp contains
+// what is not finite by itself.
+template <class C, Needs kNeeds, class Turn>
+__device__ __forceinline__ bool bwd_block_own(BwdState<C>& t, uint32_t smem, int stage,
+                                              BwdTask& task, const QueryBlock& block,
+                                              const AttentionBwdParams& p, const Turn& turn) {
   using Layout = typename C::Layout;
   using Type = typename C::Type;
+  static_assert(kNeeds != Needs::kMask);
+  constexpr bool kMasked = kNeeds == Needs::kAnything;
   const uint32_t sK = smem + C::kSmemK, sV = smem + C::kSmemV, sdS = smem + C::kSmemGradS;
   const uint32_t sQ = smem + C::kSmemQ + stage * C::kQueryBytes;
   const uint32_t sdO = smem + C::kSmemGradOut + stage * C::kQueryBytes;
   const uint32_t sTerms = smem + C::kSmemTerms + stage * C::kTermBytes;
-  OwnScores<C> s, dp;
-  set_zero(s);
-  set_zero(dp);
-  multiply<Type, C::kDim / 16, kUnroll<C, kGeneral, C::kDim / 16>>(
-      s, AlongA<Layout>{sK + lanes.score_left()}, AlongB<Layout>{sQ + lanes.score_right()});
-  multiply<Type, C::kDim / 16, kUnroll<C, kGeneral, C::kDim / 16>>(
-      dp, AlongA<Layout>{sV + lanes.score_left()}, AlongB<Layout>{sdO + lanes.score_right()});
+  const ContainedProducts<C> contained{task.seq, block.first, task.key_block * C::kBlockK, p};
   bool contain = false;
-  if (kGeneral) {
-    float zero = 0;
-#pragma unroll
-    for (int i = 0; i < C::kKeyM * C::kBlockQ / 2; ++i) {
-      const int m = i / (C::kBlockQ / 2), n = i % (C::kBlockQ / 2) / 4;
-      zero += s[m][n][i % 4] * 0.f + dp[m][n][i % 4] * 0.f;
+#pragma unroll 1
+  for (int first = 0; first < C::kBlockQ; first += C::kOwnQueries) {
+    const uint32_t rows = first * Layout::kRowBytes;
+    const BwdLanes<C> lanes;
+    OwnScores<C> s, dp;
+    set_zero(s);
+    set_zero(dp);
+    multiply<Type, C::kDim / 16, kUnroll<C, kNeeds, C::kDim / 16>>(
+        s, AlongA<Layout>{sK + lanes.score_left()},
+        AlongB<Layout>{sQ + rows + lanes.score_right()});
+    multiply<Type, C::kDim / 16, kUnroll<C, kNeeds, C::kDim / 16>>(
+        dp, AlongA<Layout>{sV + lanes.score_left()},
+        AlongB<Layout>{sdO + rows + lanes.score_right()});
+    // dK and dV are this warp's own affair.
+    const bool mine = kMasked && __any_sync(0xffffffffu, own_not_finite<C>(s, dp));
+    differentiate_own<C, kNeeds>(s, dp, sTerms + first * 8, p);
+    if (kMasked && block.first < task.full_begin) {
+      mask_own<C, Side::kAfter>(s, dp, task, block.first + first, p);
     }
-    contain = __syncthreads_or(!(zero == 0));
+    if (kMasked && block.first >= task.full_end) {
+      mask_own<C, Side::kBefore>(s, dp, task, block.first + first, p);
+    }
+    if (kMasked && mine) {
+      contain = true;
+      store_own_pairs<C>(sdS + lanes.pairs(), first, s);
+      __syncwarp();  // P is written, in dS's place
+      contained.accumulate_key(t.gV, sdS, sdO, first, first + C::kOwnQueries);
+      __syncwarp();  // and read
+      store_own_pairs<C>(sdS + lanes.pairs(), first, dp);
+      __syncwarp();  // dS is written
+      contained.accumulate_key(t.gK, sdS, sQ, first, first + C::kOwnQueries);
+    } else {
+      store_own_pairs<C>(sdS + lanes.pairs(), first, dp);
+      multiply<Type, C::kOwnQueries / 16>(t.gV, OwnPairs<C>{s},
+                                          AcrossB<Layout>{sdO + rows + lanes.key_right()});
+      multiply<Type, C::kOwnQueries / 16>(t.gK, OwnPairs<C>{dp},
+                                          AcrossB<Layout>{sQ + rows + lanes.key_right()});
+    }
   }
-  differentiate_own<C, kGeneral>(s, dp, sTerms, task, block, p);
-  if (kGeneral && contain) {
-    store_own_pairs<C>(smem + C::kSmemP + lanes.pairs(), s);
+  turn.wait(task, block, p);
+  // dS is written.
+  if (kMasked) {
+    contain = __syncthreads_or(contain);
   } else {
-    multiply<Type, C::kBlockQ / 16>(t.gV, OwnPairs<C>{s}, AcrossB<Layout>{sdO + lanes.key_right()});
+    __syncthreads();
   }
-  store_own_pairs<C>(sdS + lanes.pairs(), dp);
-  wait();
-  __syncthreads();  // dS is written
-  publish();
-
-  float gQ[C::kQueryM][C::kQueryN][4];
-  if (kGeneral && contain) {
-    const ContainedProducts<C> products{task.seq, block.first, task.key_block * C::kBlockK, p};
-    products.accumulate_key(t.gV, smem + C::kSmemP, sdO);
-    products.accumulate_key(t.gK, sdS, sQ);
-    products.query_gradient(gQ, sdS, sK);
-  } else {
-    multiply<Type, C::kBlockQ / 16>(t.gK, OwnPairs<C>{dp}, AcrossB<Layout>{sQ + lanes.key_right()});
-    query_gradient<C, kGeneral>(gQ, sdS + lanes.query_left(), sK + lanes.query_right());
-  }
-  if (p.grad_query) add_sums(query_sums<C>(task, block, p), gQ);
+  turn.pass_on(task, block, p);
+  const BwdLanes<C> lanes;
+  add_query_gradient<C>(task, block, p, [&](QueryPart<C>& acc, int part) {
+    if (kMasked && contain) {
+      contained.query_gradient(acc, part, sdS, sK);
+    } else {
+      query_gradient<C, kNeeds>(acc, part, sdS + lanes.query_left(), sK + lanes.query_right());
+    }
+  });
+  return true;
 }
 
 }  // namespace flashmoe::cuda

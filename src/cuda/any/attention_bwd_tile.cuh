@@ -2,13 +2,17 @@
 // write, and the products that end in dQ.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "cuda/params.h"
+#include "cuda/ptx/memory.cuh"
 #include "cuda/ptx/shared.cuh"
 #include "cuda/tile/dtype.cuh"
 #include "cuda/tile/product.cuh"
 #include "cuda/tile/sequence.cuh"
+#include "cuda/tile/softmax.cuh"
+#include "cuda/tile/sums.cuh"
 #include "cuda/tile/swizzle.cuh"
 #include "cuda/tiles.h"
 
@@ -22,10 +26,11 @@ struct BwdTask {
   int key_block;               // which, of the sequence
   int query_begin, query_end;  // the queries that see it, in whole blocks
   int full_begin, full_end;    // of these, blocks that begin here need no mask
+  bool plain;                  // no block needs more than a mask
   int stored_keys;    // that have a gradient: also those past the sequence's length, which is 0
   int64_t first_row;  // of the sequence in the workspace
   int* turn;          // deterministic: to be passed on
-  const char *query, *grad_out;  // where the sequence's begin, of the head to be loaded next
+  const char *query, *grad_out;  // where the sequence's begin, of the group's first head
 };
 
 template <class Chip_, class T, BwdTile kTile_>
@@ -47,10 +52,13 @@ struct BwdConfig {
   static constexpr int kKeyM = kBlockK / kKeyRows / 16, kKeyN = kDim / kKeyCols / 8;
   static constexpr int kQueryRows = kTile.grad_query_rows, kQueryCols = kTile.warps / kQueryRows;
   static constexpr int kQueryM = kBlockQ / kQueryRows / 16, kQueryN = kDim / kQueryCols / 8;
+  // The columns of dQ are computed in parts where all at once would take too many registers.
+  static constexpr int kQueryParts = kQueryM * kQueryN > 12 ? 2 : 1;
+  static constexpr int kPartN = kQueryN / kQueryParts;
   static_assert(kScoreM * 16 * kScoreRows == kBlockQ && kScoreN * 8 * kScoreCols == kBlockK);
   static_assert(kKeyM * 16 * kKeyRows == kBlockK && kKeyN * 8 * kKeyCols == kDim);
   static_assert(kQueryM * 16 * kQueryRows == kBlockQ && kQueryN * 8 * kQueryCols == kDim);
-  static_assert(kKeyN % 2 == 0 && kQueryN % 2 == 0 && (!kOwnKeys || kKeyCols == 1));
+  static_assert(kKeyN % 2 == 0 && kPartN % 2 == 0 && (!kOwnKeys || kKeyCols == 1));
 
   using Layout = Swizzled<kDim>;
   using PairLayout = Swizzled<kBlockK>;  // of P and dS: queries x keys
@@ -61,11 +69,14 @@ struct BwdConfig {
   static constexpr uint32_t kSmemQ = 2 * kKeyBytes;
   static constexpr uint32_t kSmemGradOut = kSmemQ + kStages * kQueryBytes;
   static constexpr uint32_t kSmemP = kSmemGradOut + kStages * kQueryBytes;
-  static constexpr uint32_t kSmemGradS = kSmemP + kPairBytes;
+  static constexpr uint32_t kSmemGradS = kSmemP + (kOwnKeys ? 0 : kPairBytes);
   static constexpr uint32_t kTermBytes = kBlockQ * 8;
   static constexpr uint32_t kSmemTerms = kSmemGradS + kPairBytes;
   static constexpr uint32_t kSmemTask = kSmemTerms + kStages * kTermBytes;
   static_assert(kSmemTask + kTaskBytes == kTile.shared_bytes() && sizeof(BwdTask) <= kTaskBytes);
+  // Queries at once with own keys: at D = 32 fewer, which leaves registers for a third CTA.
+  static constexpr int kOwnQueries = kDim == 32 ? 16 : 32;
+  static_assert(!kOwnKeys || kBlockQ % kOwnQueries == 0);
   static_assert(kKeyBytes % 128 == 0 && kQueryBytes % 128 == 0 && kPairBytes % 128 == 0);
 };
 
@@ -102,11 +113,6 @@ struct QueryRange {
     end = last < first || last_key < first_key ? begin : (last / C::kBlockQ + 1) * C::kBlockQ;
   }
 };
-
-// Deterministic: whether blocks of keys add to a block of queries from the last to the first.
-__device__ __forceinline__ bool descending(const AttentionBwdParams& p) {
-  return p.right < kNoLimit;
-}
 
 // The accumulators of one warp.
 template <class C>
@@ -164,38 +170,116 @@ struct BwdLanes {
   }
 };
 
-// The sums of dQ of one block of queries, in the order of the accumulators.
+// The sums of a part of dQ of one block of queries, in the order of the accumulators.
 template <class C>
-__device__ __forceinline__ float* query_sums(const BwdTask& task, const QueryBlock& block,
+__device__ __forceinline__ float* query_sums(const BwdTask& task, const QueryBlock& block, int part,
                                              const AttentionBwdParams& p) {
   const int64_t row = block.head * p.rows + task.first_row + block.first;
   const int warp = ptx::opaque_thread() / 32;
-  return p.grad_query_sums + row * C::kDim + warp * (C::kQueryM * C::kQueryN * 128);
+  return p.grad_query_sums + row * C::kDim +
+         (warp * C::kQueryParts + part) * (C::kQueryM * C::kPartN * 128);
 }
 
-// Whose turn it is to add to a block of queries.
+// Deterministic: the blocks of keys take turns in adding to a block of queries. A turn is waited
+// for before the barrier in the middle of a block, and passed on after that of the next one, when
+// all sums of this one are known to be on their way. Thread 0 looks for its turn at the start of
+// the block: the answer takes as long as the first products. (Turns for 128 queries at once need
+// fewer fences, but cost more in waiting: 1.5-1.7 of the time for 1.4-1.5.)
+
+// From the last block of keys to the first, or the other way round.
+__device__ __forceinline__ bool descending(const AttentionBwdParams& p) {
+  return p.right < kNoLimit;
+}
+
+// By thread 0.
+__device__ __forceinline__ void pass_on_turn(const BwdTask& task) {
+  if (threadIdx.x == 0 && task.turn) ptx::st_release(task.turn, task.key_block + 1);
+}
+
+template <class C, bool kDeterministic>
+class Turn {
+ public:
+  __device__ __forceinline__ Turn(const BwdTask& task, const QueryBlock& block,
+                                  const AttentionBwdParams& p) {
+    if (!kDeterministic || threadIdx.x > 0) return;
+    const int before = key_block_before(task, p);
+    if (before < 0 || before * C::kBlockK >= task.seq.len_k) return;
+    const QueryRange<C> queries(task.seq, before, p);
+    if (queries.begin <= block.first && block.first < queries.end) {
+      seen_ = ptx::ld_acquire(address(task, block, p));
+    }
+  }
+  __device__ __forceinline__ void wait(const BwdTask& task, const QueryBlock& block,
+                                       const AttentionBwdParams& p) const {
+    if (!kDeterministic || threadIdx.x > 0 || seen_ == kAnyones) return;
+    int seen = seen_;
+    while (seen != key_block_before(task, p) + 1) seen = ptx::ld_acquire(address(task, block, p));
+  }
+  // The one before.
+  __device__ __forceinline__ void pass_on(BwdTask& task, const QueryBlock& block,
+                                          const AttentionBwdParams& p) const {
+    if (!kDeterministic || threadIdx.x > 0) return;
+    pass_on_turn(task);
+    task.turn = address(task, block, p);
+  }
+
+ private:
+  static constexpr int kAnyones = -1;  // nobody adds before
+
+  static __device__ __forceinline__ int key_block_before(const BwdTask& task,
+                                                         const AttentionBwdParams& p) {
+    return task.key_block + (descending(p) ? 1 : -1);
+  }
+  static __device__ __forceinline__ int* address(const BwdTask& task, const QueryBlock& block,
+                                                 const AttentionBwdParams& p) {
+    const int64_t row = block.head * p.rows + task.first_row + block.first;
+    return p.turns + row / C::kBlockQ;
+  }
+
+  int seen_ = kAnyones;  // in a register: nobody waits for it before it is needed
+};
+
+// The scores of a softcap, and dP - delta times its derivative: what plain scores have without it.
+// One branch for all elements: a branch for each costs a masked block a fifth of its time.
+__device__ __forceinline__ void cap_score(float& s, float& dp, const AttentionBwdParams& p) {
+  const Tanh capped = tanh_and_derivative(s * p.softcap_scale);
+  s = capped.value;
+  dp *= capped.derivative;
+}
+
+// How far the steps of a product are unrolled. What few calls need has no registers for more, nor
+// have own keys at D = 64 before Hopper.
+template <class C, Needs kNeeds, int kSteps>
+inline constexpr int kUnroll =
+    std::min(kSteps, kNeeds == Needs::kAnything || (C::kOwnKeys && !ptx::kHopper) ? 2 : 8);
+
+// dQ = dS K, added to its sums a part of the columns at a time; product(acc, part) computes it.
 template <class C>
-__device__ __forceinline__ int* turn_of(const BwdTask& task, const QueryBlock& block,
-                                        const AttentionBwdParams& p) {
-  const int64_t row = block.head * p.rows + task.first_row + block.first;
-  return p.turns + row / C::kBlockQ;
+using QueryPart = float[C::kQueryM][C::kPartN][4];
+
+template <class C, class Product>
+__device__ __forceinline__ void add_query_gradient(const BwdTask& task, const QueryBlock& block,
+                                                   const AttentionBwdParams& p,
+                                                   const Product& product) {
+#pragma unroll 1
+  for (int part = 0; part < C::kQueryParts; ++part) {
+    QueryPart<C> acc;
+    set_zero(acc);
+    product(acc, part);
+    if (p.grad_query) add_sums(query_sums<C>(task, block, part, p), acc);
+  }
 }
 
-// The general version of a block is rolled up: it is rare, and has registers for its masks to find.
-template <class C, bool kGeneral, int kSteps>
-inline constexpr int kUnroll = !kGeneral     ? (kSteps < 8 ? kSteps : 8)
-                               : C::kOwnKeys ? 1
-                                             : 2;
-
-// dQ = dS K
-template <class C, bool kGeneral>
-__device__ __forceinline__ void query_gradient(float (&acc)[C::kQueryM][C::kQueryN][4],
-                                               uint32_t left_lane, uint32_t right_lane) {
+template <class C, Needs kNeeds>
+__device__ __forceinline__ void query_gradient(QueryPart<C>& acc, int part, uint32_t left_lane,
+                                               uint32_t right_lane) {
   using Left = std::conditional_t<C::kOwnKeys, AcrossA<typename C::OwnLayout, C::kQueryRows>,
                                   AlongA<typename C::PairLayout>>;
-  const AcrossB<typename C::Layout, C::kQueryCols> right{right_lane};
-  set_zero(acc);
-  multiply<typename C::Type, C::kBlockK / 16, kUnroll<C, kGeneral, C::kBlockK / 16>>(
+  // A part is a whole number of the groups that chunks are mixed in.
+  constexpr int kPartChunks = C::kQueryCols * C::kPartN;
+  static_assert(C::kQueryParts == 1 || kPartChunks % C::Layout::kGroup == 0);
+  const AcrossB<typename C::Layout, C::kQueryCols> right{right_lane + part * kPartChunks * 16};
+  multiply<typename C::Type, C::kBlockK / 16, kUnroll<C, kNeeds, C::kBlockK / 16>>(
       acc, Left{left_lane}, right);
 }
 
@@ -220,12 +304,14 @@ struct ContainedProducts {
     return C::Type::unpack(ptx::ld_shared_u16(tile + Layout::at(row, col / 8) + col % 8 * 2));
   }
 
+  // Of the queries [begin, end) of the block.
   __device__ __forceinline__ void accumulate_key(float (&acc)[C::kKeyM][C::kKeyN][4],
-                                                 uint32_t pairs, uint32_t rows) const {
+                                                 uint32_t pairs, uint32_t rows, int begin,
+                                                 int end) const {
     const int thread = ptx::opaque_thread(), warp = thread / 32, lane = thread % 32;
     const int row = warp / C::kKeyCols, col = warp % C::kKeyCols;
 #pragma unroll 1
-    for (int query = 0; query < C::kBlockQ; ++query) {
+    for (int query = begin; query < end; ++query) {
       add_one(
           acc,
           [&](int m, int half) {
@@ -238,11 +324,10 @@ struct ContainedProducts {
           });
     }
   }
-  __device__ __forceinline__ void query_gradient(float (&acc)[C::kQueryM][C::kQueryN][4],
-                                                 uint32_t sdS, uint32_t sK) const {
+  __device__ __forceinline__ void query_gradient(QueryPart<C>& acc, int part, uint32_t sdS,
+                                                 uint32_t sK) const {
     const int thread = ptx::opaque_thread(), warp = thread / 32, lane = thread % 32;
     const int row = warp / C::kQueryCols, col = warp % C::kQueryCols;
-    set_zero(acc);
 #pragma unroll 1
     for (int key = 0; key < C::kBlockK; ++key) {
       add_one(
@@ -252,7 +337,8 @@ struct ContainedProducts {
             return Factor{allowed(query, key), pair(sdS, query, key)};
           },
           [&](int n, int c) {
-            const int column = 16 * (n / 2 * C::kQueryCols + col) + n % 2 * 8 + lane % 4 * 2 + c;
+            const int pair = (part * C::kPartN + n) / 2;
+            const int column = 16 * (pair * C::kQueryCols + col) + n % 2 * 8 + lane % 4 * 2 + c;
             return number<typename C::Layout>(sK, key, column);
           });
     }

@@ -6,8 +6,7 @@
 // and the loop after them has none.
 //
 //               keys ->                         shared memory, 16-bit, swizzled:
-//            ┌──────┬──────┬──────┐               sQ  block_q x D      also the output on its way
-//            out
+//            ┌──────┬──────┬──────┐               sQ  block_q x D, and then the output
 //   queries  │ full │ full │masked│               sK  stages x block_k x D
 //     |      └──────┴──────┴──────┘               sV  stages x block_k x D
 //     v        <──────── order
@@ -16,7 +15,7 @@
 // goes from the accumulators of S = Q K^T straight into the operands of O += P V. With 32 rows each
 // fragment of K and V read from shared memory feeds two products. While a block is computed, the
 // next ones are copied to the other stages; one barrier a block keeps a stage from being
-// overwritten while it is read.
+// overwritten while it is read. With one stage K and V take turns instead, and there are two.
 //
 // Head dims between the buckets are padded with zeros in shared memory. Where the grid would leave
 // most of the chip idle, the keys are split over several CTAs, and attention_rows.cuh adds up.
@@ -39,8 +38,10 @@ struct FwdTask {
   int batch, head;
   int first_row;
   int split;
-  int key_begin, key_end;   // its keys, in blocks of block_k
-  const char *key, *value;  // where the sequence's begin
+  int key_begin, key_end;    // its keys, in blocks of block_k
+  int full_begin, full_end;  // of these, blocks that need no mask
+  bool plain;                // no block needs more than a mask
+  const char *key, *value;   // where the sequence's begin
 };
 
 template <class Chip_, class T, FwdTile kTile_>
@@ -66,7 +67,10 @@ struct FwdConfig {
   static constexpr uint32_t kSmemTask = kSmemV + kStages * kTileBytes;
   static_assert(kSmemTask + kTaskBytes == kTile.shared_bytes() && sizeof(FwdTask) <= kTaskBytes);
   static_assert(kBlockQ % (16 * kTile.warps) == 0 && kBlockK % 16 == 0 && kDim % 16 == 0);
-  static_assert(kStages >= 2 && kSmemK % 128 == 0 && kTileBytes % 128 == 0);
+  // With one stage K and V take turns: one arrives while the other is used.
+  static constexpr bool kTurns = kStages == 1;
+  static constexpr int kAhead = kTurns ? 1 : kStages - 1;  // blocks that are on their way
+  static_assert(kStages >= 1 && kSmemK % 128 == 0 && kTileBytes % 128 == 0);
 };
 
 // The first row of this warp, in the block.
@@ -132,18 +136,22 @@ __device__ __forceinline__ void scores(float (&s)[C::kRowTiles][C::kKeyTiles][4]
 template <class C>
 __device__ __forceinline__ void transform_scores(float (&s)[C::kRowTiles][C::kKeyTiles][4],
                                                  const AttentionFwdParams& p) {
+  const auto each = [&](const auto& transform) {
 #pragma unroll
-  for (int m = 0; m < C::kRowTiles; ++m) {
+    for (int m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
-    for (int i = 0; i < C::kKeyTiles * 4; ++i) {
-      float& x = s[m][i / 4][i % 4];
-      x = p.softcap_scale ? tanh_and_derivative(x * p.softcap_scale).value : x * p.sign;
+      for (int i = 0; i < C::kKeyTiles * 4; ++i) s[m][i / 4][i % 4] = transform(s[m][i / 4][i % 4]);
     }
+  };
+  if (p.softcap_scale) {
+    each([&](float x) { return tanh_and_derivative(x * p.softcap_scale).value; });
+  } else if (p.sign != 1) {
+    each([&](float x) { return x * p.sign; });
   }
 }
 
-// -inf where key `first_key` + column is not for the row.
-template <class C, bool kGeneral>
+// -inf where key `first_key` + column is before the first that the row sees, or after the last.
+template <class C, Side kSide>
 __device__ __forceinline__ void mask_scores(float (&s)[C::kRowTiles][C::kKeyTiles][4], int row,
                                             int first_key, const Sequence& seq,
                                             const AttentionFwdParams& p) {
@@ -153,15 +161,12 @@ __device__ __forceinline__ void mask_scores(float (&s)[C::kRowTiles][C::kKeyTile
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int r = row + 16 * m + lane / 4 + 8 * half;
-      const int offset = first_key + lane % 4 * 2;
-      const int end = seq.end(r, p) - offset;
-      const int begin = kGeneral ? seq.begin(r, p) - offset : 0;
+      const int limit = seq.limit<kSide>(r, p) - first_key - lane % 4 * 2;
 #pragma unroll
       for (int n = 0; n < C::kKeyTiles; ++n) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          const bool early = kGeneral && 8 * n + c < begin;
-          if (early || 8 * n + c >= end) s[m][n][2 * half + c] = -INFINITY;
+          if (masked<kSide>(8 * n + c, limit)) s[m][n][2 * half + c] = -INFINITY;
         }
       }
     }
@@ -169,41 +174,47 @@ __device__ __forceinline__ void mask_scores(float (&s)[C::kRowTiles][C::kKeyTile
 }
 
 // A NaN or infinity in V must reach the rows that may see its key and no others, but in a product a
-// masked 0 times NaN is NaN. So where rows of a block differ in what they see: what is not finite
-// is added to the rows that see it, and a zero put in its place. Only for blocks of queries that
-// turned out not finite; they are computed a second time.
+// masked 0 times NaN is NaN. So blocks of queries that turned out not finite are computed a second
+// time, with zeros in place of what is not finite in V.
 template <class C>
-__device__ __forceinline__ void contain_values(float (&o)[C::kRowTiles][C::kDimTiles][4],
-                                               uint32_t sV, int row, int first_key,
-                                               const Sequence& seq, const AttentionFwdParams& p) {
-  const int thread = ptx::opaque_thread(), lane = thread % 32;
-  char* values = static_cast<char*>(__cvta_shared_to_generic(sV));
+__device__ __forceinline__ void drop_not_finite(uint32_t sV) {
+  uint16_t* values = static_cast<uint16_t*>(__cvta_shared_to_generic(sV));
 #pragma unroll 1
-  for (int key = 0; key < C::kBlockK; ++key) {
+  for (int i = ptx::opaque_thread(); i < C::kBlockK * C::kDim; i += C::kThreads) {
+    if ((values[i] & C::Type::kExponent) == C::Type::kExponent) values[i] = 0;
+  }
+  __syncthreads();  // the tile is finite
+}
+
+// And then what was left out is added to the rows that see it.
+template <class C>
+__device__ __forceinline__ void add_not_finite(float (&o)[C::kRowTiles][C::kDimTiles][4],
+                                               const FwdTask& task, const AttentionFwdParams& p) {
+  const Sequence& seq = task.seq;
+  const int lane = ptx::opaque_thread() % 32, row = task.first_row + warp_row<C>() + lane / 4;
+  const int end = min(task.key_end * C::kBlockK, seq.len_k);
+#pragma unroll 1
+  for (int key = task.key_begin * C::kBlockK; key < end; ++key) {
+    const char* values = task.value + int64_t{key} * p.value_strides.row_bytes();
 #pragma unroll
     for (int d = 0; d < C::kDimTiles; ++d) {
-      const uint32_t two =
-          *reinterpret_cast<const uint32_t*>(values + C::Layout::at(key, d) + lane % 4 * 4);
+      const int column = 8 * d + lane % 4 * 2, there = p.head_dim_v - column;
+      if (there <= 0) continue;
+      uint32_t two = *reinterpret_cast<const uint32_t*>(values + column * 2);
+      if (there == 1) two &= 0xffff;
       if (!any_not_finite<typename C::Type>(two)) continue;
 #pragma unroll
       for (int m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int r = row + 16 * m + lane / 4 + 8 * half;
-          if (first_key + key < seq.begin(r, p) || first_key + key >= seq.end(r, p)) continue;
+          const int r = row + 16 * m + 8 * half;
+          if (key < seq.begin(r, p) || key >= seq.end(r, p)) continue;
           o[m][d][2 * half] += infinity_or_nan<typename C::Type>(two & 0xffff);
           o[m][d][2 * half + 1] += infinity_or_nan<typename C::Type>(two >> 16);
         }
       }
     }
   }
-  __syncthreads();  // everyone has seen the tile
-#pragma unroll 1
-  for (int i = thread; i < C::kBlockK * C::kDim; i += C::kThreads) {
-    uint16_t& number = reinterpret_cast<uint16_t*>(values)[i];
-    if ((number & C::Type::kExponent) == C::Type::kExponent) number = 0;
-  }
-  __syncthreads();  // and now its finite version
 }
 
 // References of the rows that outgrew theirs are moved, and their output and sum with them.
@@ -285,48 +296,85 @@ __device__ __forceinline__ void accumulate(FwdState<C>& t,
   }
 }
 
-// One block of keys, already in shared memory. What few calls need (a left side of the window, a
-// softcap, a scale that is not positive, containment) is in the general version only: even as
-// branches never taken it costs the plain one a tenth of its speed.
-template <class C, bool kGeneral>
+// One block of keys, already in shared memory. `between` is called when the keys are done with and
+// before the values are needed.
+template <class C, Needs kNeeds, class Between>
 __device__ __forceinline__ void fwd_block(FwdState<C>& t, const FwdLanes<C>& lanes, uint32_t sQ,
                                           uint32_t sK, uint32_t sV, const FwdTask& task,
-                                          int first_key, bool contain,
-                                          const AttentionFwdParams& p) {
-  const Sequence& seq = task.seq;
-  const int row = warp_row<C>();
+                                          int first_key, bool contain, const AttentionFwdParams& p,
+                                          const Between& between) {
+  const int row = task.first_row + warp_row<C>();
   // Rows past the end, whole warps of them, would cost as much as the others.
-  if (!(kGeneral && contain) && task.first_row + row >= seq.len_q) return;
+  const bool idle = !contain && row >= task.seq.len_q;
   float s[C::kRowTiles][C::kKeyTiles][4];
-  scores<C>(s, t.rQ, sQ + ptx::opaque(lanes.q), sK + ptx::opaque(lanes.k));
-  if (kGeneral && (p.sign != 1 || p.softcap_scale)) transform_scores<C>(s, p);
-  // Not all keys are there, or rows differ in what they see.
-  const int last_row = min(task.first_row + C::kBlockQ, seq.len_q) - 1;
-  const bool partial = first_key + C::kBlockK > seq.end(task.first_row, p) ||
-                       (kGeneral && first_key < seq.begin(last_row, p));
-  if (partial) mask_scores<C, kGeneral>(s, task.first_row + row, first_key, seq, p);
-  update_references<C>(t, s, p.scale_log2);
-  if (kGeneral && contain && partial) {
-    contain_values<C>(t.o, sV, task.first_row + warp_row<C>(), first_key, seq, p);
+  if (!idle) scores<C>(s, t.rQ, sQ + ptx::opaque(lanes.q), sK + ptx::opaque(lanes.k));
+  between();
+  if (idle) return;
+  constexpr bool kAnything = kNeeds == Needs::kAnything;
+  if (kAnything && (p.sign != 1 || p.softcap_scale)) transform_scores<C>(s, p);
+  if (kNeeds != Needs::kNothing) {
+    const int block = first_key / C::kBlockK;
+    if (block >= task.full_end) mask_scores<C, Side::kAfter>(s, row, first_key, task.seq, p);
+    if (block < task.full_begin) mask_scores<C, Side::kBefore>(s, row, first_key, task.seq, p);
   }
+  update_references<C>(t, s, p.scale_log2);
+  if (kAnything && contain) drop_not_finite<C>(sV);
   accumulate<C>(t, s, p.scale_log2, sV + ptx::opaque(lanes.v));
 }
 
-// One block of K and V to a stage.
-template <class C>
+// One block of K or V to a stage.
+template <class C, bool kMaybeOdd = true>
 __device__ __forceinline__ void load_keys(uint32_t smem, int stage, int block, const FwdTask& task,
                                           const AttentionFwdParams& p) {
-  const auto load = [&](uint32_t to, const char* from, const Strides& strides, int dim) {
-    load_tile<typename C::Chip, typename C::Layout, C::kBlockK, C::kThreads>(
-        smem + to + stage * C::kTileBytes, from, strides.row_bytes(), block * C::kBlockK,
-        task.seq.len_k, dim);
-  };
-  load(C::kSmemK, task.key, p.key_strides, p.head_dim);
-  load(C::kSmemV, task.value, p.value_strides, p.head_dim_v);
+  load_tile<typename C::Chip, typename C::Layout, C::kBlockK, C::kThreads, kMaybeOdd>(
+      smem + C::kSmemK + stage * C::kTileBytes, task.key, p.key_strides.row_bytes(),
+      block * C::kBlockK, task.seq.len_k, p.head_dim);
+}
+template <class C, bool kMaybeOdd = true>
+__device__ __forceinline__ void load_values(uint32_t smem, int stage, int block,
+                                            const FwdTask& task, const AttentionFwdParams& p) {
+  load_tile<typename C::Chip, typename C::Layout, C::kBlockK, C::kThreads, kMaybeOdd>(
+      smem + C::kSmemV + stage * C::kTileBytes, task.value, p.value_strides.row_bytes(),
+      block * C::kBlockK, task.seq.len_k, p.head_dim_v);
+}
+
+// The blocks of keys from n down to `last`. The first of them are on their way already, as the
+// first of what comes after them are when it returns.
+template <class C, Needs kNeeds>
+__device__ __forceinline__ void fwd_blocks(FwdState<C>& t, uint32_t smem, int& n, int last,
+                                           const FwdTask& task, bool contain,
+                                           const AttentionFwdParams& p) {
+  using Chip = typename C::Chip;
+  constexpr bool kMaybeOdd = kNeeds == Needs::kAnything;
+  const FwdLanes<C> lanes;
+#pragma unroll 1
+  for (; n >= last; --n) {
+    Chip::template wait<C::kAhead - 1>();
+    __syncthreads();  // block n is there for everyone, and everyone is done with the stage before
+    const int coming = n - C::kAhead, stage = (task.key_end - 1 - n) % C::kStages;
+    if (C::kTurns) {
+      load_values<C, kMaybeOdd>(smem, 0, n, task, p);
+    } else if (coming >= task.key_begin) {
+      const int to = stage == 0 ? C::kStages - 1 : stage - 1;
+      load_keys<C, kMaybeOdd>(smem, to, coming, task, p);
+      load_values<C, kMaybeOdd>(smem, to, coming, task, p);
+    }
+    Chip::commit();
+    const auto between = [&] {
+      if (!C::kTurns) return;
+      Chip::template wait<0>();
+      __syncthreads();  // V is there for everyone, and everyone is done with K
+      if (coming >= task.key_begin) load_keys<C, kMaybeOdd>(smem, 0, coming, task, p);
+      Chip::commit();
+    };
+    fwd_block<C, kNeeds>(t, lanes, smem + C::kSmemQ, smem + C::kSmemK + stage * C::kTileBytes,
+                         smem + C::kSmemV + stage * C::kTileBytes, task, n * C::kBlockK, contain, p,
+                         between);
+  }
 }
 
 // O of all the keys of the task.
-template <class C, bool kGeneral>
+template <class C>
 __device__ __forceinline__ void fwd_keys(FwdState<C>& t, uint32_t smem, const FwdTask& task,
                                          bool contain, const AttentionFwdParams& p) {
   using Layout = typename C::Layout;
@@ -336,19 +384,21 @@ __device__ __forceinline__ void fwd_keys(FwdState<C>& t, uint32_t smem, const Fw
   load_tile<Chip, Layout, C::kBlockQ, C::kThreads>(sQ, gQ, p.query_strides.row_bytes(),
                                                    task.first_row, task.seq.len_q, p.head_dim);
 #pragma unroll
-  for (int ahead = 0; ahead < C::kStages - 1; ++ahead) {
+  for (int ahead = 0; ahead < C::kAhead; ++ahead) {
     const int block = task.key_end - 1 - ahead;
-    if (block >= task.key_begin) load_keys<C>(smem, ahead, block, task, p);
+    if (block >= task.key_begin) {
+      load_keys<C>(smem, ahead, block, task, p);
+      if (!C::kTurns) load_values<C>(smem, ahead, block, task, p);
+    }
     Chip::commit();
   }
   set_zero(t.o);
 #pragma unroll
   for (int m = 0; m < C::kRowTiles; ++m) t.rows[m] = RowState();
-  const FwdLanes<C> lanes;
   if (C::kQSteps > 0) {
     Chip::template wait<0>();
     __syncthreads();
-    const AlongA<Layout> q{sQ + lanes.q};
+    const AlongA<Layout> q{sQ + FwdLanes<C>().q};
 #pragma unroll
     for (int m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
@@ -356,20 +406,21 @@ __device__ __forceinline__ void fwd_keys(FwdState<C>& t, uint32_t smem, const Fw
     }
   }
 
-  int stage = 0;
+  int n = task.key_end - 1;
+  if (!task.plain || contain) {
+    fwd_blocks<C, Needs::kAnything>(t, smem, n, task.key_begin, task, contain, p);
+    return;
+  }
+  // Masked blocks, full ones, and masked ones again where the window ends on the left.
+  const bool some_full = task.full_begin < task.full_end;
 #pragma unroll 1
-  for (int n = task.key_end - 1; n >= task.key_begin; --n) {
-    Chip::template wait<C::kStages - 2>();
-    __syncthreads();  // block n is there for everyone, and everyone is done with the stage before
-    const int coming = n - (C::kStages - 1);
-    if (coming >= task.key_begin) {
-      load_keys<C>(smem, stage == 0 ? C::kStages - 1 : stage - 1, coming, task, p);
+  while (n >= task.key_begin) {
+    if (some_full && n < task.full_end && n >= task.full_begin) {
+      fwd_blocks<C, Needs::kNothing>(t, smem, n, task.full_begin, task, false, p);
+    } else {
+      const int last = some_full && n >= task.full_end ? task.full_end : task.key_begin;
+      fwd_blocks<C, Needs::kMask>(t, smem, n, last, task, false, p);
     }
-    Chip::commit();
-    fwd_block<C, kGeneral>(t, lanes, sQ, smem + C::kSmemK + stage * C::kTileBytes,
-                           smem + C::kSmemV + stage * C::kTileBytes, task, n * C::kBlockK, contain,
-                           p);
-    stage = stage == C::kStages - 1 ? 0 : stage + 1;
   }
 }
 
@@ -488,6 +539,10 @@ __device__ __forceinline__ void find_task(FwdTask& task, const AttentionFwdParam
     task.key_begin += task.split * share;
     task.key_end = min(task.key_end, task.key_begin + share);
   }
+  // All keys are there, and all rows see them.
+  task.full_begin = max((seq.begin(last_row, p) + C::kBlockK - 1) / C::kBlockK, task.key_begin);
+  task.full_end = min(max(seq.end(task.first_row, p), 0) / C::kBlockK, task.key_end);
+  task.plain = p.sign == 1 && !p.softcap_scale && !odd_rows(p.head_dim) && !odd_rows(p.head_dim_v);
   const int key_head = p.group == 1 ? task.head : task.head / p.group;
   task.key = rows_of(p.key, p, p.key_strides, task.batch, key_head, seq.token_k);
   task.value = rows_of(p.value, p, p.value_strides, task.batch, key_head, seq.token_k);
@@ -508,26 +563,24 @@ __device__ __forceinline__ void attention_fwd(const AttentionFwdParams& p) {
   if (task.first_row >= task.seq.len_q) return;
 
   FwdState<C> t;
-  const bool rows_differ = (p.left < kNoLimit || p.right < kNoLimit) && !p.one_query;
-  bool general = p.left < kNoLimit || p.sign != 1 || p.softcap_scale, contain = false;
+  // Whether a block may have keys that some rows see and others do not, or that none sees.
+  const bool masked = p.left < kNoLimit || (p.right < kNoLimit && !p.one_query);
+  bool contain = false;
   while (true) {
-    if (general) {
-      fwd_keys<C, true>(t, smem, task, contain, p);
-    } else {
-      fwd_keys<C, false>(t, smem, task, false, p);
-    }
+    fwd_keys<C>(t, smem, task, contain, p);
     // Q arrived, even if there was no key to wait for, and no warp still reads it.
     C::Chip::template wait<0>();
     bool finite = true;
-    if (rows_differ) {
+    if (masked) {
 #pragma unroll
       for (int i = 0; i < C::kRowTiles * C::kDimTiles * 4; ++i) {
         finite &= isfinite(t.o[i / 4 / C::kDimTiles][i / 4 % C::kDimTiles][i % 4]);
       }
     }
     if (!__syncthreads_or(!finite) || contain) break;
-    general = contain = true;
+    contain = true;
   }
+  if (contain) add_not_finite<C>(t.o, task, p);
   if (p.splits > 1) {
     store_partial<C>(t, task, p);
   } else {

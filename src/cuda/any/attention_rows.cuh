@@ -78,34 +78,53 @@ __device__ __forceinline__ void attention_bwd_prepare(const AttentionBwdParams& 
   if (p.deterministic && threadIdx.x == 0) p.turns[block_row / p.block_q] = 0;
 }
 
-// The results of all splits as one: a CTA for each row, grid (len_q, heads, batch).
+// The results of all splits as one: a CTA for each row, grid (len_q, heads, batch). Each warp goes
+// over all of lse, a lane for a split, and over its share of the outputs.
 template <class T>
 __device__ __forceinline__ void attention_combine(const AttentionFwdParams& p) {
+  constexpr int kWarps = kRowThreads / 32, kMaxDim = 256;
+  __shared__ float4 shares[kWarps][kMaxDim / 4];
   const int batch = p.first_batch + blockIdx.z, head = blockIdx.y, row = blockIdx.x;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const Sequence seq = find_sequence(p, batch);
   const int64_t rows = int64_t{p.batch} * gridDim.y * p.len_q;  // of one split
   const int64_t mine = (int64_t{batch} * gridDim.y + head) * p.len_q + row;
+  const float* lses = p.partial_lse + mine;
 
-  // Every thread goes over all of lse: a few numbers from the cache, and no barrier.
   float top = -INFINITY, sum = 0;
-  for (int s = 0; s < p.splits; ++s) top = fmaxf(top, p.partial_lse[s * rows + mine]);
+  for (int s = lane; s < p.splits; s += 32) top = fmaxf(top, lses[s * rows]);
+  top = warp_max(top);
   const float reference = top == -INFINITY ? 0.f : top;
-  for (int s = 0; s < p.splits; ++s) {
-    sum += ptx::ex2_approx_ftz(p.partial_lse[s * rows + mine] - reference);
-  }
+  for (int s = lane; s < p.splits; s += 32) sum += ptx::ex2_approx_ftz(lses[s * rows] - reference);
+  sum = warp_sum(sum);
   const float lse = sum == 0 ? -INFINITY : reference + __log2f(sum);
   if (p.lse && threadIdx.x == 0) {
     p.lse[offset(p, p.lse_strides, batch, head, 0) + row * p.lse_strides.row] =
         seq.valid ? lse * kLn2 : NAN;
   }
+
+  for (int d = lane; d < p.dim / 4; d += 32) {
+    float4 share = {0, 0, 0, 0};
+#pragma unroll 8
+    for (int s = warp; s < p.splits; s += kWarps) {
+      const float4 x =
+          reinterpret_cast<const float4*>(p.partial_out + (s * rows + mine) * p.dim)[d];
+      const float part = lses[s * rows];
+      if (part == -INFINITY) continue;  // no key of this split was for the row
+      const float weight = ptx::ex2_approx_ftz(part - lse);
+      share.x += weight * x.x;
+      share.y += weight * x.y;
+      share.z += weight * x.z;
+      share.w += weight * x.w;
+    }
+    shares[warp][d] = share;
+  }
+  __syncthreads();  // all shares are there
   const char* to = rows_of(p.out, p, p.out_strides, batch, head, 0) + row * p.out_strides.row * 2;
   for (int d = threadIdx.x; d < p.head_dim_v; d += kRowThreads) {
     float value = 0;
-    for (int s = 0; s < p.splits; ++s) {
-      const float part = p.partial_lse[s * rows + mine];
-      if (part == -INFINITY) continue;  // no key of this split was for the row
-      value += ptx::ex2_approx_ftz(part - lse) * p.partial_out[(s * rows + mine) * p.dim + d];
-    }
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) value += reinterpret_cast<const float*>(shares[w])[d];
     if (!seq.valid) value = NAN;
     const uint16_t rounded = T::pack(value, 0) & 0xffff;
     reinterpret_cast<uint16_t*>(const_cast<char*>(to))[d] = rounded;

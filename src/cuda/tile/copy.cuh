@@ -36,25 +36,20 @@ struct RowWalk {
   }
 };
 
-// The rows of a walk that begins at `from`, `rows` of which are there, to shared memory. What is
-// past the end of columns or rows becomes zeros, so that nothing is read beyond the tensor and
-// nothing but zeros meets a probability of 0.
-template <class Chip, class Layout, int kRows, int kThreads>
-__device__ __forceinline__ void copy_rows(const RowWalk<Layout, kRows, kThreads>& walk,
-                                          uint32_t shared, const char* from, int row_bytes,
-                                          int rows, int dim) {
+// Whether rows of `dim` elements end within a chunk.
+__device__ __forceinline__ bool odd_rows(int dim) { return dim % 8 != 0; }
+
+// Rows [first, first + kRows) of a (len, dim) matrix to shared memory. What is past the end of
+// columns or rows becomes zeros, so that nothing is read beyond the tensor and nothing but zeros
+// meets a probability of 0. Without kMaybeOdd rows must not be odd: a loop without the branch.
+template <class Chip, class Layout, int kRows, int kThreads, bool kMaybeOdd = true>
+__device__ __forceinline__ void load_tile(uint32_t shared, const char* global, int row_bytes,
+                                          int first, int len, int dim) {
+  const RowWalk<Layout, kRows, kThreads> walk(ptx::opaque_thread());
+  const char* from = global + int64_t{first + walk.row} * row_bytes + walk.chunk * 16;
   // Past the end nothing is read, wherever the address leads.
-  const int bytes = walk.bytes(dim);
-  if (dim % 8 == 0) {
-#pragma unroll
-    for (int i = 0; i < walk.kSteps; ++i) {
-      const int row = walk.row + i * walk.kStep;
-      if (walk.has(i)) {
-        Chip::copy_16(shared + Layout::at(row, walk.chunk), from, bytes > 0 && row < rows);
-      }
-      from += int64_t{walk.kStep} * row_bytes;
-    }
-  } else {
+  const int rows = len - first, bytes = walk.bytes(dim);
+  if (kMaybeOdd && odd_rows(dim)) {
 #pragma unroll 1
     for (int i = 0; i < walk.kSteps; ++i) {
       const int row = walk.row + i * walk.kStep;
@@ -63,16 +58,16 @@ __device__ __forceinline__ void copy_rows(const RowWalk<Layout, kRows, kThreads>
       }
       from += int64_t{walk.kStep} * row_bytes;
     }
+  } else {
+#pragma unroll
+    for (int i = 0; i < walk.kSteps; ++i) {
+      const int row = walk.row + i * walk.kStep;
+      if (walk.has(i)) {
+        Chip::copy_16(shared + Layout::at(row, walk.chunk), from, bytes > 0 && row < rows);
+      }
+      from += int64_t{walk.kStep} * row_bytes;
+    }
   }
-}
-
-// Rows [first, first + kRows) of a (len, dim) matrix to shared memory.
-template <class Chip, class Layout, int kRows, int kThreads>
-__device__ __forceinline__ void load_tile(uint32_t shared, const char* global, int row_bytes,
-                                          int first, int len, int dim) {
-  const RowWalk<Layout, kRows, kThreads> walk(ptx::opaque_thread());
-  const char* from = global + int64_t{first + walk.row} * row_bytes + walk.chunk * 16;
-  copy_rows<Chip>(walk, shared, from, row_bytes, len - first, dim);
 }
 
 // And back, those of kRows rows that lie before `len`.

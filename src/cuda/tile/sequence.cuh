@@ -5,6 +5,21 @@
 
 namespace flashmoe::cuda {
 
+// What a block of queries x keys needs: products and softmax alone, a mask as well, or anything
+// that a call can ask for (softcap, a scale that is not positive, rows that end within a chunk, a
+// NaN to be contained). Kernels have a loop for each: even as branches never taken, what is not
+// needed costs a tenth of the speed, and long ways around it cost fetching.
+enum class Needs { kNothing, kMask, kAnything };
+
+// Keys that a row does not see are masked one side at a time: few blocks need both, and both at
+// once take more registers than there are.
+enum class Side { kBefore, kAfter };  // the first key it sees, the last
+
+template <Side kSide>
+__device__ __forceinline__ bool masked(int key, int limit) {
+  return kSide == Side::kBefore ? key < limit : key >= limit;
+}
+
 struct Sequence {
   int64_t token_q = 0, token_k = 0;  // ragged: its first tokens
   int len_q = 0, len_k = 0;
@@ -20,6 +35,10 @@ struct Sequence {
   }
   __device__ __forceinline__ int end(int row, const AttentionParams& p) const {
     return min(row * step + shift + p.right + 1, len_k);
+  }
+  template <Side kSide>
+  __device__ __forceinline__ int limit(int row, const AttentionParams& p) const {
+    return kSide == Side::kBefore ? begin(row, p) : end(row, p);
   }
 };
 

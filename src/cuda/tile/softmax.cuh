@@ -19,6 +19,18 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
+// Over the warp.
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
+  return x;
+}
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+  return x;
+}
+
 // Output and sums are brought to a new reference only when the maximum has outgrown the old one by
 // this much (an idea of FlashAttention-4): probabilities then reach 2^8, far from where fp16 ends,
 // and the final division makes the result the same. Rescaling at every new maximum costs a product

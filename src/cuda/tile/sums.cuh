@@ -9,11 +9,7 @@
 namespace flashmoe::cuda {
 
 // Hopper adds four floats of a lane at once; before it, lanes take turns over single ones.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-inline constexpr bool kVectorSums = true;
-#else
-inline constexpr bool kVectorSums = false;
-#endif
+inline constexpr bool kVectorSums = ptx::kHopper;
 
 template <int kM, int kN>
 __device__ __forceinline__ void add_sums(float* sums, const float (&acc)[kM][kN][4]) {

@@ -508,9 +508,11 @@ def test_a_backward_pass_says_whether_it_is_reproducible():
 
 
 def test_a_tile_that_does_not_fit_is_passed_over_by_name():
-    """Head dim 256 has a tile for chips with more than 164 KB."""
+    """The backward pass of head dim 256 has a tile for chips with more than 164 KB."""
     large = problem(d=256, n=4096)
-    on_h100, on_a100 = (fm.explain(*large, device=chip) for chip in ("sm_90", "sm_80"))
+    on_h100, on_a100 = (
+        fm.explain(*large, backward=True, device=chip) for chip in ("sm_90", "sm_80")
+    )
     name = told(on_h100)["kernel"]
     assert CATALOGUE[name]["shared_bytes"] > CHIPS["sm_80"].block_shared_bytes
     assert told(on_a100)["kernel"] != name
@@ -518,6 +520,17 @@ def test_a_tile_that_does_not_fit_is_passed_over_by_name():
     assert f"{name}: passed over: {reason}" in on_a100
     short = fm.explain(*problem(d=128, n=40), device="sm_90")
     assert re.search(r"128x64: passed over: 40 rows would leave half of the tile empty", short)
+
+
+def test_a_tile_that_leaves_an_sm_half_empty_is_passed_over_by_name():
+    """Two blocks of the backward pass of head dim 64 fit an SM of Hopper, one an SM of Ampere."""
+    on_h100, on_a100 = (
+        fm.explain(*problem(d=64, n=4096), backward=True, device=chip)
+        for chip in ("sm_90", "sm_80")
+    )
+    name = told(on_h100)["kernel"]
+    assert told(on_a100)["kernel"] != name
+    assert f"{name}: passed over: made for 2 blocks on an SM, of which sm_80 holds 1" in on_a100
 
 
 def test_a_machine_without_a_gpu_plans_for_the_cpu():

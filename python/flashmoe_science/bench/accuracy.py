@@ -1,11 +1,11 @@
 """Is our answer right? Asked before anything is timed, and by `doctor`.
 
 The yardstick is PyTorch's math backend, working in the inputs' dtype as the tests' does: measured
-against float64 on the same rounded inputs, our root mean square error may be at most twice its. The largest error, which finds
-a single wrong number, may be that and a few rounding steps more: the largest of few is luck. Where
-a case is large, a few heads are compared; ours still computes all of them, and a gradient of a key
-needs all its queries, so that the least is one head: at length 16,384 one float64 tensor of scores
-is then 2 GB. Each row's "check" says how many seconds it took.
+against float64 on the same rounded inputs, our root mean square error may be at most twice its.
+The largest error, which finds a single wrong number, may be that and a few rounding steps more: the
+largest of few is luck. Where a case is large, a few heads are compared; ours still computes all of
+them, and a gradient of a key needs all its queries, so that the least is one head: at length 16,384
+one float64 tensor of scores is then 2 GB. Each row's "check" says how many seconds it took.
 """
 
 from __future__ import annotations

@@ -79,11 +79,11 @@ __device__ __forceinline__ void attention_bwd_prepare(const AttentionBwdParams& 
 }
 
 // The results of all splits as one: a CTA for each row, grid (len_q, heads, batch). Each warp goes
-// over all of lse, a lane for a split, and over its share of the outputs.
+// over all of lse, a lane for a split. Of the outputs it has 32 columns at a time: eight lanes take
+// four each, for a quarter of the splits.
 template <class T>
 __device__ __forceinline__ void attention_combine(const AttentionFwdParams& p) {
-  constexpr int kWarps = kRowThreads / 32, kMaxDim = 256;
-  __shared__ float4 shares[kWarps][kMaxDim / 4];
+  constexpr int kLanes = 8, kQuarters = 32 / kLanes;
   const int batch = p.first_batch + blockIdx.z, head = blockIdx.y, row = blockIdx.x;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const Sequence seq = find_sequence(p, batch);
@@ -103,31 +103,34 @@ __device__ __forceinline__ void attention_combine(const AttentionFwdParams& p) {
         seq.valid ? lse * kLn2 : NAN;
   }
 
-  for (int d = lane; d < p.dim / 4; d += 32) {
-    float4 share = {0, 0, 0, 0};
-#pragma unroll 8
-    for (int s = warp; s < p.splits; s += kWarps) {
-      const float4 x =
-          reinterpret_cast<const float4*>(p.partial_out + (s * rows + mine) * p.dim)[d];
-      const float part = lses[s * rows];
-      if (part == -INFINITY) continue;  // no key of this split was for the row
-      const float weight = ptx::ex2_approx_ftz(part - lse);
-      share.x += weight * x.x;
-      share.y += weight * x.y;
-      share.z += weight * x.z;
-      share.w += weight * x.w;
-    }
-    shares[warp][d] = share;
-  }
-  __syncthreads();  // all shares are there
   const char* to = rows_of(p.out, p, p.out_strides, batch, head, 0) + row * p.out_strides.row * 2;
-  for (int d = threadIdx.x; d < p.head_dim_v; d += kRowThreads) {
-    float value = 0;
+  for (int first = warp * 4 * kLanes; first < p.dim; first += kRowThreads) {
+    const int column = first + lane % kLanes * 4;
+    float value[4] = {0, 0, 0, 0};
+#pragma unroll 8
+    for (int s = lane / kLanes; s < p.splits; s += kQuarters) {
+      const float part = lses[s * rows];
+      // No key of this split was for the row, or a column past the last.
+      if (part == -INFINITY || column >= p.dim) continue;
+      const float4 x =
+          *reinterpret_cast<const float4*>(p.partial_out + (s * rows + mine) * p.dim + column);
+      const float weight = ptx::ex2_approx_ftz(part - lse);
+      value[0] += weight * x.x;
+      value[1] += weight * x.y;
+      value[2] += weight * x.z;
+      value[3] += weight * x.w;
+    }
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) value += reinterpret_cast<const float*>(shares[w])[d];
-    if (!seq.valid) value = NAN;
-    const uint16_t rounded = T::pack(value, 0) & 0xffff;
-    reinterpret_cast<uint16_t*>(const_cast<char*>(to))[d] = rounded;
+    for (int step = kLanes; step < 32; step *= 2) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) value[i] += __shfl_xor_sync(0xffffffffu, value[i], step);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (lane >= kLanes || column + i >= p.head_dim_v) continue;
+      const uint16_t rounded = T::pack(seq.valid ? value[i] : NAN, 0) & 0xffff;
+      reinterpret_cast<uint16_t*>(const_cast<char*>(to))[column + i] = rounded;
+    }
   }
 }
 

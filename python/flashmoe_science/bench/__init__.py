@@ -1,9 +1,10 @@
 """Our attention next to PyTorch's own: checks each answer, times it, writes table, JSON and plot.
 
-Peers are PyTorch's SDPA backends in the same process with the same threads. A ratio is the best
-peer's time over ours: above 1 we are faster. "flash" is FlashAttention-2 on a GPU and has a column
-of its own. The workload "deterministic" has our own ordinary backward pass as its only peer. The
-exit code is 1 when an answer is wrong.
+Peers are PyTorch's SDPA backends in the same process with the same threads, on a GPU also its
+compiled FlexAttention ("flex") and varlen_attn ("varlen"). A ratio is the best peer's time over
+ours: above 1 we are faster. "flash" is FlashAttention-2 on a GPU and has a column of its own. The
+workload "deterministic" has our own ordinary backward pass as its only peer; "crystals" on a GPU is
+about varlen. The exit code is 1 when an answer is wrong.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ examples:
   python -m flashmoe_science bench --workload pair_bias,ragged --dtype fp32
   python -m flashmoe_science bench --shape 1,8,512,64 1,8,512,64,causal,kv2 --pass fwd
   python -m flashmoe_science bench --workload decode --peers flash --check
+  python -m flashmoe_science bench --workload crystals,crystals_bias --dtype bf16
   python -m flashmoe_science bench --list
 """
 
 DTYPES = "fp32, fp16, bf16"
-PEERS = "flash, math; on a GPU also cudnn, efficient; for ragged also varlen"
+PEERS = "flash, math; on a GPU also cudnn, efficient, flex with a bias, varlen for ragged"
 PASSES = "fwd, bwd (the backward pass alone), fwd+bwd"
 
 
@@ -55,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--budget", type=float, default=0.25, metavar="SECONDS",
         help="for each of an implementation's two rounds on a row. default: 0.25")  # fmt: skip
     add("--out", type=Path, default=Path("build/bench"), metavar="DIR",
-        help="where results.json and results.png go. default: build/bench")  # fmt: skip
-    add("--no-plot", action="store_true", help="do not draw results.png")
+        help="where results.json and the plots go. default: build/bench")  # fmt: skip
+    add("--no-plot", action="store_true", help="do not draw results.png and crystals.png")
     add("--check", action="store_true", help="exit 1 also where a speed bar is missed")
     add("--list", action="store_true", help="list the workloads with their shapes and stop")
 
@@ -170,7 +172,7 @@ def measure(args: argparse.Namespace) -> int:
 
 def finish(args: argparse.Namespace, console: Any, results: dict[str, Any]) -> int:
     """Prints and writes the results; the exit code says whether they are good."""
-    from flashmoe_science.bench import bars, report
+    from flashmoe_science.bench import bars, plot, report
 
     report.print_table(console, results)
     report.print_means(console, results)
@@ -180,8 +182,7 @@ def finish(args: argparse.Namespace, console: Any, results: dict[str, Any]) -> i
     written = [args.out / "results.json"]
     written[0].write_text(json.dumps(results, indent=1) + "\n")
     if not args.no_plot:
-        written.append(args.out / "results.png")
-        report.write_plot(results, written[1])
+        written += plot.write_plots(results, args.out)
     console.print(f"wrote {' and '.join(str(path) for path in written)}", markup=False)
     ours_failed = any(
         row["check"]["status"] == "failed"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flashmoe_science.bench.workloads import Case, Implementation, Tensors, forced_backend
+from flashmoe_science.bench.case import Case, Implementation, Tensors, forced_backend
 
 # 2^23 float64 scores are 64 MB, autograd keeps a few such tensors, and a CPU takes half a second.
 MAX_SCORES = 1 << 23

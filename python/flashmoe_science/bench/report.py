@@ -1,9 +1,8 @@
-"""The results for people: progress, table and plot, from the data that goes to the JSON file."""
+"""The results for people: progress and tables, from the data that goes to the JSON file."""
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -129,6 +128,7 @@ def print_table(console: Console, results: dict[str, Any]) -> None:
             table.add_column(f"\n{unit}", justify="right", no_wrap=True, style="dim")
     if on_gpu:
         table.add_column("host us\nours / best", justify="right", no_wrap=True)
+        table.add_column("peak memory\n/ needed", justify="right", no_wrap=True)
     table.add_column("best peer\n/ ours", justify="right", no_wrap=True)
     with_flash = "flash" in names and len(names) > 2
     if with_flash:
@@ -140,7 +140,7 @@ def print_table(console: Console, results: dict[str, Any]) -> None:
             cells.append(format_ms(implementation))
             if name in rated:
                 cells.append(format_rate(implementation, per_unit))
-        cells += [format_host(row)] if on_gpu else []
+        cells += [format_host(row), format_memory(row)] if on_gpu else []
         ends = any(row[key] != following[key] for key in ("workload", "label"))
         cells.append(format_ratio(row, row["ratio"]))
         if with_flash:
@@ -153,6 +153,12 @@ def format_host(row: Row) -> str:
     """Host time per call of ours and of the best peer."""
     pair = [row["implementations"].get(name or "", {}) for name in (OURS, row["best_peer"])]
     return " / ".join(f"{i['host_us']:.0f}" if i.get("host_us") else "-" for i in pair)
+
+
+def format_memory(row: Row) -> str:
+    """The most memory ours held, as a multiple of what inputs and results take."""
+    held = row.get("memory")
+    return f"{held['peak_bytes'] / held['needed_bytes']:.2f}" if held else "-"
 
 
 def print_means(console: Console, results: dict[str, Any]) -> None:
@@ -181,7 +187,7 @@ def print_bars(console: Console, results: dict[str, Any]) -> None:
         mean = "-" if s.mean is None else f"{s.mean:.2f}"
         style = {"met": "green", "missed": "bold red"}.get(s.verdict, "dim")
         table.add_row(
-            s.bar.name, s.bar.peer or "its peer", str(len(s.ratios)), mean, f"{s.bar.mean:.2f}",
+            s.bar.name, s.bar.against, str(len(s.ratios)), mean, f"{s.bar.mean:.2f}",
             lowest, f"{s.bar.each:.2f}" if s.bar.each else "-", f"[{style}]{s.verdict}[/]",
         )  # fmt: skip
     console.print(table)
@@ -215,122 +221,6 @@ def print_problems(console: Console, results: dict[str, Any]) -> None:
                 reasons.setdefault(reason, []).append(where)
     for reason, places in reasons.items():
         console.print(f"{reason} ({len(places)} rows, first {places[0]})", markup=False)
-
-
-# The palette: ours stands out, peers are quiet and still told apart in grey.
-OUR_COLOUR = "#1b6ca8"
-PEER_COLOURS = ("#c9ced6", "#9aa3b0", "#e0c9a6", "#b7c9b1", "#d8b4b4", "#b9d3e6")
-INK = "#2b2f36"
-FAINT = "#7a808c"
-ROWS_PER_PANEL = 8
-
-
-def panels_of(rows: list[Row]) -> dict[str, list[Row]]:
-    """The rows of each panel by title: one per workload, dtype and pass, split where crowded."""
-    panels: dict[str, list[Row]] = {}
-    for row in rows:
-        panels.setdefault(f"{row['workload']} · {row['dtype']} · {row['pass']}", []).append(row)
-    split: dict[str, list[Row]] = {}
-    for name, members in panels.items():
-        for row in members:
-            shape = row["shape"]
-            detail = f" · dim {shape['dim']}{' · causal' if shape['causal'] else ''}"
-            crowded = len(members) > ROWS_PER_PANEL
-            split.setdefault(name + (detail if crowded else ""), []).append(row)
-    return split
-
-
-def rate_of(implementation: dict[str, Any], per_unit: float) -> float:
-    return implementation.get("gb_per_s") or implementation["gflops"] / per_unit
-
-
-def draw_panel(axes: Any, rows: list[Row], colours: dict[str, str], per_unit: float) -> None:
-    """Grouped bars: one group a shape, one bar an implementation, the ratio above ours."""
-    names = names_of(rows)
-    width = 0.86 / len(names)
-    # Numbers over thirty narrow bars must be small not to run into each other.
-    size = 8 if len(names) * len(rows) <= 18 else 6
-    top = 0.0
-    for index, name in enumerate(names):
-        for place, row in enumerate(rows):
-            implementation = row["implementations"].get(name)
-            x = place + (index - (len(names) - 1) / 2) * width
-            if implementation is None or implementation["ms"] is None:
-                axes.text(x, 0, "-", ha="center", va="bottom", color=INK, fontsize=8)
-                continue
-            rate = rate_of(implementation, per_unit)
-            top = max(top, rate)
-            axes.bar(x, rate, width * 0.92, color=colours[name], label=name, zorder=2)
-            text = f"{rate:.0f}" if rate >= 10 else f"{rate:.1f}"
-            text += MARKS["estimated"] if "estimated_from_heads" in implementation else ""
-            if name == OURS and row["ratio"] is not None:
-                text += f"\n{row['ratio']:.2f}x"
-            style = {"color": OUR_COLOUR, "weight": "bold"} if name == OURS else {"color": INK}
-            axes.annotate(
-                text, (x, rate), xytext=(0, 2), textcoords="offset points", ha="center",
-                va="bottom", fontsize=size, **style,
-            )  # fmt: skip
-    axes.set_ylim(0, top * 1.22 or 1)
-    axes.set_xlim(-0.5, len(rows) - 0.5)
-    axes.set_xticks(range(len(rows)), [tick_label(row) for row in rows])
-
-
-def tick_label(row: Row) -> str:
-    return row["label"].replace(",kv", "\nkv").replace(",causal", "\ncausal")
-
-
-def style_panel(axes: Any, name: str, unit: str) -> None:
-    axes.set_title(name, loc="left", fontsize=10, color=INK, weight="bold")
-    axes.set_ylabel(unit, fontsize=9, color=INK)
-    axes.tick_params(labelsize=8, colors=INK, length=0)
-    axes.grid(axis="y", color="#e8eaee", zorder=0)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color("#c0c4cc")
-
-
-def write_plot(results: dict[str, Any], path: Path) -> None:
-    """One panel per dtype and pass, to be looked at."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # a file, wherever there is no display
-    import matplotlib.pyplot as plt
-
-    about, rows = results["about"], results["rows"]
-    unit, per_unit = rate_unit(about["device"])
-    panels, names = panels_of(rows), names_of(rows)
-    colours = dict(zip(names, [OUR_COLOUR, *PEER_COLOURS], strict=False))
-    columns = 1 if len(panels) == 1 else 2 if len(panels) <= 12 else 3
-    lines = -(-len(panels) // columns)
-    figure, grid = plt.subplots(
-        lines, columns, figsize=(7.2 * columns, 3.1 * lines + 1.1), squeeze=False
-    )
-    for axes, (name, members) in zip(grid.flat, panels.items(), strict=False):
-        draw_panel(axes, members, colours, per_unit)
-        style_panel(axes, name, "GB/s" if members[0]["workload"] == "decode" else unit)
-    for axes in list(grid.flat)[len(panels) :]:
-        axes.set_visible(False)
-    write_margins(plt, figure, about, colours)
-    figure.savefig(path, dpi=150, facecolor="white")
-    plt.close(figure)
-
-
-def write_margins(plt: Any, figure: Any, about: dict[str, Any], colours: dict[str, str]) -> None:
-    """Title above, legend and provenance below; sizes in inches, whatever the figure's height."""
-    height = figure.get_size_inches()[1]
-    note = "higher is better; 1.25x: the best peer takes 1.25 times as long; batch,heads,length,dim"
-    top = 1 - 0.1 / height
-    heading = f"Attention on {title(about)}"
-    figure.text(0.012, top, heading, va="top", fontsize=13, color=INK, weight="bold")
-    figure.text(0.012, top - 0.28 / height, note, va="top", fontsize=9, color=FAINT)
-    handles = [plt.Rectangle((0, 0), 1, 1, color=c) for c in colours.values()]
-    labels = [label_of(name) for name in colours]
-    figure.legend(
-        handles, labels, loc="lower left", bbox_to_anchor=(0, 0.22 / height), ncol=len(colours),
-        frameon=False, fontsize=8, handlelength=1.2, columnspacing=1.2, labelcolor=INK,
-    )  # fmt: skip
-    figure.text(0.012, 0.12 / height, provenance(about), fontsize=8, color=FAINT)
-    figure.tight_layout(rect=(0, 0.55 / height, 1, 1 - 0.55 / height), h_pad=1.8)
 
 
 def provenance(about: dict[str, Any]) -> str:

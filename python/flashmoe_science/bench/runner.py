@@ -14,14 +14,23 @@ from typing import Any
 
 import torch
 
-from flashmoe_science.bench import accuracy, timing
+from flashmoe_science.bench import accuracy, memory, timing
 from flashmoe_science.bench.bars import Row, geometric_mean
-from flashmoe_science.bench.workloads import PASSES, WORKLOADS, Case, Shape
+from flashmoe_science.bench.case import PASSES, Case, Shape
+from flashmoe_science.bench.workloads import WORKLOADS
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # The backward pass has five matrix products where the forward pass has two.
 FLOPS_OF_PASS = dict(zip(PASSES, (1.0, 2.5, 3.5), strict=True))
-ROW_S = 0.3  # of making, checking and first calls of a row, for estimated_seconds
+# The forward pass reads q, k, v and writes its output; the backward pass reads all four and a
+# gradient and writes three.
+BYTES_OF_PASS = dict(zip(PASSES, (1, 2, 3), strict=True))
+BIN = 10  # tokens, of the histogram of a ragged batch's lengths
+
+# For estimated_seconds: of making, checking and first calls of a row, and of FlexAttention's
+# compilation, which is a guess.
+ROW_S = 0.3
+COMPILE_S = 8.0
 
 
 @dataclass(frozen=True)
@@ -66,7 +75,8 @@ def run_row(
     """Checks, then times, one row."""
     start = time.monotonic()
     torch.manual_seed(0)
-    case = WORKLOADS[spec.workload].make(spec.shape, DTYPES[spec.dtype], device)
+    workload, backward = WORKLOADS[spec.workload], spec.direction != "fwd"
+    case = workload.make(spec.shape, DTYPES[spec.dtype], device)
     row: Row = {
         "workload": spec.workload,
         "shape": dataclasses.asdict(spec.shape),
@@ -74,15 +84,36 @@ def run_row(
         "dtype": spec.dtype,
         "pass": spec.direction,
         "flops": case.flops * FLOPS_OF_PASS[spec.direction],
-        "check": run_check(case, backward=spec.direction != "fwd"),
+        "check": run_check(case, backward),
     }
+    if case.lengths:
+        row["lengths"] = spread(case.lengths)
     row["check"]["seconds"] = time.monotonic() - start  # with making the case
-    present = [name for name in case.peers if name in peers or name == case.baseline]
+    if device.type == "cuda" and (held := memory.measure(case, backward)):
+        row["memory"] = held
+    can_run = workload.peers(device.type)
+    present = [name for name in can_run if name in peers or name == case.baseline]
     timings = timing.measure(case, present, spec.direction, clock, budget_s)
-    row["implementations"] = {n: as_data(t, row["flops"], case.bytes) for n, t in timings.items()}
+    moved = case.bytes * BYTES_OF_PASS[spec.direction]
+    row["implementations"] = {n: as_data(t, row["flops"], moved) for n, t in timings.items()}
     row |= compare(row["implementations"], case.baseline)
     row["seconds"] = time.monotonic() - start
     return row
+
+
+def spread(lengths: tuple[int, ...]) -> dict[str, Any]:
+    """How long the sequences of a batch are; bins[i] counts those of up to (i + 1) * BIN tokens."""
+    bins = [0] * -(-max(lengths) // BIN)
+    for length in lengths:
+        bins[(length - 1) // BIN] += 1
+    return {
+        "sequences": len(lengths),
+        "tokens": sum(lengths),
+        "median": statistics.median(lengths),
+        "longest": max(lengths),
+        "bin": BIN,
+        "bins": bins,
+    }
 
 
 def run_check(case: Case, backward: bool) -> dict[str, Any]:
@@ -106,8 +137,8 @@ def run_check(case: Case, backward: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def as_data(timed: timing.Timing, flops: float, read_bytes: int = 0) -> dict[str, Any]:
-    """A Timing for the JSON file; with GB/s where reading is the work."""
+def as_data(timed: timing.Timing, flops: float, moved_bytes: int = 0) -> dict[str, Any]:
+    """A Timing for the JSON file; with GB/s where moving bytes is the work."""
     if timed.ms is None:
         return {"ms": None, "reason": timed.reason}
     data = {
@@ -121,8 +152,8 @@ def as_data(timed: timing.Timing, flops: float, read_bytes: int = 0) -> dict[str
         "few_samples": timed.few,
         "method": timed.method,
     }
-    if read_bytes:
-        data["gb_per_s"] = read_bytes / timed.ms / 1e6
+    if moved_bytes:
+        data["gb_per_s"] = moved_bytes / timed.ms / 1e6
     if timed.estimated_from_heads is not None:
         data["estimated_from_heads"] = timed.estimated_from_heads
     if timed.host_us is not None:
@@ -172,11 +203,12 @@ def estimated_seconds(
     specs: list[RowSpec], peers: list[str], budget_s: float, device: str
 ) -> float:
     """Roughly how long the rows will take, short calls not using up their budget."""
-    rounds = 0
+    seconds = len(specs) * ROW_S
     for spec in specs:
         theirs = [p for p in WORKLOADS[spec.workload].peers(device) if p in peers]
-        rounds += 2 * (1 + max(1, len(theirs)))
-    return rounds * budget_s + len(specs) * ROW_S
+        seconds += 2 * (1 + max(1, len(theirs))) * budget_s
+        seconds += COMPILE_S if "flex" in theirs else 0
+    return seconds
 
 
 def run_rows(

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from flashmoe_science.bench.workloads import Case, Implementation, forced_backend
+from flashmoe_science.bench.case import Case, Implementation, forced_backend
 
 Call = Callable[[], None]
 
@@ -63,6 +63,7 @@ class CpuClock:
     """Wall time of calls that return when they are done."""
 
     big_flops = BIG_FLOPS
+    again_below_ms = 300.0  # a first call this short is made again: it includes one-time costs
     method = "wall clock"
     always: tuple[str, ...] = ()  # peers timed in full, however slow
 
@@ -88,6 +89,8 @@ class CudaClock:
     """Device time by events, each call finding the L2 cache filled with something else."""
 
     big_flops = float("inf")  # a GPU does the whole thing in milliseconds
+    # The first call may load or compile kernels: cuDNN takes half a second, FlexAttention many.
+    again_below_ms = float("inf")
     method = "events"
     always = ("flash",)  # the bars are about it, also where cuDNN is four times as fast
 
@@ -96,25 +99,17 @@ class CudaClock:
         l2_bytes = max(getattr(properties, "L2_cache_size", 0), 32 << 20)
         self.flush = torch.empty(2 * l2_bytes, dtype=torch.int8, device=device)
 
-    def once(self, call: Call) -> float:
-        call()  # the first call may load or compile kernels: cuDNN takes half a second
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        return (time.perf_counter() - start) * 1e3
-
     def sample(self, call: Call, reset: Call, count: int) -> list[float]:
-        pairs = []
+        pairs, host_s = [], 0.0
         for _ in range(count):
             reset()
             self.flush.zero_()
-            # About 0.3 ms of nothing on the device, so that the host has enqueued the whole call
-            # before the first event is reached, and launching stays out of the measurement.
-            torch.cuda._sleep(500_000)
+            torch.cuda._sleep(cycles_to_wait(host_s))
             pairs.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
             pairs[-1][0].record()
+            start = time.perf_counter()
             call()
+            host_s = time.perf_counter() - start
             pairs[-1][1].record()
         torch.cuda.synchronize()
         return [start.elapsed_time(end) for start, end in pairs]
@@ -145,6 +140,16 @@ class CudaClock:
             times.append((time.perf_counter() - start) * 1e6)
         torch.cuda.synchronize()
         return statistics.median(times)
+
+
+def cycles_to_wait(host_s: float) -> int:
+    """Clock cycles of nothing on the device before a call that took the host that long last time.
+
+    The host has then enqueued the whole call before the first event is reached, and launching stays
+    out of the measurement: 0.3 ms for most, more for a compiled function's backward pass. At most
+    2 ms, since a host that waits for room in the queue looks slow too.
+    """
+    return int(min(max(0.25e-3, 1.5 * host_s), 2e-3) * 2e9)
 
 
 def host_times(device: torch.device) -> dict[str, dict[str, float]]:
@@ -205,6 +210,13 @@ class Runner:
     def reset(self) -> None:
         for leaf in self.leaves.values():
             leaf.grad = None
+
+    def check_gradients(self) -> None:
+        """A peer that leaves out a gradient is not one: it would be timed for less work."""
+        if self.direction == "fwd+bwd":
+            missing = [name for name, leaf in self.leaves.items() if leaf.grad is None]
+            if missing:
+                raise RuntimeError(f"gives no gradient of {', '.join(missing)}")
 
     @contextmanager
     def ready(self) -> Iterator[None]:
@@ -277,10 +289,7 @@ def cannot_run(error: Exception, caught: list[warnings.WarningMessage]) -> str:
 def first_call(
     implementation: Implementation, case: Case, direction: str, clock: Clock
 ) -> tuple[float, int]:
-    """Milliseconds of an early call, scaled to all heads, and the heads it was made on.
-
-    A second call is made where the first was short: the first one includes one-time costs.
-    """
+    """Milliseconds of an early call, scaled to all heads, and the heads it was made on."""
     heads = case.heads
     if case.flops > clock.big_flops:
         # Enough heads to keep every thread busy: PyTorch's backward pass has one thread per head.
@@ -288,8 +297,9 @@ def first_call(
     part = case.take_heads(heads) if heads < case.heads else case
     runner = Runner(implementation, part, direction)
     ms = runner.sample(clock, 1)[0]
-    if ms < 300:
+    if ms < clock.again_below_ms:
         ms = runner.sample(clock, 1)[0]
+    runner.check_gradients()
     return ms * case.heads / heads, heads
 
 
@@ -324,7 +334,7 @@ def measure(case: Case, peers: list[str], direction: str, clock: Clock, budget_s
         timings[name].estimated_from_heads = heads if heads < case.heads else None
     peer_estimates = [ms for name, ms in estimates.items() if name != OURS]
     limit = FAR_SLOWER * min(peer_estimates, default=float("inf"))
-    kept = (OURS, *clock.always)
+    kept = (OURS, *clock.always, case.baseline)
     for name in [name for name, ms in estimates.items() if name not in kept and ms > limit]:
         timings[name].rounds.append([estimates.pop(name)])
         timings[name].method = clock.method

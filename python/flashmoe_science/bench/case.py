@@ -1,0 +1,189 @@
+"""What a workload is made of: its shape, the tensors and calls of a Case, and the Workload itself.
+
+Dimension 1 of every tensor of a Case counts heads, whatever the layout. Heads are independent of
+each other, so a few heads of a Case are a smaller Case with the same answer (Case.take_heads).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+Tensors = dict[str, torch.Tensor]
+
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+BACKENDS_OF = {"cpu": ("flash", "math"), "cuda": ("flash", "cudnn", "efficient", "math")}
+
+PASSES = ("fwd", "bwd", "fwd+bwd")
+USUAL_PASSES = ("fwd", "fwd+bwd")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """batch, heads, length, dim as a user types them, with the options that follow the numbers."""
+
+    batch: int
+    heads: int
+    length: int
+    dim: int
+    kv_heads: int = 0
+    causal: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """Reads "4,8,256,64", "1,8,1024,64,causal" or "1,8,1024,64,kv2"."""
+        words = text.split(",")
+        try:
+            batch, heads, length, dim = (int(word) for word in words[:4])
+            kv_heads, causal = heads, False
+            for word in words[4:]:
+                if word == "causal":
+                    causal = True
+                elif word.startswith("kv"):
+                    kv_heads = int(word.removeprefix("kv"))
+                else:
+                    raise ValueError(word)
+        except ValueError:
+            raise ValueError(
+                f"shape {text!r}: expected batch,heads,length,dim and then causal or kvN, "
+                "for example 4,8,256,64 or 1,8,1024,64,causal,kv2"
+            ) from None
+        if min(batch, heads, length, dim, kv_heads) < 1:
+            raise ValueError(f"shape {text!r}: every size must be at least 1")
+        if heads % kv_heads:
+            raise ValueError(f"shape {text!r}: {heads} heads are not a multiple of {kv_heads}")
+        return cls(batch, heads, length, dim, kv_heads, causal)
+
+    def __post_init__(self) -> None:
+        if not self.kv_heads:
+            object.__setattr__(self, "kv_heads", self.heads)
+
+    def __str__(self) -> str:
+        text = f"{self.batch},{self.heads},{self.length},{self.dim}"
+        if self.kv_heads != self.heads:
+            text += f",kv{self.kv_heads}"
+        return text + (",causal" if self.causal else "")
+
+
+Prepare = Callable[[Tensors, torch.Tensor], tuple[Tensors, torch.Tensor]]
+
+
+def no_change(leaves: Tensors, grad: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """The inputs as they are, for an implementation that reads the Case's own layout."""
+    return leaves, grad
+
+
+def tokens_first(leaves: Tensors, grad: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """q, k, v as they leave a model's projections, (B, S, H, D) in memory.
+
+    PyTorch's flash backward pass first copies its output and gradient into this layout if they have
+    another: its own work is what we want to be compared with.
+    """
+
+    def relaid(x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+    return {n: t if n == "bias" else relaid(t) for n, t in leaves.items()}, relaid(grad)
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute a Case: run(leaves) gives the output.
+
+    prepare changes the layout of (leaves, grad of the output) before any clock starts, and
+    prepare_backward once more where a backward pass is timed. backend names the PyTorch backend to
+    force while it runs.
+    """
+
+    run: Callable[[Tensors], torch.Tensor]
+    prepare: Prepare = no_change
+    backend: str | None = None
+    prepare_backward: Prepare = no_change
+
+
+@dataclass(frozen=True)
+class Case:
+    """A workload at one shape, dtype and device, ready to run."""
+
+    leaves: Tensors  # the tensors gradients are taken of, by name
+    grad: torch.Tensor  # gradient of the output
+    scores: int  # query-key pairs, all heads, not counting padding nor what causal removes
+    flops: float  # of the forward pass: 4 * scores * dim
+    ours: Implementation
+    reference: Implementation
+    peers: dict[str, Implementation]
+    baseline: str | None = None  # the peer the ratio is about, always run; None: the best one
+    bytes: int = 0  # that the forward pass must move, where moving them is the work
+    in_graph: bool = False  # so short on a GPU that it is timed as a CUDA graph of many calls
+    reproducible: bool = False  # ours must give the same bits twice
+    lengths: tuple[int, ...] = ()  # of the sequences of a ragged batch
+
+    @property
+    def heads(self) -> int:
+        return self.leaves["q"].shape[1]
+
+    @property
+    def group(self) -> int:
+        """Query heads per key head: the fewest heads that can be taken."""
+        return self.heads // self.leaves["k"].shape[1]
+
+    def take_heads(self, heads: int) -> Case:
+        """The first heads query heads as a smaller Case; heads is a multiple of group."""
+        part = heads / self.heads
+        leaves = {name: t[:, : int(t.shape[1] * part)] for name, t in self.leaves.items()}
+        return dataclasses.replace(
+            self,
+            leaves={name: t.contiguous() for name, t in leaves.items()},
+            grad=self.grad[:, :heads].contiguous(),
+            scores=int(self.scores * part),
+            flops=self.flops * part,
+            bytes=int(self.bytes * part),
+        )
+
+
+@dataclass(frozen=True)
+class Workload:
+    """An entry of WORKLOADS."""
+
+    summary: str
+    shapes: dict[str, tuple[str, ...]]  # default shapes by device type
+    make: Callable[[Shape, torch.dtype, torch.device], Case]
+    options: frozenset[str] = frozenset({"causal", "kv"})  # what may follow a shape's four numbers
+    # By device type, in the order of the table: the ones of the Case's peers that can ever run.
+    peers_on: dict[str, tuple[str, ...]] = field(default_factory=lambda: dict(BACKENDS_OF))
+    passes: tuple[str, ...] = PASSES  # the ones that mean something
+    own_passes: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by device; else usual
+
+    def peers(self, device_type: str) -> list[str]:
+        """Names of the peers, in the order of the table."""
+        return list(self.peers_on[device_type])
+
+    def passes_for(self, asked: Iterable[str] | None, device_type: str) -> list[str]:
+        """Those asked for that this workload has; unasked, its own."""
+        if asked is None:
+            usual = [p for p in USUAL_PASSES if p in self.passes]
+            asked = self.own_passes.get(device_type, usual)
+        return [p for p in asked if p in self.passes]
+
+    def refuses(self, shape: Shape) -> str | None:
+        """Why this workload cannot have that shape, or None."""
+        asked = {"causal"} if shape.causal else set()
+        asked |= {"kv"} if shape.kv_heads != shape.heads else set()
+        extra = asked - self.options
+        return f"does not take {' or '.join(sorted(extra))}" if extra else None
+
+
+def forced_backend(implementation: Implementation) -> AbstractContextManager[None]:
+    """A context in which PyTorch's SDPA has only the implementation's backend to choose from."""
+    backend = implementation.backend
+    return sdpa_kernel(BACKENDS[backend] if backend else list(BACKENDS.values()))

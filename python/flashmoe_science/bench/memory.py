@@ -1,0 +1,46 @@
+"""The most memory a call of ours holds, and what it cannot do without."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from flashmoe_science.bench.case import Case
+
+
+def needed_bytes(case: Case, backward: bool) -> int:
+    """Inputs, output and its lse; backward also the output's gradient and those of the inputs."""
+    q = case.leaves["q"]
+    inputs = sum(leaf.nbytes for leaf in case.leaves.values())
+    lse_itemsize = 8 if q.dtype == torch.float64 else 4
+    forward = inputs + case.grad.nbytes + q.shape[:-1].numel() * lse_itemsize
+    return forward + (case.grad.nbytes + inputs if backward else 0)
+
+
+def peak_bytes(case: Case, backward: bool, meter: Any) -> int:
+    """The inputs, and what one call held beyond them at its worst moment.
+
+    meter is torch.cuda, or something that has the same functions.
+    """
+    leaves = {n: t.detach().requires_grad_(backward) for n, t in case.leaves.items()}
+    inputs = sum(leaf.nbytes for leaf in leaves.values()) + (case.grad.nbytes if backward else 0)
+    meter.synchronize()
+    meter.reset_peak_memory_stats()
+    before = meter.memory_allocated()
+    with nullcontext() if backward else torch.no_grad():
+        out = case.ours.run(leaves)
+        if backward:
+            torch.autograd.grad(out, list(leaves.values()), case.grad)
+    meter.synchronize()
+    return inputs + meter.max_memory_allocated() - before
+
+
+def measure(case: Case, backward: bool, meter: Any = torch.cuda) -> dict[str, int] | None:
+    """Both as data; None where the call fails, which the row says elsewhere."""
+    try:
+        peak = peak_bytes(case, backward, meter)
+    except Exception:  # a kernel that is missing, or too little memory: timing finds it, too
+        return None
+    return {"peak_bytes": peak, "needed_bytes": needed_bytes(case, backward)}

@@ -176,6 +176,20 @@ def test_few_queries_over_many_keys(dtype):
 NEIGHBOURS = ((31, 31), (1, 7), (64, 65), (17, 0), (100, 33), (0, 4), (5, 5))
 
 
+@pytest.mark.parametrize("length", [150, 3000], ids=["whole", "split"])
+@pytest.mark.parametrize("poison", [nan, inf], ids=str)
+def test_one_query_does_not_see_past_its_window(poison, length, dtype):
+    """The window begins within a tile, and what lies before it shares that tile."""
+    q, k, v = qkv(1, length, hq=8, hk=2, d=64, dtype=dtype)
+    want = attend(q, k, v, window=(40, -1))
+    for name in ("key", "value"):
+        bad = (k if name == "key" else v).clone()
+        bad[1, 1, length - 42, 7] = poison  # one before the first key that is seen
+        inputs = (q, bad, v) if name == "key" else (q, k, bad)
+        for got, clean in zip(attend(*inputs, window=(40, -1)), want, strict=True):
+            assert same_bits(got, clean)
+
+
 @either_way
 @every_mask
 @pytest.mark.parametrize("where", ["q", "k", "v"])

@@ -1,0 +1,55 @@
+"""What tests of compiled kernels and of plans share: the families, and the kernels of this build.
+
+Written over families, so that a new one only adds its line to the table.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import flashmoe_science  # noqa: F401  registers the ops
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import kernel_report as report  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Family:
+    machine_code: set[str]
+    ptx: set[str]
+    dtypes: set[str]
+    instructions: tuple[str, ...]  # that each kernel with products has
+    foreign: str  # a pattern of instructions that none of its kernels has
+
+
+FAMILIES = {
+    "sm75": Family(
+        {"sm_75"}, {"sm_75"}, {"fp16"}, ("HMMA.1688", "LDSM"), r"HMMA\.16816|LDGSTS|F32x\d"
+    ),
+    "sm80": Family(
+        {"sm_80", "sm_90"},
+        {"sm_80"},
+        {"fp16", "bf16"},
+        ("HMMA.16816", "LDSM", "LDGSTS.E.BYPASS.128"),
+        r"HMMA\.1688|HGMMA|UTMA",
+    ),
+    "sm90": Family({"sm_90a"}, set(), {"fp16", "bf16"}, ("HGMMA", "UTMALDG"), r"HMMA"),
+}
+TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+IMAGES = report.fatbins()
+INFO = json.loads(torch.ops.flashmoe.build_info())
+CATALOGUE = {kernel["name"]: kernel for kernel in INFO.get("kernels", [])}
+
+
+def dtype_of(image: Path) -> str:
+    """sm80_attention_fwd_fp16_d64 -> fp16"""
+    return re.search(r"_([a-z]+16)(?:_d\d+)?$", image.stem)[1]

@@ -1,0 +1,330 @@
+"""Plans for every chip name kernels that are there, and say why. Asks the planner only: no GPU.
+
+tests/cpp/test_plan.cc asks for many more problems.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import flashmoe_science as fm
+from catalogue import CATALOGUE, FAMILIES, IMAGES, INFO, TORCH_DTYPES, Family, dtype_of, report
+
+CHIPS = report.CHIPS
+
+pytestmark = pytest.mark.skipif(
+    not IMAGES or not CATALOGUE, reason="this build has no CUDA kernels, or no fatbins beside it"
+)
+PLANNED = ("sm_75", "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_120")
+HEAD_DIMS = (1, 8, 16, 24, 32, 33, 48, 64, 80, 96, 128, 160, 192, 250, 256)
+SHAPE = {"batch": 3, "heads_q": 8, "heads_k": 2, "n": 300, "m": 517}
+
+
+def spec(*shape: int, dtype=torch.float16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def problem(dtype="fp16", d=64, dv=0, **sizes: int) -> list[torch.Tensor]:
+    batch, heads_q, heads_k, n, m = (SHAPE | sizes).values()
+    q, k, v = (batch, heads_q, n, d), (batch, heads_k, m, d), (batch, heads_k, m, dv or d)
+    return [spec(*shape, dtype=TORCH_DTYPES[dtype]) for shape in (q, k, v)]
+
+
+def capability(chip: str) -> int:
+    return int(re.sub(r"\D", "", chip))
+
+
+def can_run(family: Family, chip: str) -> bool:
+    """Machine code runs on its own generation from its own chip on, with an "a" on that chip only;
+    PTX on everything newer."""
+    here = capability(chip)
+    for code in family.machine_code:
+        there = capability(code)
+        if code.endswith("a"):
+            if here == there:
+                return True
+        elif here // 10 == there // 10 and here >= there:
+            return True
+    return any(here >= capability(code) for code in family.ptx)
+
+
+def told(text: str) -> dict[str, object]:
+    """A plan from its explanation."""
+    numbers = re.search(
+        r"launch +grid (\d+) x (\d+) x (\d+), (\d+) threads, (\d+) bytes of shared memory", text
+    )
+    tile = re.search(r"tile +(\d+) queries x (\d+) keys", text)
+    splits = re.search(r"^ +splits +the keys, in (\d+)$", text, re.M)
+    return {
+        "kernel": re.search(r"^ +kernel +(\S+)$", text, re.M)[1],
+        "before": re.findall(r"^ +before +(\S+)$", text, re.M),
+        "after": re.findall(r"^ +after +(\S+)$", text, re.M),
+        "splits": int(splits[1]) if splits else 1,
+        "grid": tuple(int(x) for x in numbers.groups()[:3]) if numbers else None,
+        "threads": int(numbers[4]) if numbers else None,
+        "shared_bytes": int(numbers[5]) if numbers else None,
+        "block_q": int(tile[1]),
+        "block_k": int(tile[2]),
+    }
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+@pytest.mark.parametrize("chip", PLANNED)
+def test_plans_name_kernels_that_exist_and_fit(chip, dtype, backward):
+    families = [FAMILIES[name] for name in INFO["families"]]
+    if not any(dtype in family.dtypes and can_run(family, chip) for family in families):
+        with pytest.raises(RuntimeError, match=rf"(?is){chip}.*cpu"):
+            fm.explain(*problem(dtype), device=chip)
+        return
+    for d in HEAD_DIMS:
+        plan = told(fm.explain(*problem(dtype, d), backward=backward, device=chip))
+        kernel = CATALOGUE[plan["kernel"]]
+        assert can_run(FAMILIES[kernel["family"]], chip)
+        assert kernel["role"] == ("attention_bwd" if backward else "attention_fwd")
+        assert kernel["dtype"] == str(TORCH_DTYPES[dtype]).removeprefix("torch.")
+        buckets = {k["head_dim"] for k in CATALOGUE.values()}
+        assert kernel["head_dim"] == min(bucket for bucket in buckets if bucket >= d)
+        for name in ("threads", "shared_bytes", "block_q", "block_k"):
+            assert plan[name] == kernel[name], name
+        assert plan["shared_bytes"] <= CHIPS[chip].block_shared_bytes
+        family = kernel["family"]
+        if backward:
+            assert plan["before"] == [f"{family}_attention_bwd_prepare_{dtype}"]
+            assert plan["after"] == [plan["kernel"].replace("_bwd_", "_bwd_finish_")]
+            blocks, heads = math.ceil(SHAPE["m"] / kernel["block_k"]), SHAPE["heads_k"]
+        else:
+            combine = [f"{family}_attention_combine_{dtype}"]
+            assert plan["before"] == []
+            assert plan["after"] == (combine if plan["splits"] > 1 else [])
+            blocks = math.ceil(SHAPE["n"] / kernel["block_q"]) * plan["splits"]
+            heads = SHAPE["heads_q"]
+        assert {*plan["before"], *plan["after"]} <= set(CATALOGUE)
+        assert plan["grid"] == (blocks, heads, SHAPE["batch"])
+
+
+@pytest.mark.parametrize("chip", PLANNED)
+def test_few_queries_over_many_keys_are_split(chip):
+    few = {"n": 1, "m": 100_000, "batch": 1}
+    text = fm.explain(*problem(d=128, **few), device=chip)
+    plan = told(text)
+    assert plan["splits"] > 8
+    assert plan["grid"] == (plan["splits"], SHAPE["heads_k"], 1), "a group's heads are rows"
+    assert plan["after"] == [f"{plan['kernel'].split('_')[0]}_attention_combine_fp16"]
+    assert CATALOGUE[plan["after"][0]]["role"] == "attention_combine"
+    assert f"split in {plan['splits']}" in text and "\n  bitwise reproducible\n" in text
+    for sizes in ({**few, "batch": 512}, {**few, "m": 100}, {"n": 4096, "m": 4096}):
+        plan = told(fm.explain(*problem(d=128, **sizes), device=chip))
+        assert plan["splits"] == 1 and not plan["after"], sizes
+
+
+def test_a_backward_pass_says_whether_it_is_reproducible():
+    for chip in ("sm_75", "sm_80", "sm_90"):
+        text = fm.explain(*problem(), backward=True, device=chip)
+        assert "\n  not bitwise reproducible" in text and "deterministic" in text
+        again = fm.explain(*problem(), backward=True, deterministic=True, device=chip)
+        assert "\n  bitwise reproducible\n" in again
+        assert told(text) == told(again), "the same kernels, in turns"
+
+
+def test_a_tile_that_does_not_fit_is_passed_over_by_name():
+    """The backward pass of head dim 256 has a tile for chips with more than 164 KB."""
+    large = problem(d=256, n=4096)
+    on_h100, on_a100 = (
+        fm.explain(*large, backward=True, device=chip) for chip in ("sm_90", "sm_80")
+    )
+    name = told(on_h100)["kernel"]
+    assert CATALOGUE[name]["shared_bytes"] > CHIPS["sm_80"].block_shared_bytes
+    assert told(on_a100)["kernel"] != name
+    reason = f"needs {CATALOGUE[name]['shared_bytes']} bytes of shared memory, sm_80 has"
+    assert f"{name}: passed over: {reason}" in on_a100
+    short = fm.explain(*problem(d=128, n=40), device="sm_90")
+    assert re.search(r"128x64: passed over: 40 rows would leave half of the tile empty", short)
+
+
+def test_a_tile_that_leaves_an_sm_half_empty_is_passed_over_by_name():
+    """Two blocks of the backward pass of head dim 64 fit an SM of Hopper, one an SM of Ampere."""
+    on_h100, on_a100 = (
+        fm.explain(*problem(d=64, n=4096), backward=True, device=chip)
+        for chip in ("sm_90", "sm_80")
+    )
+    name = told(on_h100)["kernel"]
+    assert told(on_a100)["kernel"] != name
+    assert f"{name}: passed over: made for 2 blocks on an SM, of which sm_80 holds 1" in on_a100
+
+
+def test_a_machine_without_a_gpu_plans_for_the_cpu():
+    plan = told(fm.explain(*problem(), causal=True, device="cpu"))
+    assert plan["kernel"].startswith("cpu_")
+
+
+def test_a_chip_before_turing_is_refused():
+    with pytest.raises(RuntimeError, match=r"(?s)sm75: needs sm_75.*sm_70.*\.cpu\(\)"):
+        fm.explain(*problem(), device="sm_70")
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_a_turing_chip_has_no_bf16(backward):
+    words = r"(?s)sm_75.*sm80: needs sm_80.*sm75: has no kernels for bfloat16.*\.cpu\(\)"
+    with pytest.raises(RuntimeError, match=words):
+        fm.explain(*problem("bf16"), backward=backward, device="sm_75")
+    plan = told(fm.explain(*problem("fp16"), backward=backward, device="sm_75"))
+    assert plan["kernel"].startswith("sm75_")
+
+
+def test_explain_gives_the_reasons():
+    text = fm.explain(*problem(), causal=True, device="sm_90")
+    assert re.search(r"^ +copies +none$", text, re.M)
+    assert "chosen" in text
+    if "sm90" not in INFO["families"]:
+        assert re.search(r"sm90: passed over: .+", text)
+
+
+def test_explain_tells_of_copies():
+    q, k, v = problem()
+    odd = spec(*k.shape[:-1], 65)[..., :64]
+    rows_first = spec(3, 517, 2, 64).transpose(1, 2)
+    packed = spec(3, 517, 3, 2, 64)[:, :, 1].transpose(1, 2)
+    columns = spec(3, 2, 64, 517).mT
+
+    def copies(*tensors, **options):
+        return re.search(r"copies +(.*)", fm.explain(*tensors, **options))[1]
+
+    for chip in ("sm_75", "sm_80", "sm_90"):
+        assert copies(q, rows_first, packed, device=chip) == "none"
+        assert copies(q, k[:, :, :1].expand(k.shape), v, device=chip) == "none"
+        assert copies(q, odd, v, device=chip) == "key once, before the kernel"
+        assert copies(q, odd, columns, device=chip) == "key, value once, before the kernel"
+        # A head dim that is no multiple of 8: rows of 33 are copied, rows 40 apart are not.
+        assert copies(*problem(d=33), device=chip).startswith("query, key, value once, before")
+        apart = [x[..., :33] for x in problem(d=40)]
+        assert not re.search("query|key|value", copies(*apart, device=chip))
+        # The gradient of a key with gaps has none.
+        back = copies(q, odd, v, device=chip, backward=True)
+        assert back == "key once, before the kernel"
+        back = copies(q, columns, v, device=chip, backward=True)
+        assert back == "key once, before the kernel; grad_key once, after it"
+
+
+def ragged(d=64, dtype="fp16") -> tuple[list[torch.Tensor], dict]:
+    offsets = {f"cu_seqlens_{x}": spec(3, dtype=torch.int32) for x in "qk"}
+    tensors = [spec(40, 4, d, dtype=TORCH_DTYPES[dtype])] * 3
+    return tensors, offsets | {"max_seqlen_q": 20, "max_seqlen_k": 20}
+
+
+# Every option but bias, each way.
+OPTIONS = {
+    "causal": (problem(), {"causal": True}),
+    "window": (problem(), {"window": (5, 3)}),
+    "softcap": (problem(), {"softcap": 20.0}),
+    "scale": (problem(), {"scale": -0.3}),
+    "key_lengths": (problem(), {"key_lengths": spec(3, dtype=torch.int32)}),
+    "head dims": (problem(d=40, dv=72), {}),
+    "ragged": ragged(),
+    "ragged, small": ragged(d=24),
+    "five dimensions": ([x[None, None] for x in problem()], {}),
+    "nothing": (problem(m=0), {}),
+    "nobody": (problem(batch=0), {}),
+}
+
+
+@pytest.mark.parametrize("chip", PLANNED)
+@pytest.mark.parametrize("what", OPTIONS)
+def test_options(what, chip):
+    tensors, options = OPTIONS[what]
+    for more in ({}, {"backward": True}, {"backward": True, "deterministic": True}):
+        plan = told(fm.explain(*tensors, **options, **more, device=chip))
+        assert {plan["kernel"], *plan["before"], *plan["after"]} <= set(CATALOGUE)
+
+
+# What has no kernel yet: an explanation that fails, by name and with what would work.
+REFUSED = {
+    "bias": (problem(), {"bias": spec(300, 517)}, r"bias has no CUDA kernel"),
+    "ragged bias": (
+        ragged()[0],
+        ragged()[1] | {"bias": spec(800, 4)},
+        r"bias has no CUDA kernel",
+    ),
+    "dtype": ([x.float() for x in problem()], {}, r"float32.*float16"),
+}
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("chip", ["sm_75", "sm_80", "sm_90", "sm_120"])
+@pytest.mark.parametrize("what", REFUSED)
+def test_refusals(what, chip, backward):
+    tensors, options, words = REFUSED[what]
+    with pytest.raises(RuntimeError, match=rf"(?is){words}.*\.cpu\(\)"):
+        fm.explain(*tensors, **options, backward=backward, device=chip)
+
+
+# What the environment asks for.
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_can_be_forced(family, monkeypatch):
+    monkeypatch.setenv("FLASHMOE_FAMILY", family)
+    on_cpu = told(fm.explain(*problem(), device="cpu"))["kernel"]
+    assert on_cpu.startswith("cpu_"), "CPU tensors have nothing to do with it"
+    if family in INFO["families"]:
+        for backward in (False, True):
+            text = fm.explain(*problem(), backward=backward, device="sm_90")
+            plan = told(text)
+            for name in (plan["kernel"], *plan["before"], *plan["after"]):
+                assert CATALOGUE[name]["family"] == family
+            assert family == "sm90" or f"FLASHMOE_FAMILY asks for {family}" in text
+    else:
+        words = rf"(?s)FLASHMOE_FAMILY asks for|{family}: this build has no kernels of it"
+        with pytest.raises(RuntimeError, match=words):
+            fm.explain(*problem(), device="sm_90")
+
+
+def test_a_forced_family_still_needs_its_chip_and_dtype(monkeypatch):
+    monkeypatch.setenv("FLASHMOE_FAMILY", "sm80")
+    with pytest.raises(RuntimeError, match=r"sm80: needs sm_80 or newer, the device is sm_75"):
+        fm.explain(*problem(), device="sm_75")
+    monkeypatch.setenv("FLASHMOE_FAMILY", "sm75")
+    with pytest.raises(RuntimeError, match=r"sm75: has no kernels for bfloat16"):
+        fm.explain(*problem("bf16"), device="sm_90")
+
+
+def test_forcing_the_cpu_refuses_cuda_tensors(monkeypatch):
+    monkeypatch.setenv("FLASHMOE_FAMILY", "cpu")
+    with pytest.raises(RuntimeError, match=r"FLASHMOE_FAMILY is cpu.*\.cpu\(\)"):
+        fm.explain(*problem(), device="sm_90")
+    assert told(fm.explain(*problem(), device="cpu"))["kernel"].startswith("cpu_")
+
+
+def test_a_family_that_does_not_exist_is_named(monkeypatch):
+    monkeypatch.setenv("FLASHMOE_FAMILY", "sm42")
+    with pytest.raises(RuntimeError, match=r"FLASHMOE_FAMILY is sm42; it must be sm75, sm80"):
+        fm.explain(*problem(), device="sm_90")
+    monkeypatch.setenv("FLASHMOE_FAMILY", "")
+    fm.explain(*problem(), device="sm_90")
+
+
+def test_a_tile_can_be_forced(monkeypatch):
+    """Every forward tile of the lists; tests/cpp/test_plan.cc has the backward ones."""
+    for name, kernel in CATALOGUE.items():
+        if kernel["role"] != "attention_fwd":
+            continue
+        chip = "sm_75" if kernel["family"] == "sm75" else "sm_90"
+        monkeypatch.setenv("FLASHMOE_TILE", f"{kernel['block_q']}x{kernel['block_k']}")
+        tensors = problem(dtype_of(Path(kernel["image"])), kernel["head_dim"])
+        assert told(fm.explain(*tensors, device=chip))["kernel"] == name
+
+
+@pytest.mark.parametrize("tile", ["", "64", "64x", "64x64x64", "axb", "64 x 64 ", "1x1", "-64x64"])
+def test_a_tile_that_does_not_exist_is_named(tile, monkeypatch):
+    monkeypatch.setenv("FLASHMOE_TILE", tile)
+    if not tile:
+        fm.explain(*problem(), device="sm_90")
+        return
+    with pytest.raises(RuntimeError, match=rf"FLASHMOE_TILE .*{tile}.*\d+x\d+"):
+        fm.explain(*problem(), device="sm_90")
+    assert told(fm.explain(*problem(), device="cpu"))["kernel"].startswith("cpu_")

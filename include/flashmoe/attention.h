@@ -141,8 +141,15 @@ struct AttentionPlan {
   int threads = 0;     // of a block
   size_t shared_bytes = 0;
   uint32_t grid[3] = {0, 0, 0};
-  int64_t splits = 1;                      // parts that the keys of one block of queries come in
-  std::vector<std::string> before, after;  // small kernels that run around it
+  int64_t splits = 1;  // parts that the keys of one block of queries come in
+  // Of launches of a backward pass, each for a part of the batch; ragged, of the key heads. The
+  // grid is that of one round.
+  int64_t rounds = 1;
+  int64_t bias_splits = 1;  // parts that the sum of a shared bias's gradient comes in
+  // Small kernels around it, in their order. Once a call: the list of a ragged batch's blocks and
+  // the copy of a shared bias, before, and the sum of a bias's gradient, after; the others in each
+  // round.
+  std::vector<std::string> before, after;
 
   // How it is cut. On the CPU a work item is one chunk of query blocks of one (batch, head), and
   // always the same piece of arithmetic whoever runs it: that is why results do not depend on the
@@ -198,10 +205,12 @@ FLASHMOE_API Result<std::vector<Device>> cuda_devices();
 // A CUDA kernel of this build, as the planner sees it.
 struct CudaKernel {
   std::string name, family, image;
-  std::string role;  // attention_fwd, attention_combine, attention_bwd_prepare, attention_bwd,
-                     // attention_bwd_finish
+  // attention_ragged_blocks, attention_bias_rows, attention_fwd, attention_fwd_bias,
+  // attention_combine, attention_bwd_prepare, attention_bwd, attention_bwd_bias,
+  // attention_bwd_finish (either's), attention_bwd_bias_sum: docs/kernels.md.
+  std::string role;
   DType dtype = DType::kFloat16;
-  int head_dim = 0, block_q = 0, block_k = 0;  // 0 for kernels that go row by row
+  int head_dim = 0, block_q = 0, block_k = 0;  // 0 for kernels without a tile
   int threads = 0, shared_bytes = 0;
 };
 FLASHMOE_API std::vector<CudaKernel> cuda_kernels();

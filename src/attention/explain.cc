@@ -36,6 +36,11 @@ std::string work_text(const AttentionPlan& plan) {
         text("launch     grid ", plan.grid[0], " x ", plan.grid[1], " x ", plan.grid[2], ", ",
              plan.threads, " threads, ", plan.shared_bytes, " bytes of shared memory");
     if (plan.splits > 1) line += text("\n  splits     the keys, in ", plan.splits);
+    if (plan.rounds > 1)
+      line += text("\n  rounds     ", plan.rounds, ", each for a part of the ",
+                   plan.problem.ragged ? "heads" : "batch");
+    if (plan.bias_splits > 1)
+      line += text("\n  splits     what shares the bias, in ", plan.bias_splits);
     for (const std::string& name : plan.before) line += "\n  before     " + name;
     for (const std::string& name : plan.after) line += "\n  after      " + name;
     return line;

@@ -26,10 +26,41 @@ bool in_place(const TensorSpec& spec);
 // Whether this build has kernels of the family.
 bool has_family(std::string_view family);
 
+// Whether the plan's bias is broadcast, so that its gradient is a sum.
+bool shares_bias(const AttentionPlan& plan);
+
+// Whether the bias is first copied to rows of whole chunks, and how large the copy is.
+bool copies_bias(const AttentionPlan& plan);
+inline int64_t bias_pitch(const AttentionPlan& plan) { return (plan.len_k + 7) / 8 * 8; }
+int64_t bias_copy_bytes(const AttentionPlan& plan);
+
+// The sum of that gradient, as it is launched: one block for each of `tiles` and split.
+struct BiasSumGrid {
+  int64_t tiles = 0;               // of one matrix of the gradient
+  int64_t heads = 1, batches = 1;  // matrices
+  int64_t steps = 0;               // that share a tile
+};
+BiasSumGrid bias_sum_grid(const AttentionPlan& plan, int64_t block_q, int64_t block_k);
+
+// How many blocks the sequences of a ragged batch may have: see any/attention_ragged.cuh.
+inline int64_t ragged_slots(int64_t tokens, int64_t block, int64_t batch) {
+  return tokens / block + batch + 1;
+}
+
+// Sequences of a dense batch in one round of a backward pass.
+inline int64_t round_batch(const AttentionPlan& plan) {
+  return (plan.batch + plan.rounds - 1) / plan.rounds;
+}
+
 // What lies where in the workspace of a backward pass, in bytes: see AttentionBwdParams.
 struct BackwardWorkspace {
-  int64_t rows = 0;  // of one head, all sequences, in whole blocks
+  int64_t sum_rows = 0;  // of one head in a round
+  int64_t rows = 0;      // of one head, all sequences, in whole blocks
+  int64_t key_slots = 0, query_slots = 0, sum_slots = 0;  // ragged: of its lists
+  size_t key_blocks = 0, query_blocks = 0, sum_blocks = 0;
   size_t row_terms = 0, grad_query_sums = 0, turns = 0, tickets = 0;
+  size_t bias_sums = 0;  // in the place of grad_query_sums, which are done with by then
+  size_t bias_rows = 0;
   size_t bytes = 0;  // of all
 };
 BackwardWorkspace backward_workspace(const AttentionPlan& plan);

@@ -43,10 +43,26 @@ class Lister {
  public:
   std::vector<Kernel> take() { return std::move(list_); }
 
-  void add(const char* family, DType dtype, const char* image, const char* name, FwdTile tile) {
+  void add(Role role, const char* family, DType dtype, const char* image, const char* name,
+           FwdTile tile) {
+    const int shared_bytes = tile.shared_bytes(role == Role::kForwardBias);
     add(image, {{name, nullptr},
                 family,
-                Role::kForward,
+                role,
+                dtype,
+                tile.head_dim,
+                tile.block_q,
+                tile.block_k,
+                tile.threads(),
+                shared_bytes,
+                tile.ctas,
+                tile.for_short()});
+  }
+  void add(Role role, const char* family, DType dtype, const char* image, const char* name,
+           BiasSumTile tile) {
+    add(image, {{name, nullptr},
+                family,
+                role,
                 dtype,
                 tile.head_dim,
                 tile.block_q,
@@ -55,19 +71,27 @@ class Lister {
                 tile.shared_bytes(),
                 tile.ctas});
   }
-  void add(const char* family, DType dtype, const char* image, const char* name, const char* finish,
+  void add(Role role, const char* family, DType dtype, const char* image, const char* name,
            BwdTile tile) {
-    Kernel kernel{{name, nullptr},     family,       Role::kBackward, dtype,
-                  tile.head_dim,       tile.block_q, tile.block_k,    tile.threads(),
-                  tile.shared_bytes(), tile.ctas};
-    add(image, kernel);
-    kernel.id.name = finish;
-    kernel.role = Role::kFinish;
-    kernel.shared_bytes = tile.block_q * tile.head_dim * 2;
-    add(image, kernel);
+    int shared_bytes = tile.shared_bytes(role == Role::kBackwardBias);
+    if (role == Role::kFinish) shared_bytes = tile.block_q * tile.head_dim * 2;
+    add(image, {{name, nullptr},
+                family,
+                role,
+                dtype,
+                tile.head_dim,
+                tile.block_q,
+                tile.block_k,
+                tile.threads(),
+                shared_bytes,
+                tile.ctas,
+                tile.for_short()});
   }
   void add(const char* family, DType dtype, const char* image, const char* name, Role role) {
-    add(image, {{name, nullptr}, family, role, dtype, 0, 0, 0, kRowThreads, 0, 0});
+    const bool lists = role == Role::kRaggedBlocks;
+    const int threads = lists ? kRaggedThreads : kRowThreads;
+    const int shared_bytes = lists ? kRaggedSharedBytes : 0;
+    add(image, {{name, nullptr}, family, role, dtype, 0, 0, 0, threads, shared_bytes, 0});
   }
 
  private:
@@ -81,34 +105,63 @@ class Lister {
 std::vector<Kernel> list_kernels() {
   Lister list;
 // Names as the .cu files of the families make them.
-#define FWD(FAMILY, TYPE, DTYPE, D, BQ, BK, ...)                  \
-  list.add(FAMILY, DTYPE, FAMILY "_attention_fwd_" TYPE "_d" #D,  \
-           FAMILY "_attention_fwd_" TYPE "_d" #D "_" #BQ "x" #BK, \
-           FwdTile{D, BQ, BK, __VA_ARGS__});
-#define BWD(FAMILY, TYPE, DTYPE, D, BQ, BK, ...)                         \
-  list.add(FAMILY, DTYPE, FAMILY "_attention_bwd_" TYPE "_d" #D,         \
-           FAMILY "_attention_bwd_" TYPE "_d" #D "_" #BQ "x" #BK,        \
-           FAMILY "_attention_bwd_finish_" TYPE "_d" #D "_" #BQ "x" #BK, \
-           BwdTile{D, BQ, BK, __VA_ARGS__});
-#define ROWS(FAMILY, TYPE, DTYPE)                                                                \
-  list.add(FAMILY, DTYPE, FAMILY "_attention_rows_" TYPE, FAMILY "_attention_combine_" TYPE,     \
-           Role::kCombine);                                                                      \
-  list.add(FAMILY, DTYPE, FAMILY "_attention_rows_" TYPE, FAMILY "_attention_bwd_prepare_" TYPE, \
-           Role::kPrepare);
-#define SM80_FP16_FWD(...) FWD("sm80", "fp16", DType::kFloat16, __VA_ARGS__)
-#define SM80_BF16_FWD(...) FWD("sm80", "bf16", DType::kBFloat16, __VA_ARGS__)
-#define SM80_FP16_BWD(...) BWD("sm80", "fp16", DType::kFloat16, __VA_ARGS__)
-#define SM80_BF16_BWD(...) BWD("sm80", "bf16", DType::kBFloat16, __VA_ARGS__)
-#define SM75_FP16_FWD(...) FWD("sm75", "fp16", DType::kFloat16, __VA_ARGS__)
-#define SM75_FP16_BWD(...) BWD("sm75", "fp16", DType::kFloat16, __VA_ARGS__)
+#define TILED(ROLE, PREFIX, IMAGE, TILE, FAMILY, TYPE, DTYPE, D, BQ, BK, ...)      \
+  list.add(Role::ROLE, FAMILY, DTYPE, FAMILY "_attention_" IMAGE "_" TYPE "_d" #D, \
+           FAMILY "_attention_" PREFIX "_" TYPE "_d" #D "_" #BQ "x" #BK,           \
+           TILE{D, BQ, BK, __VA_ARGS__});
+#define FWD(...) TILED(kForward, "fwd", "fwd", FwdTile, __VA_ARGS__)
+#define FWD_BIAS(...) TILED(kForwardBias, "fwd_bias", "fwd_bias", FwdTile, __VA_ARGS__)
+#define BWD(...)                                       \
+  TILED(kBackward, "bwd", "bwd", BwdTile, __VA_ARGS__) \
+  TILED(kFinish, "bwd_finish", "bwd", BwdTile, __VA_ARGS__)
+#define BWD_BIAS(...)                                                \
+  TILED(kBackwardBias, "bwd_bias", "bwd_bias", BwdTile, __VA_ARGS__) \
+  TILED(kFinish, "bwd_bias_finish", "bwd_bias", BwdTile, __VA_ARGS__)
+#define BIAS_SUM(...) TILED(kBiasSum, "bwd_bias_sum", "bwd_bias", BiasSumTile, __VA_ARGS__)
+#define ROWS(FAMILY, TYPE, DTYPE)                                                                  \
+  list.add(FAMILY, DTYPE, FAMILY "_attention_rows_" TYPE, FAMILY "_attention_combine_" TYPE,       \
+           Role::kCombine);                                                                        \
+  list.add(FAMILY, DTYPE, FAMILY "_attention_rows_" TYPE, FAMILY "_attention_bwd_prepare_" TYPE,   \
+           Role::kPrepare);                                                                        \
+  list.add(FAMILY, DTYPE, FAMILY "_attention_rows_" TYPE, FAMILY "_attention_ragged_blocks_" TYPE, \
+           Role::kRaggedBlocks);                                                                   \
+  list.add(FAMILY, DTYPE, FAMILY "_attention_rows_" TYPE, FAMILY "_attention_bias_rows_" TYPE,     \
+           Role::kBiasRows);
+#define SM80_FP16(PASS, ...) PASS("sm80", "fp16", DType::kFloat16, __VA_ARGS__)
+#define SM80_BF16(PASS, ...) PASS("sm80", "bf16", DType::kBFloat16, __VA_ARGS__)
+#define SM75_FP16(PASS, ...) PASS("sm75", "fp16", DType::kFloat16, __VA_ARGS__)
+#define SM80_FP16_FWD(...) SM80_FP16(FWD, __VA_ARGS__)
+#define SM80_FP16_FWD_BIAS(...) SM80_FP16(FWD_BIAS, __VA_ARGS__)
+#define SM80_FP16_BWD(...) SM80_FP16(BWD, __VA_ARGS__)
+#define SM80_FP16_BWD_BIAS(...) SM80_FP16(BWD_BIAS, __VA_ARGS__)
+#define SM80_FP16_BIAS_SUM(...) SM80_FP16(BIAS_SUM, __VA_ARGS__)
+#define SM80_BF16_FWD(...) SM80_BF16(FWD, __VA_ARGS__)
+#define SM80_BF16_FWD_BIAS(...) SM80_BF16(FWD_BIAS, __VA_ARGS__)
+#define SM80_BF16_BWD(...) SM80_BF16(BWD, __VA_ARGS__)
+#define SM80_BF16_BWD_BIAS(...) SM80_BF16(BWD_BIAS, __VA_ARGS__)
+#define SM80_BF16_BIAS_SUM(...) SM80_BF16(BIAS_SUM, __VA_ARGS__)
+#define SM75_FP16_FWD(...) SM75_FP16(FWD, __VA_ARGS__)
+#define SM75_FP16_FWD_BIAS(...) SM75_FP16(FWD_BIAS, __VA_ARGS__)
+#define SM75_FP16_BWD(...) SM75_FP16(BWD, __VA_ARGS__)
+#define SM75_FP16_BWD_BIAS(...) SM75_FP16(BWD_BIAS, __VA_ARGS__)
+#define SM75_FP16_BIAS_SUM(...) SM75_FP16(BIAS_SUM, __VA_ARGS__)
   FLASHMOE_SM80_ATTENTION_FWD(SM80_FP16_FWD)
   FLASHMOE_SM80_ATTENTION_FWD(SM80_BF16_FWD)
+  FLASHMOE_SM80_ATTENTION_FWD_BIAS(SM80_FP16_FWD_BIAS)
+  FLASHMOE_SM80_ATTENTION_FWD_BIAS(SM80_BF16_FWD_BIAS)
   FLASHMOE_SM80_ATTENTION_BWD(SM80_FP16_BWD)
   FLASHMOE_SM80_ATTENTION_BWD(SM80_BF16_BWD)
+  FLASHMOE_SM80_ATTENTION_BWD_BIAS(SM80_FP16_BWD_BIAS)
+  FLASHMOE_SM80_ATTENTION_BIAS_SUM(SM80_FP16_BIAS_SUM)
+  FLASHMOE_SM80_ATTENTION_BWD_BIAS(SM80_BF16_BWD_BIAS)
+  FLASHMOE_SM80_ATTENTION_BIAS_SUM(SM80_BF16_BIAS_SUM)
   ROWS("sm80", "fp16", DType::kFloat16)
   ROWS("sm80", "bf16", DType::kBFloat16)
   FLASHMOE_SM75_ATTENTION_FWD(SM75_FP16_FWD)
+  FLASHMOE_SM75_ATTENTION_FWD_BIAS(SM75_FP16_FWD_BIAS)
   FLASHMOE_SM75_ATTENTION_BWD(SM75_FP16_BWD)
+  FLASHMOE_SM75_ATTENTION_BWD_BIAS(SM75_FP16_BWD_BIAS)
+  FLASHMOE_SM75_ATTENTION_BIAS_SUM(SM75_FP16_BIAS_SUM)
   ROWS("sm75", "fp16", DType::kFloat16)
   return list.take();
 }
@@ -117,14 +170,24 @@ std::vector<Kernel> list_kernels() {
 
 const char* role_name(Role role) {
   switch (role) {
+    case Role::kRaggedBlocks:
+      return "attention_ragged_blocks";
+    case Role::kBiasRows:
+      return "attention_bias_rows";
     case Role::kForward:
       return "attention_fwd";
+    case Role::kForwardBias:
+      return "attention_fwd_bias";
     case Role::kCombine:
       return "attention_combine";
     case Role::kPrepare:
       return "attention_bwd_prepare";
     case Role::kBackward:
       return "attention_bwd";
+    case Role::kBackwardBias:
+      return "attention_bwd_bias";
+    case Role::kBiasSum:
+      return "attention_bwd_bias_sum";
     case Role::kFinish:
       return "attention_bwd_finish";
   }
@@ -144,6 +207,17 @@ const Kernel* find_kernel(std::string_view name) {
   }();
   const auto found = by_name.find(name);
   return found == by_name.end() ? nullptr : found->second;
+}
+
+const Kernel* find_kernel(Role role, const Kernel& beside) {
+  for (const Kernel& kernel : kernels()) {
+    const bool same_tile = kernel.block_q == beside.block_q && kernel.block_k == beside.block_k;
+    if (kernel.role == role && kernel.id.image == beside.id.image &&
+        (same_tile || role == Role::kBiasSum)) {
+      return &kernel;
+    }
+  }
+  return nullptr;
 }
 
 const Kernel* find_kernel(Role role, std::string_view family, DType dtype) {

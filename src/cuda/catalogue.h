@@ -12,11 +12,16 @@
 namespace flashmoe::cuda {
 
 enum class Role {
+  kRaggedBlocks,  // before either pass of a ragged batch
+  kBiasRows,      // before either pass with a bias that many share
   kForward,
+  kForwardBias,
   kCombine,  // after a forward pass that was split over keys
   kPrepare,  // before the backward pass
   kBackward,
-  kFinish,  // after it
+  kBackwardBias,
+  kFinish,   // after it
+  kBiasSum,  // the gradient of a bias that was broadcast
 };
 const char* role_name(Role role);
 
@@ -29,7 +34,8 @@ struct Kernel {
   int head_dim = 0, block_q = 0, block_k = 0;
   int threads = 0;
   int shared_bytes = 0;
-  int ctas = 0;  // that the registers of an SM hold
+  int ctas = 0;            // that the registers of an SM hold
+  bool for_short = false;  // for thousands of short sequences
 };
 
 // Grouped by family and role, and there best tile first.
@@ -37,5 +43,7 @@ const std::vector<Kernel>& kernels();
 
 const Kernel* find_kernel(std::string_view name);
 const Kernel* find_kernel(Role role, std::string_view family, DType dtype);
+// The one of that role that was made for the same tile; the sum of a bias's gradient has its own.
+const Kernel* find_kernel(Role role, const Kernel& beside);
 
 }  // namespace flashmoe::cuda

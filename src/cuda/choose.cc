@@ -37,7 +37,6 @@ std::string missing_option(const AttentionPlan& plan) {
   if (p.query.dtype != DType::kFloat16 && p.query.dtype != DType::kBFloat16) {
     return text("query is ", dtype_name(p.query.dtype), "; CUDA kernels take float16 and bfloat16");
   }
-  if (p.bias) return "bias has no CUDA kernel yet";
   if (plan.len_q > kMaxLength || plan.len_k > kMaxLength) {
     return text("sequences are longer than ", kMaxLength);
   }
@@ -90,9 +89,30 @@ bool one_query(const AttentionPlan& plan) {
          plan.heads_q > plan.heads_k;
 }
 int64_t rows(const AttentionPlan& plan) {
+  const AttentionProblem& p = plan.problem;
+  if (p.ragged) return p.query.shape[0] / std::max<int64_t>(plan.batch, 1);  // of most sequences
   return one_query(plan) ? plan.heads_q / plan.heads_k : plan.len_q;
 }
 int64_t heads(const AttentionPlan& plan) { return one_query(plan) ? plan.heads_k : plan.heads_q; }
+
+// Of all tensors of a backward pass that are as large as its inputs.
+double tensor_bytes(const AttentionProblem& p) {
+  double bytes = 0;
+  const auto add = [&](const TensorSpec& spec) {
+    double count = dtype_bytes(spec.dtype);
+    for (int i = 0; i < spec.rank; ++i) count *= static_cast<double>(spec.shape[i]);
+    bytes += count;
+  };
+  for (const TensorSpec* spec : {&p.query, &p.key, &p.value, &p.out}) add(*spec);
+  for (const std::optional<TensorSpec>* spec :
+       {&p.grad_out, &p.grad_query, &p.grad_key, &p.grad_value, &p.bias, &p.grad_bias}) {
+    if (*spec) add(**spec);
+  }
+  return bytes;
+}
+
+// The largest head dim that has tiles for short sequences.
+constexpr int64_t kShortDim = 64;
 
 class Chooser {
  public:
@@ -106,8 +126,10 @@ class Chooser {
   const Kernel* find(const char* family, const std::optional<ForcedTile>& forced,
                      std::string& why) {
     const AttentionProblem& p = plan_.problem;
-    const Role role = p.pass == Pass::kForward ? Role::kForward : Role::kBackward;
+    const Role role = p.pass == Pass::kForward ? (p.bias ? Role::kForwardBias : Role::kForward)
+                                               : (p.bias ? Role::kBackwardBias : Role::kBackward);
     const int64_t dim = std::max(plan_.head_dim, plan_.head_dim_v);
+    const bool short_sequences = !forced && many_short_sequences() && dim <= kShortDim;
     int bucket = 0;
     std::string tiles;
     const Kernel *chosen = nullptr, *roomy = nullptr;
@@ -124,7 +146,11 @@ class Chooser {
         if (k.block_q == forced->block_q && k.block_k == forced->block_k) chosen = &k;
         continue;
       }
-      if (static_cast<size_t>(k.shared_bytes) > chip_.shared_bytes) {
+      if (k.for_short != short_sequences) {
+        pass_over(k.id.name, short_sequences
+                                 ? "made for longer sequences"
+                                 : "made for many sequences of at most a few dozen tokens");
+      } else if (static_cast<size_t>(k.shared_bytes) > chip_.shared_bytes) {
         pass_over(k.id.name,
                   text("needs ", k.shared_bytes, " bytes of shared memory, ",
                        chip_name(p.device.compute_capability), " has ", chip_.shared_bytes));
@@ -160,18 +186,43 @@ class Chooser {
     plan_.block_k = k.block_k;
     plan_.threads = k.threads;
     plan_.shared_bytes = k.shared_bytes;
-    // Ragged batches have one more entry, for tokens after the last sequence.
-    const int64_t batch = plan_.batch + (p.ragged ? 1 : 0);
-    plan_.grid[2] = static_cast<uint32_t>(std::min(batch, kMaxGridYZ));
+    plan_.grid[1] = plan_.grid[2] = 1;
+    if (p.ragged) {
+      plan_.before.push_back(find_kernel(Role::kRaggedBlocks, k.family, p.query.dtype)->id.name);
+    } else {
+      plan_.grid[2] = static_cast<uint32_t>(std::min(plan_.batch, kMaxGridYZ));
+    }
+    if (copies_bias(plan_)) {
+      plan_.before.push_back(find_kernel(Role::kBiasRows, k.family, p.query.dtype)->id.name);
+    }
     if (p.pass == Pass::kForward) {
       cut_forward(k);
     } else {
       cut_backward(k);
     }
-    plan_.work_items = int64_t{plan_.grid[0]} * plan_.grid[1] * batch;
+    const int64_t batch = p.ragged ? 1 : plan_.batch;
+    plan_.work_items =
+        int64_t{plan_.grid[0]} * plan_.grid[1] * batch * (p.ragged ? plan_.rounds : 1);
+  }
+
+  // The largest grid of a ragged batch, whose heads are not a dimension of their own.
+  int64_t ragged_grid() const {
+    const AttentionProblem& p = plan_.problem;
+    const int64_t queries = ragged_slots(p.query.shape[0], plan_.block_q, plan_.batch);
+    const int64_t keys = ragged_slots(p.key.shape[0], plan_.block_k, plan_.batch);
+    return std::max(queries, p.pass == Pass::kForward ? 0 : keys) * plan_.heads_q;
   }
 
  private:
+  // So many and so short, on average, that a tile should not be larger than they are.
+  bool many_short_sequences() const {
+    const AttentionProblem& p = plan_.problem;
+    const int64_t length =
+        p.ragged ? std::max(p.query.shape[0], p.key.shape[0]) / std::max<int64_t>(plan_.batch, 1)
+                 : std::max(plan_.len_q, plan_.len_k);
+    return length <= (p.ragged ? 48 : 32) && plan_.batch * plan_.heads_k >= 4 * multiprocessors_;
+  }
+
   void pass_over(const char* name, const std::string& why) {
     plan_.candidates.push_back({name, "passed over: " + why});
   }
@@ -184,22 +235,41 @@ class Chooser {
     }
     if (plan_.problem.pass == Pass::kBackward || k.block_q <= 64) return {};
     const int64_t n = rows(plan_);
-    if (n <= 64) return text(n, n == 1 ? " row" : " rows", " would leave half of the tile empty");
+    if (n <= 64) {
+      return text(n, n == 1 ? " row" : " rows", plan_.problem.ragged ? " a sequence" : "",
+                  " would leave half of the tile empty");
+    }
     const int64_t blocks = ceil_div(n, k.block_q) * heads(plan_) * plan_.batch;
     if (blocks < multiprocessors_) {
       return text(blocks, " blocks would leave some of ", multiprocessors_, " SMs idle");
+    }
+    // The next tile has half the rows and, with a bias, 0.82 of the speed; three of its blocks are
+    // on an SM.
+    const auto full = [&](int64_t blocks, int64_t of_sm) {
+      const int64_t slots = multiprocessors_ * of_sm;
+      return static_cast<double>(blocks) / static_cast<double>(ceil_div(blocks, slots) * slots);
+    };
+    if (plan_.problem.bias && 0.82 * full(2 * blocks, 3) > full(blocks, resident(k, chip_))) {
+      return text(blocks, " blocks would leave much of the last round of SMs idle");
     }
     return {};
   }
 
   void cut_forward(const Kernel& k) {
+    if (plan_.problem.ragged) {
+      const int64_t slots = ragged_slots(plan_.problem.query.shape[0], k.block_q, plan_.batch);
+      plan_.grid[0] = static_cast<uint32_t>(slots * plan_.heads_q);
+      plan_.workspace_bytes = slots * sizeof(RaggedBlock);
+      return;
+    }
     const int64_t blocks = std::max<int64_t>(ceil_div(rows(plan_), k.block_q), 1);
     plan_.splits = splits(k, blocks);
     plan_.grid[0] = static_cast<uint32_t>(blocks * plan_.splits);
     plan_.grid[1] = static_cast<uint32_t>(heads(plan_));
+    plan_.workspace_bytes = bias_copy_bytes(plan_);
     if (plan_.splits == 1) return;
     const int64_t partial = plan_.splits * plan_.batch * heads(plan_) * rows(plan_);
-    plan_.workspace_bytes = partial * (k.head_dim + 1) * sizeof(float);
+    plan_.workspace_bytes += partial * (k.head_dim + 1) * sizeof(float);
     plan_.after.push_back(
         find_kernel(Role::kCombine, k.family, plan_.problem.query.dtype)->id.name);
   }
@@ -209,7 +279,6 @@ class Chooser {
   // adding up costs more than it saves.
   int64_t splits(const Kernel& k, int64_t blocks) const {
     constexpr int64_t kFewBlocks = 4;
-    if (plan_.problem.ragged) return 1;
     const int64_t work = blocks * heads(plan_) * plan_.batch;
     const int64_t slots = multiprocessors_ * resident(k, chip_);
     if (work == 0 || work > slots / 2) return 1;
@@ -219,16 +288,64 @@ class Chooser {
 
   void cut_backward(const Kernel& k) {
     const AttentionProblem& p = plan_.problem;
-    plan_.grid[0] = static_cast<uint32_t>(
-        std::max<int64_t>(ceil_div(plan_.len_k, k.block_k), p.ragged ? 1 : 0));
-    plan_.grid[1] = static_cast<uint32_t>(plan_.heads_k);
-    plan_.workspace_bytes = backward_workspace(plan_).bytes;
-    plan_.before.push_back(find_kernel(Role::kPrepare, k.family, p.query.dtype)->id.name);
-    if (p.grad_query) {
-      std::string finish = k.id.name;
-      finish.insert(finish.find("_attention_bwd_") + std::strlen("_attention_bwd_"), "finish_");
-      plan_.after.push_back(finish);
+    cut_bias_sum(k);
+    cut_rounds(k);
+    const BackwardWorkspace workspace = backward_workspace(plan_);
+    plan_.workspace_bytes = workspace.bytes;
+    if (p.ragged) {
+      plan_.grid[0] = static_cast<uint32_t>(workspace.key_slots * (plan_.heads_k / plan_.rounds));
+    } else {
+      plan_.grid[0] = static_cast<uint32_t>(ceil_div(plan_.len_k, k.block_k));
+      plan_.grid[1] = static_cast<uint32_t>(plan_.heads_k);
+      plan_.grid[2] = static_cast<uint32_t>(std::min(round_batch(plan_), kMaxGridYZ));
     }
+    plan_.before.push_back(find_kernel(Role::kPrepare, k.family, p.query.dtype)->id.name);
+    if (p.grad_query) plan_.after.push_back(find_kernel(Role::kFinish, k)->id.name);
+    if (p.grad_bias && shares_bias(plan_)) {
+      plan_.after.push_back(find_kernel(Role::kBiasSum, k)->id.name);
+    }
+  }
+
+  // Over how many blocks the steps of a tile of a shared bias's gradient are split.
+  void cut_bias_sum(const Kernel& k) {
+    constexpr int64_t kFewSteps = 4;
+    const AttentionProblem& p = plan_.problem;
+    if (!p.grad_bias || !shares_bias(plan_) || p.ragged) return;
+    const Kernel* sum = find_kernel(Role::kBiasSum, k);
+    const BiasSumGrid grid = bias_sum_grid(plan_, sum->block_q, sum->block_k);
+    const int64_t work = grid.tiles * grid.heads * grid.batches;
+    const int64_t slots = multiprocessors_ * resident(*sum, chip_);
+    // The fewest that leave little of the chip idle.
+    for (int64_t splits = 1; work > 0 && splits * kFewSteps <= grid.steps; ++splits) {
+      plan_.bias_splits = splits;
+      if (splits * work >= 0.9 * ceil_div(splits * work, slots) * slots) break;
+    }
+  }
+
+  // In how many rounds of launches a backward pass goes. The sums of dQ are fp32, and all at once
+  // they would be a quarter of all tensors: as few rounds as make the workspace small beside the
+  // tensors, each still with work for the whole chip. A round has a part of the batch, or of the
+  // heads where only the device knows which tokens a part has. (Long dense sequences have few and
+  // long blocks, and would lose a tenth of their time to the ends of rounds.)
+  void cut_rounds(const Kernel& k) {
+    constexpr double kSmall = 0.099;
+    constexpr int64_t kBlocksOfAnSm = 2, kMost = 16;
+    const AttentionProblem& p = plan_.problem;
+    if (!p.grad_query || (!p.bias && !p.ragged)) return;
+    const int64_t parts = p.ragged ? plan_.heads_k : plan_.batch;
+    const int64_t blocks = p.ragged ? ragged_slots(p.key.shape[0], k.block_k, plan_.batch)
+                                    : ceil_div(plan_.len_k, k.block_k) * plan_.heads_k;
+    const double small = kSmall * tensor_bytes(p);
+    for (int64_t rounds = 1; rounds <= std::min(parts, kMost); ++rounds) {
+      // Equal parts of the heads; of the batch, as many as there really are.
+      const bool whole =
+          p.ragged ? parts % rounds == 0 : ceil_div(parts, ceil_div(parts, rounds)) == rounds;
+      if (!whole) continue;
+      if (parts / rounds * blocks < kBlocksOfAnSm * multiprocessors_) break;
+      plan_.rounds = rounds;
+      if (static_cast<double>(backward_workspace(plan_).bytes) <= small) return;
+    }
+    plan_.rounds = 1;  // no number of them does
   }
 
   AttentionPlan& plan_;
@@ -255,23 +372,103 @@ bool in_place(const TensorSpec& spec) {
   return true;
 }
 
+bool shares_bias(const AttentionPlan& plan) {
+  const TensorSpec& query = plan.problem.query;
+  const TensorSpec& bias = *plan.problem.bias;
+  if (plan.problem.ragged) return plan.heads_q > 1 && bias.size(-1) == 1;  // (pairs, heads)
+  for (int i = 1; i <= query.rank; ++i) {
+    const int64_t size = i == 1 ? plan.len_k : query.size(-i);
+    // Also where there is nothing to sum: the gradient is 0 then.
+    if (size != 1 && (i > bias.rank || bias.size(-i) == 1)) return true;
+  }
+  return false;
+}
+
+bool copies_bias(const AttentionPlan& plan) {
+  constexpr int64_t kMany = 8;  // the copy is small beside what is computed with it
+  if (!plan.problem.bias || plan.problem.ragged) return false;
+  const TensorSpec& bias = *plan.problem.bias;
+  if (bias.dtype == DType::kFloat32 || bias.rank < 2 || bias.size(-1) != plan.len_k ||
+      bias.size(-2) != plan.len_q || bias.size(-1) * bias.size(-2) <= 1) {
+    return false;
+  }
+  int64_t matrices = 1;
+  bool chunks = bias.step(-1) == 1 && bias.step(-2) % 8 == 0 && plan.len_k % 8 == 0;
+  for (int i = 0; i < bias.rank - 2; ++i) {
+    matrices *= bias.shape[i];
+    chunks = chunks && (bias.shape[i] == 1 || bias.stride[i] % 8 == 0);
+  }
+  if (matrices > kMaxGridYZ) return false;
+  return !chunks && plan.batch * plan.heads_q >= kMany * std::max<int64_t>(matrices, 1);
+}
+
+int64_t bias_copy_bytes(const AttentionPlan& plan) {
+  if (!copies_bias(plan)) return 0;
+  const TensorSpec& bias = *plan.problem.bias;
+  int64_t rows = 1;
+  for (int i = 0; i < bias.rank - 1; ++i) rows *= bias.shape[i];
+  return ceil_div(rows * bias_pitch(plan) * 2, 256) * 256;
+}
+
+BiasSumGrid bias_sum_grid(const AttentionPlan& plan, int64_t block_q, int64_t block_k) {
+  const TensorSpec& bias = *plan.problem.bias;
+  const auto size = [&](int from_last) {
+    return from_last <= bias.rank ? bias.size(-from_last) : int64_t{1};
+  };
+  // A dimension of one is as good as one that is shared.
+  const bool own_keys = size(1) > 1, own_queries = size(2) > 1;
+  const int64_t query_blocks = std::max<int64_t>(ceil_div(plan.len_q, block_q), 1);
+  const int64_t key_blocks = std::max<int64_t>(ceil_div(plan.len_k, block_k), 1);
+  BiasSumGrid grid;
+  grid.tiles = (own_queries ? query_blocks : 1) * (own_keys ? key_blocks : 1);
+  grid.heads = size(3);
+  for (int i = 4; i <= bias.rank; ++i) grid.batches *= size(i);
+  if (size(1) == 0 || size(2) == 0) grid.tiles = 0;  // it has no elements
+  grid.steps = query_blocks * key_blocks / std::max<int64_t>(grid.tiles, 1) *
+               (plan.heads_q / std::max<int64_t>(grid.heads, 1)) *
+               (plan.batch / std::max<int64_t>(grid.batches, 1));
+  return grid;
+}
+
 BackwardWorkspace backward_workspace(const AttentionPlan& plan) {
   const AttentionProblem& p = plan.problem;
   const Kernel* kernel = find_kernel(plan.kernel);
   const int64_t block = plan.block_q;
+  const int64_t heads = p.ragged ? plan.heads_q / plan.rounds : plan.heads_q;  // of a round
   BackwardWorkspace w;
-  w.rows = p.ragged ? (p.query.shape[0] / block + plan.batch + 1) * block
-                    : plan.batch * ceil_div(plan.len_q, block) * block;
+  if (p.ragged) {
+    w.query_slots = ragged_slots(p.query.shape[0], block, plan.batch);
+    w.key_slots = ragged_slots(p.key.shape[0], plan.block_k, plan.batch);
+  }
+  const int64_t sequence = ceil_div(plan.len_q, block) * block;
+  w.rows = p.ragged ? w.query_slots * block : plan.batch * sequence;
+  w.sum_rows = p.ragged ? w.rows : round_batch(plan) * sequence;
   const auto place = [&](int64_t bytes) {
     const size_t at = w.bytes;
     w.bytes += static_cast<size_t>(ceil_div(bytes, 256) * 256);
     return at;
   };
-  w.row_terms = place(plan.heads_q * w.rows * 2 * sizeof(float));
-  w.grad_query_sums =
-      place(p.grad_query ? plan.heads_q * w.rows * kernel->head_dim * sizeof(float) : 0);
-  w.turns = place(plan.heads_q * w.rows / block * sizeof(int32_t));
+  const bool sums_bias = p.grad_bias && shares_bias(plan);
+  int64_t bias_sums = 0;
+  if (sums_bias) {
+    const Kernel* sum = find_kernel(Role::kBiasSum, *kernel);
+    if (p.ragged) w.sum_slots = ragged_slots(p.key.shape[0], sum->block_k, plan.batch);
+    const BiasSumGrid grid = bias_sum_grid(plan, sum->block_q, sum->block_k);
+    if (plan.bias_splits > 1) {
+      bias_sums =
+          grid.tiles * grid.heads * grid.batches * plan.bias_splits * sum->block_q * sum->block_k;
+    }
+  }
+  const int64_t query_sums = p.grad_query ? heads * w.sum_rows * kernel->head_dim : 0;
+  // The sum of a bias's gradient needs those of all heads.
+  w.row_terms = place((sums_bias ? plan.heads_q : heads) * w.rows * 2 * sizeof(float));
+  w.grad_query_sums = w.bias_sums = place(std::max(query_sums, bias_sums) * sizeof(float));
+  w.turns = place(heads * w.sum_rows / block * sizeof(int32_t));
   w.tickets = place(sizeof(int32_t));
+  w.key_blocks = place(w.key_slots * sizeof(RaggedBlock));
+  w.query_blocks = place(w.query_slots * sizeof(RaggedBlock));
+  w.sum_blocks = place(w.sum_slots * sizeof(RaggedBlock));
+  w.bias_rows = place(bias_copy_bytes(plan));
   return w;
 }
 
@@ -321,6 +518,14 @@ Status choose(AttentionPlan& plan) {
                        "). The CPU backend runs it: move the tensors with .cpu()");
   }
   chooser.cut(*chosen);
+  if (const int64_t blocks = chooser.ragged_grid(); p.ragged && blocks > INT32_MAX) {
+    return unsupported("a ragged batch of up to ", blocks, " blocks, all heads counted; a grid ",
+                       "holds at most 2^31 - 1. Call it for a part of the heads at a time");
+  }
+  if (p.grad_bias && shares_bias(plan) && !p.ragged &&
+      bias_sum_grid(plan, 16, 16).steps > INT32_MAX) {
+    return unsupported("the gradient of a bias that is shared by more than 2^31 - 1 blocks");
+  }
   if (p.pass == Pass::kBackward && p.deterministic && plan.work_items > INT32_MAX) {
     return unsupported("a deterministic backward pass of ", plan.work_items,
                        " blocks; at most 2^31 - 1 can be put in order");

@@ -23,6 +23,51 @@ struct Strides {
 #endif
 };
 
+// What a CTA does of a ragged batch. Lists of these are made on the device, where the lengths are:
+// see any/attention_ragged.cuh.
+enum class RaggedKind : int32_t {
+  kEmpty,    // 0: nothing. A list has as many slots as there may be blocks
+  kBlock,    // one block of a sequence
+  kInvalid,  // rows whose lengths are wrong: their results are NaN
+  kRest,     // rows after the last sequence: 0, and an lse of -inf
+};
+struct alignas(16) RaggedBlock {
+  // The sequence's first tokens, and how many; of kInvalid and kRest the rows themselves.
+  int64_t token_q, token_k;
+  // Queries x keys of the sequences before it. Of kInvalid and kRest in a list of keys: the first
+  // pair to be filled, and in token_q how many.
+  int64_t pair;
+  int32_t len_q, len_k;
+  int32_t sequence;
+  int32_t block;  // which, of the sequence
+  RaggedKind kind;
+  int32_t unused;  // written as well: whoever copies the struct reads it
+};
+static_assert(sizeof(RaggedBlock) == 48);
+
+// One side of a ragged batch, as cu_seqlens has it.
+struct RaggedSide {
+  const void* cu_seqlens;  // (batch + 1), int64 or int32
+  int64_t stride;
+  int64_t tokens;   // of the tensor
+  int32_t longest;  // sequence, as the caller says
+};
+struct RaggedList {
+  RaggedBlock* blocks;  // (slots)
+  int32_t slots;
+  int32_t block;       // rows of a block
+  int32_t of_keys;     // whether rows are keys
+  int32_t descending;  // whether a sequence's last block comes first
+};
+// Of the kernel that makes the lists.
+struct AttentionRaggedParams {
+  RaggedSide query, key;
+  int64_t pairs;  // of the bias; enough for anything where there is none
+  int32_t batch;
+  int32_t wide_lengths;  // whether cu_seqlens is int64
+  RaggedList lists[3];   // grid.y of them
+};
+
 // The problem, as every kernel of it sees it.
 struct AttentionParams {
   const void* query;  // (batch, heads_q, len_q, D)         ragged: (tokens_q, heads_q, D)
@@ -32,18 +77,28 @@ struct AttentionParams {
   float* lse;         // (batch, heads_q, len_q), natural log       (tokens_q, heads_q)
   Strides query_strides, key_strides, value_strides, out_strides, lse_strides;
 
+  // Kernels with a bias, whose own shape is broadcast: strides may be 0.
+  const void* bias;  // (batch, heads_q, len_q, len_k), in the inputs' dtype or fp32
+  Strides bias_strides;
+  int64_t bias_column;  // stride from one key to the next
+  float bias_scale;     // 1 / scale
+  int32_t bias_wide;    // whether it is fp32
+  int32_t bias_padded;  // whether rows end with a whole chunk of 16 bytes, whatever len_k
+
   // Lengths that only the device knows; null where there are none. int64 or int32.
-  const void* key_lengths;                  // (batch), with these strides
-  const void *cu_seqlens_q, *cu_seqlens_k;  // (batch + 1)
+  const void* key_lengths;  // (batch), with these strides
   int64_t key_lengths_strides[kMaxBatchDims];
-  int64_t cu_seqlens_q_stride, cu_seqlens_k_stride;
-  int64_t tokens_q, tokens_k;
   int32_t wide_lengths;  // whether they are int64
+
+  // Ragged: the blocks of queries of a forward pass, of keys of a backward pass; null otherwise.
+  // The grid is then (slots x heads), heads fastest.
+  const RaggedBlock* blocks;
+  int32_t heads;  // of this launch: of queries in a forward pass, of keys in a backward pass
 
   // The batch as leading dimensions, outermost first: a batch index is taken apart by their sizes.
   int32_t batch, batch_dims;
   int32_t batch_sizes[kMaxBatchDims];
-  int32_t first_batch;  // of this launch, whose grid holds only a part of a huge batch
+  int32_t first_batch;  // of this launch, whose grid holds only a part of a huge dense batch
 
   int32_t group;         // query heads per key head
   int32_t len_q, len_k;  // ragged: the longest
@@ -55,6 +110,18 @@ struct AttentionParams {
   float scale_log2;
   float softcap_scale;  // 0: no softcap
   float scale;          // of q.k, in the gradient
+};
+
+// Of the kernel that copies a bias to rows of whole 16-byte chunks: 16-bit, (batch, heads, len_q,
+// len_k), each dimension as the bias itself has it.
+struct AttentionBiasRowsParams {
+  const void* bias;
+  void* rows;       // (batch, heads, len_q, pitch)
+  Strides strides;  // of the bias
+  int64_t column;
+  int32_t batch_dims;
+  int32_t batch_sizes[kMaxBatchDims];
+  int32_t len_k, pitch;
 };
 
 struct AttentionFwdParams : AttentionParams {
@@ -81,17 +148,37 @@ struct AttentionBwdParams : AttentionParams {
   Strides grad_out_strides, grad_lse_strides, grad_query_strides, grad_key_strides,
       grad_value_strides;
   int32_t heads_q;
+  void* grad_bias;  // (batch, heads_q, len_q, len_k), in bias's dtype; null: not wanted
+  Strides grad_bias_strides;
+  int64_t grad_bias_column;
+  // Its sum over what shared it, split over several blocks: each leaves its part here, and a last
+  // launch adds them up.
+  float* bias_sums;  // (tiles of the gradient, splits, tile)
+  int32_t bias_sum_splits, bias_sum_last;
+  const RaggedBlock* sum_blocks;  // ragged: blocks of keys
 
-  // Workspace. Sequences have whole blocks of rows in it: see first_row() in tile/sequence.cuh.
+  // Ragged: the blocks of queries, for the kernels before and after.
+  const RaggedBlock* query_blocks;
+
+  // The sums of dQ may have room for a part of the batch only, or of the heads of a ragged batch:
+  // launches come in rounds then, and this one has the key heads [first_head, first_head + heads)
+  // and their queries'.
+  int32_t first_head;
+
+  // Workspace. Sequences have whole blocks of rows in it: see workspace_row().
   int64_t rows;            // of one head, all sequences
+  int64_t sum_rows;        // of one head, those of a round
   int32_t block_q;         // rows of a block
   int32_t dim;             // the kernel's head dim: D rounded up
   float* row_terms;        // (heads_q, rows, 2): lse in base 2, and out.dO - grad_lse
-  float* grad_query_sums;  // (heads_q, rows, dim), in the order of the accumulators
+  float* grad_query_sums;  // (heads x group, sum_rows, dim), in the order of the accumulators
+
+  // Sequences of at most so many keys have one block of them, which writes dQ itself; 0: none.
+  int32_t direct_keys;
 
   // Deterministic: blocks of keys add to a block of grad_query_sums in their order. `turns` holds
-  // whose turn it is for each (head, block of rows); `tickets` gives out the work, so that who
-  // waits waits for someone already at work.
+  // whose turn it is for each (head of the round, block of rows); `tickets` gives out the work, so
+  // that who waits waits for someone already at work.
   int32_t deterministic;
   int32_t* tickets;
   int32_t* turns;

@@ -1,5 +1,7 @@
 // From a plan and its tensors to launches.
+#include <algorithm>
 #include <cmath>
+#include <vector>
 
 #include "attention/problem.h"
 #include "attention/text.h"
@@ -48,6 +50,26 @@ void merge_batch(AttentionParams& p, std::initializer_list<int64_t*> tensors) {
     for (int64_t* strides : tensors) strides[kept - 1] = strides[i];
   }
   p.batch_dims = std::max(kept, 1);
+  if (kept == 0) p.batch_sizes[0] = 1;
+}
+
+// The strides of a bias, 0 where it is broadcast, and that of its keys.
+Strides bias_strides(const TensorSpec& spec, const Geometry& g, int64_t& column) {
+  const auto stride = [&](int from_last) {
+    const int dim = spec.rank - from_last;
+    return dim >= 0 && spec.shape[dim] > 1 ? spec.stride[dim] : 0;
+  };
+  Strides s{};
+  if (g.ragged) {  // (pairs, heads)
+    column = spec.stride[0];
+    s.head = stride(1);
+    return s;
+  }
+  column = stride(1);
+  s.row = stride(2);
+  s.head = stride(3);
+  lead_strides(spec, 3, g, s.batch);
+  return s;
 }
 
 void fill_problem(AttentionParams& p, const AttentionPlan& plan, const AttentionTensors& t,
@@ -71,14 +93,12 @@ void fill_problem(AttentionParams& p, const AttentionPlan& plan, const Attention
     lead_strides(*problem.key_lengths, 0, g, p.key_lengths_strides);
     p.wide_lengths = problem.key_lengths->dtype == DType::kInt64;
   }
-  if (problem.ragged) {
-    p.cu_seqlens_q = t.cu_seqlens_q;
-    p.cu_seqlens_k = t.cu_seqlens_k;
-    p.cu_seqlens_q_stride = problem.ragged->cu_seqlens_q.stride[0];
-    p.cu_seqlens_k_stride = problem.ragged->cu_seqlens_k.stride[0];
-    p.wide_lengths = problem.ragged->cu_seqlens_q.dtype == DType::kInt64;
-    p.tokens_q = problem.query.shape[0];
-    p.tokens_k = problem.key.shape[0];
+  if (problem.bias) {
+    p.bias = t.bias;
+    p.bias_strides = bias_strides(*problem.bias, g, p.bias_column);
+    p.bias_wide = problem.bias->dtype == DType::kFloat32;
+    // What divides by the scale must not overflow: 0 says that it is not done.
+    p.bias_scale = g.scale > 1e-6 ? static_cast<float>(1 / g.scale) : 0.f;
   }
   p.group = static_cast<int32_t>(plan.heads_q / plan.heads_k);
   p.len_q = static_cast<int32_t>(plan.len_q);
@@ -117,17 +137,80 @@ Status launch_part(const std::string& name, const uint32_t (&grid)[3], const Att
   return cuda::launch(kernel->id, shape, plan.problem.device.ordinal, launch.stream, &p, sizeof(p));
 }
 
+// Lists the blocks of a ragged batch.
+Status launch_ragged(const AttentionPlan& plan, const AttentionTensors& t, const Launch& launch,
+                     const std::vector<RaggedList>& lists) {
+  const AttentionProblem& problem = plan.problem;
+  const Ragged& ragged = *problem.ragged;
+  const auto side = [](const void* cu_seqlens, const TensorSpec& spec, const TensorSpec& rows,
+                       int64_t longest) {
+    return RaggedSide{cu_seqlens, spec.stride[0], rows.shape[0], static_cast<int32_t>(longest)};
+  };
+  AttentionRaggedParams p{};
+  p.query = side(t.cu_seqlens_q, ragged.cu_seqlens_q, problem.query, plan.len_q);
+  p.key = side(t.cu_seqlens_k, ragged.cu_seqlens_k, problem.key, plan.len_k);
+  p.pairs = problem.bias ? problem.bias->shape[0] : INT64_MAX;
+  p.batch = static_cast<int32_t>(plan.batch);
+  p.wide_lengths = ragged.cu_seqlens_q.dtype == DType::kInt64;
+  std::copy(lists.begin(), lists.end(), p.lists);
+  // Each goes over all sequences; more than a few have too little to write.
+  constexpr int32_t kSlotsOfOne = 256, kMost = 64;
+  int32_t ctas = 1;
+  for (const RaggedList& list : lists) ctas = std::max(ctas, list.slots / kSlotsOfOne);
+  return launch_part(
+      plan.before[0],
+      {static_cast<uint32_t>(std::min(ctas, kMost)), static_cast<uint32_t>(lists.size()), 1}, plan,
+      launch, p);
+}
+
 // A grid's third dimension is 16-bit; a larger batch takes several rounds. `round` launches the
-// kernels of one.
+// kernels of one. Ragged, the grid has no such dimension.
 template <class Params, class Round>
 Status in_rounds(const AttentionPlan& plan, Params& p, const Round& round) {
-  const int64_t batch = plan.batch + (plan.problem.ragged ? 1 : 0);
-  for (int64_t first = 0; first < batch; first += kMaxGridYZ) {
+  const int64_t batch = plan.problem.ragged ? 1 : plan.batch;
+  const int64_t most = plan.problem.ragged ? 1 : std::min(round_batch(plan), kMaxGridYZ);
+  for (int64_t first = 0; first < batch; first += most) {
     p.first_batch = static_cast<int32_t>(first);
-    Status status = round(static_cast<uint32_t>(std::min(batch - first, kMaxGridYZ)));
+    Status status = round(static_cast<uint32_t>(std::min(batch - first, most)));
     if (!status.ok()) return status;
   }
   return {};
+}
+
+// Copies a bias to rows of whole chunks, where the plan says so, and lets the problem have those.
+Status copy_bias(const AttentionPlan& plan, AttentionParams& p, void* rows, const Launch& launch) {
+  if (!copies_bias(plan)) return {};
+  const TensorSpec& bias = *plan.problem.bias;
+  AttentionBiasRowsParams copy{};
+  copy.bias = p.bias;
+  copy.rows = rows;
+  copy.strides = p.bias_strides;
+  copy.column = p.bias_column;
+  copy.len_k = p.len_k;
+  copy.pitch = static_cast<int32_t>(bias_pitch(plan));
+  copy.batch_dims = p.batch_dims;
+  // What the bias does not have it is not copied for.
+  int64_t stride = bias_pitch(plan) * plan.len_q;
+  p.bias_strides.row = bias_pitch(plan);
+  const int64_t heads = bias.rank > 2 ? bias.size(-3) : 1;
+  p.bias_strides.head = heads > 1 ? stride : 0;
+  stride *= heads;
+  int64_t batches = 1;
+  for (int i = p.batch_dims - 1; i >= 0; --i) {
+    const int at = i - (p.batch_dims - (bias.rank - 3));
+    const int64_t size = at >= 0 ? bias.shape[at] : 1;
+    copy.batch_sizes[i] = static_cast<int32_t>(size);
+    p.bias_strides.batch[i] = size > 1 ? stride : 0;
+    stride *= size;
+    batches *= size;
+  }
+  p.bias = rows;
+  p.bias_column = 1;
+  p.bias_padded = 1;
+  const uint32_t grid[3] = {static_cast<uint32_t>(plan.len_q), static_cast<uint32_t>(heads),
+                            static_cast<uint32_t>(batches)};
+  return launch_part(find_kernel(Role::kBiasRows, plan.family, plan.problem.query.dtype)->id.name,
+                     grid, plan, launch, copy);
 }
 
 Status run_forward(const AttentionPlan& plan, const AttentionTensors& t, void* workspace,
@@ -135,23 +218,40 @@ Status run_forward(const AttentionPlan& plan, const AttentionTensors& t, void* w
   const Geometry g = geometry(plan.problem);
   AttentionFwdParams p{};
   fill_problem(p, plan, t, g);
+  if (Status status = copy_bias(plan, p, workspace, launch); !status.ok()) return status;
+  workspace = static_cast<char*>(workspace) + bias_copy_bytes(plan);
   // The kernel wants a positive scale: see AttentionFwdParams::sign.
   p.sign = 1;
   if (p.softcap_scale == 0 && g.scale <= 0) {
     p.sign = g.scale < 0 ? -1.f : 0.f;
     p.scale_log2 = g.scale < 0 ? -p.scale_log2 : 1.f;
   }
-  if (plan.grid[1] != plan.heads_q) {  // one query: a group's heads are its rows
+  const bool ragged = plan.problem.ragged.has_value();
+  if (!ragged && plan.grid[1] != plan.heads_q) {  // one query: a group's heads are its rows
     p.one_query = 1;
     p.len_q = p.group;
-    for (Strides* s : {&p.query_strides, &p.out_strides, &p.lse_strides}) {
+    for (Strides* s : {&p.query_strides, &p.out_strides, &p.lse_strides, &p.bias_strides}) {
       s->row = s->head;
       s->head *= p.group;
     }
     p.group = 1;
   }
-  merge_batch(p, {p.query_strides.batch, p.key_strides.batch, p.value_strides.batch,
-                  p.out_strides.batch, p.lse_strides.batch, p.key_lengths_strides});
+  merge_batch(
+      p, {p.query_strides.batch, p.key_strides.batch, p.value_strides.batch, p.out_strides.batch,
+          p.lse_strides.batch, p.key_lengths_strides, p.bias_strides.batch});
+  p.heads = static_cast<int32_t>(plan.heads_q);
+  if (ragged) {
+    auto* blocks = static_cast<RaggedBlock*>(workspace);
+    p.blocks = blocks;
+    const int64_t slots = ragged_slots(plan.problem.query.shape[0], plan.block_q, plan.batch);
+    Status status = launch_ragged(plan, t, launch,
+                                  {{.blocks = blocks,
+                                    .slots = static_cast<int32_t>(slots),
+                                    .block = static_cast<int32_t>(plan.block_q),
+                                    .of_keys = 0,
+                                    .descending = p.right < kNoLimit}});
+    if (!status.ok()) return status;
+  }
   p.splits = static_cast<int32_t>(plan.splits);
   if (plan.splits > 1) {
     p.dim = find_kernel(plan.kernel)->head_dim;
@@ -166,12 +266,41 @@ Status run_forward(const AttentionPlan& plan, const AttentionTensors& t, void* w
   });
 }
 
+// One block for each tile of the gradient; what shares a tile is summed by its block. Where that
+// leaves most of the chip idle, by several, and then once more over those.
+Status sum_bias_gradient(const AttentionPlan& plan, const Launch& launch, AttentionBwdParams& p,
+                         const BackwardWorkspace& w) {
+  const std::string& name = plan.after.back();
+  p.bias_sum_splits = static_cast<int32_t>(plan.bias_splits);
+  if (plan.problem.ragged) {
+    return launch_part(name, {static_cast<uint32_t>(w.sum_slots), 1, 1}, plan, launch, p);
+  }
+  const Kernel* kernel = find_kernel(name);
+  const BiasSumGrid grid = bias_sum_grid(plan, kernel->block_q, kernel->block_k);
+  for (int64_t first = 0; first < grid.batches; first += kMaxGridYZ) {
+    p.first_batch = static_cast<int32_t>(first);
+    for (const bool last : {false, true}) {
+      if (last && plan.bias_splits == 1) break;
+      p.bias_sum_last = last;
+      const uint32_t shape[3] = {static_cast<uint32_t>(grid.tiles * (last ? 1 : plan.bias_splits)),
+                                 static_cast<uint32_t>(grid.heads),
+                                 static_cast<uint32_t>(std::min(grid.batches - first, kMaxGridYZ))};
+      Status status = launch_part(name, shape, plan, launch, p);
+      if (!status.ok()) return status;
+    }
+  }
+  return {};
+}
+
 Status run_backward(const AttentionPlan& plan, const AttentionTensors& t, void* workspace,
                     const Launch& launch) {
   const AttentionProblem& problem = plan.problem;
   const Geometry g = geometry(problem);
   AttentionBwdParams p{};
   fill_problem(p, plan, t, g);
+  const BackwardWorkspace w = backward_workspace(plan);
+  const auto at = [&](size_t offset) { return static_cast<char*>(workspace) + offset; };
+  if (Status status = copy_bias(plan, p, at(w.bias_rows), launch); !status.ok()) return status;
   const auto fill = [&](Strides& strides, const std::optional<TensorSpec>& spec, bool has_col) {
     if (spec) strides = strides_of(*spec, has_col, g);
   };
@@ -185,37 +314,79 @@ Status run_backward(const AttentionPlan& plan, const AttentionTensors& t, void* 
   fill(p.grad_query_strides, problem.grad_query, true);
   fill(p.grad_key_strides, problem.grad_key, true);
   fill(p.grad_value_strides, problem.grad_value, true);
-  merge_batch(p, {p.query_strides.batch, p.key_strides.batch, p.value_strides.batch,
-                  p.out_strides.batch, p.lse_strides.batch, p.key_lengths_strides,
-                  p.grad_out_strides.batch, p.grad_lse_strides.batch, p.grad_query_strides.batch,
-                  p.grad_key_strides.batch, p.grad_value_strides.batch});
+  if (problem.grad_bias) {
+    p.grad_bias_strides = bias_strides(*problem.grad_bias, g, p.grad_bias_column);
+  }
+  merge_batch(
+      p, {p.query_strides.batch, p.key_strides.batch, p.value_strides.batch, p.out_strides.batch,
+          p.lse_strides.batch, p.key_lengths_strides, p.grad_out_strides.batch,
+          p.grad_lse_strides.batch, p.grad_query_strides.batch, p.grad_key_strides.batch,
+          p.grad_value_strides.batch, p.bias_strides.batch, p.grad_bias_strides.batch});
 
-  const BackwardWorkspace w = backward_workspace(plan);
-  const auto at = [&](size_t offset) { return static_cast<char*>(workspace) + offset; };
   p.heads_q = static_cast<int32_t>(plan.heads_q);
   p.rows = w.rows;
+  p.sum_rows = w.sum_rows;
   p.block_q = static_cast<int32_t>(plan.block_q);
   p.dim = find_kernel(plan.kernel)->head_dim;
-  p.row_terms = reinterpret_cast<float*>(at(w.row_terms));
   p.grad_query_sums = reinterpret_cast<float*>(at(w.grad_query_sums));
   p.turns = reinterpret_cast<int32_t*>(at(w.turns));
+  // A mask may leave out blocks of queries, whose dQ nobody would write.
+  const bool masked = p.left < kNoLimit || p.right < kNoLimit;
+  p.direct_keys =
+      find_kernel(plan.kernel)->for_short && !masked ? static_cast<int32_t>(plan.block_k) : 0;
   p.tickets = reinterpret_cast<int32_t*>(at(w.tickets));
   // Without queries the preparing kernel does not run, and nobody adds.
   p.deterministic = problem.deterministic && p.grad_query && plan.len_q > 0;
 
-  const uint32_t query_blocks = static_cast<uint32_t>(
-      std::max<int64_t>((plan.len_q + plan.block_q - 1) / plan.block_q, problem.ragged ? 1 : 0));
-  const uint32_t heads_q = static_cast<uint32_t>(plan.heads_q);
-  return in_rounds(plan, p, [&](uint32_t count) {
-    Status status = launch_part(plan.before[0], {query_blocks, heads_q, count}, plan, launch, p);
-    if (status.ok()) {
-      status = launch_part(plan.kernel, {plan.grid[0], plan.grid[1], count}, plan, launch, p);
+  const int64_t head_rounds = problem.ragged ? plan.rounds : 1;
+  const uint32_t heads_q = static_cast<uint32_t>(plan.heads_q / head_rounds);  // of a round
+  p.heads = static_cast<int32_t>(plan.heads_k / head_rounds);
+  uint32_t rows_grid[2] = {static_cast<uint32_t>((plan.len_q + plan.block_q - 1) / plan.block_q),
+                           heads_q};
+  if (problem.ragged) {
+    const auto list = [&](size_t offset, int64_t slots, int64_t block, bool of_keys) {
+      return RaggedList{.blocks = reinterpret_cast<RaggedBlock*>(at(offset)),
+                        .slots = static_cast<int32_t>(slots),
+                        .block = static_cast<int32_t>(block),
+                        .of_keys = of_keys,
+                        .descending = of_keys && p.right < kNoLimit};
+    };
+    std::vector<RaggedList> lists = {list(w.key_blocks, w.key_slots, plan.block_k, true),
+                                     list(w.query_blocks, w.query_slots, plan.block_q, false)};
+    p.blocks = lists[0].blocks;
+    p.query_blocks = lists[1].blocks;
+    if (w.sum_slots > 0) {
+      const int64_t block = find_kernel(plan.after.back())->block_k;
+      lists.push_back(list(w.sum_blocks, w.sum_slots, block, true));
+      p.sum_blocks = lists[2].blocks;
     }
-    if (status.ok() && p.grad_query) {
-      status = launch_part(plan.after[0], {query_blocks, heads_q, count}, plan, launch, p);
-    }
-    return status;
-  });
+    Status status = launch_ragged(plan, t, launch, lists);
+    if (!status.ok()) return status;
+    rows_grid[0] = static_cast<uint32_t>(w.query_slots) * heads_q;
+    rows_grid[1] = 1;
+  }
+  const bool sums_bias = problem.grad_bias && shares_bias(plan);
+  if (problem.grad_bias && !sums_bias) p.grad_bias = t.grad_bias;
+  for (int64_t round = 0; round < head_rounds; ++round) {
+    p.first_head = static_cast<int32_t>(round) * p.heads;
+    // Heads keep their numbers where there is room for those of a round only.
+    const int64_t before = sums_bias ? 0 : int64_t{p.first_head} * p.group * w.rows * 2;
+    p.row_terms = reinterpret_cast<float*>(at(w.row_terms)) - before;
+    Status status = in_rounds(plan, p, [&](uint32_t count) {
+      const uint32_t rows[3] = {rows_grid[0], rows_grid[1], count};
+      Status part = launch_part(plan.before.back(), rows, plan, launch, p);
+      if (part.ok()) {
+        part = launch_part(plan.kernel, {plan.grid[0], plan.grid[1], count}, plan, launch, p);
+      }
+      if (part.ok() && p.grad_query) part = launch_part(plan.after[0], rows, plan, launch, p);
+      return part;
+    });
+    if (!status.ok()) return status;
+  }
+  if (!sums_bias) return {};
+  p.grad_bias = t.grad_bias;
+  p.bias_sums = reinterpret_cast<float*>(at(w.bias_sums));
+  return sum_bias_gradient(plan, launch, p, w);
 }
 
 }  // namespace

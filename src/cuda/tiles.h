@@ -5,7 +5,15 @@
 namespace flashmoe::cuda {
 
 // Shared memory for what a CTA works on.
-inline constexpr int kTaskBytes = 128;
+inline constexpr int kTaskBytes = 256;
+
+// The kernel that lists the blocks of a ragged batch: threads, and shared memory for their sums.
+inline constexpr int kRaggedThreads = 1024, kRaggedSharedBytes = 1024;
+
+// Tiles for thousands of sequences of a few dozen tokens.
+constexpr bool is_for_short(int head_dim, int block_q, int block_k) {
+  return head_dim <= 64 && block_q <= 32 && block_k <= 32;
+}
 
 struct FwdTile {
   int head_dim;          // D and Dv up to this
@@ -17,9 +25,12 @@ struct FwdTile {
   int ctas;              // that an SM's registers are to hold
 
   constexpr int threads() const { return warps * 32; }
-  // Q, the stages of K and V, and the task. The output leaves through Q's place.
-  constexpr int shared_bytes() const {
-    return (block_q + 2 * stages * block_k) * head_dim * 2 + kTaskBytes;
+  constexpr bool for_short() const { return is_for_short(head_dim, block_q, block_k); }
+  // Q, the stages of K and V, two of the bias if there is one, and the task. The output leaves
+  // through Q's place.
+  constexpr int shared_bytes(bool bias = false) const {
+    return (block_q + 2 * stages * block_k) * head_dim * 2 +
+           (bias ? 2 * block_q * block_k * 2 : 0) + kTaskBytes;
   }
 };
 
@@ -35,16 +46,44 @@ struct BwdTile {
   int grad_query_rows;  // dQ: queries x D
 
   constexpr int threads() const { return warps * 32; }
+  constexpr bool for_short() const { return is_for_short(head_dim, block_q, block_k); }
   // Whether each warp has keys of its own, for all queries of the block: P and dS are then in its
   // registers as dV and dK need them, and only dQ needs dS in shared memory. Takes registers for
   // its keys' whole rows of dK and dV, so it is for small head dims.
   constexpr bool own_keys() const { return score_rows == 0; }
-  // K and V, the stages of Q and dO, P (not with own keys) and dS, the stages of lse and delta, and
-  // the task.
-  constexpr int shared_bytes() const {
+  // K and V, the stages of Q and dO, P (not with own keys) and dS, the stages of lse and delta, the
+  // bias if there is one, and the task.
+  constexpr int shared_bytes(bool bias = false) const {
     const int pairs = (own_keys() ? 1 : 2) * block_q * block_k;
     return ((2 * block_k + 2 * stages * block_q) * head_dim + pairs) * 2 + stages * block_q * 8 +
-           kTaskBytes;
+           (bias ? bias_stages() * block_q * block_k * 2 : 0) + kTaskBytes;
+  }
+  // Two where that takes no CTA from an SM of Hopper; one is on its way for half a block only.
+  constexpr int bias_stages() const {
+    constexpr int kSharedOfSm = 228 * 1024, kReserved = 1024;
+    const int two = shared_bytes() + 2 * block_q * block_k * 2 + kReserved;
+    return stages > 1 && ctas * two <= kSharedOfSm ? 2 : 1;
+  }
+};
+
+// The sum of the gradient of a bias that was broadcast: what it knows of the steps ahead.
+inline constexpr int kKnownSteps = 32, kStepBytes = 128;
+
+struct BiasSumTile {
+  int head_dim;
+  int block_q, block_k;
+  int warps, cols;  // of which so many share out the keys, and as many times the others the queries
+  int stages;       // of Q, dO, K and V in shared memory
+  int ctas;         // that an SM's registers are to hold
+
+  constexpr int threads() const { return warps * 32; }
+  // The stages, with lse and delta, and what each begins with; then the bias. At the end the tile
+  // in fp32 takes the place of it all.
+  constexpr int shared_bytes() const {
+    const int loop = stages * (2 * (block_q + block_k) * head_dim * 2 + block_q * 8) +
+                     block_q * block_k * 2 + kKnownSteps * kStepBytes;
+    const int tile = block_q * (block_k * 4 + 16);
+    return loop > tile ? loop : tile;
   }
 };
 

@@ -10,7 +10,7 @@
 //   queries │  i  │            sQ, sdO  stages x block_q x D  block i, and the next on its way
 //     |     ├─────┤            sP, sdS  block_q x block_k
 //     v     │ i+1 │            sTerms   stages x block_q         lse and delta of the rows
-//           └─────┘
+//           └─────┘            sBias    one or two x block_q x block_k, if there is one
 // What is done with a block is in attention_bwd_block.cuh and attention_bwd_own.cuh. Two barriers a
 // block: Q and dO have arrived, P and dS are written.
 //
@@ -65,10 +65,36 @@ __device__ __forceinline__ void fill_key_gradients(const BwdTask& task, uint16_t
   const auto fill = [&](void* gradient, const Strides& strides, int dim) {
     if (!gradient) return;
     const char* to = rows_of(gradient, p, strides, task.batch, task.key_head, seq.token_k);
-    fill_rows(const_cast<char*>(to), strides.row_bytes(), seq.len_k, dim, value, task.key_block);
+    const int first = task.key_block * C::kBlockK;
+    fill_rows(const_cast<char*>(to), strides.row_bytes(), first,
+              min(first + C::kBlockK, task.stored_keys), dim, value);
   };
   fill(p.grad_key, p.grad_key_strides, p.head_dim);
   fill(p.grad_value, p.grad_value_strides, p.head_dim_v);
+}
+
+// The bias's gradient where no query sees the keys of the block, or where lengths are wrong: rows
+// before query_begin and from query_end on.
+template <class C>
+__device__ __forceinline__ void fill_bias_gradient(const BwdTask& task, float value,
+                                                   const AttentionBwdParams& p) {
+  const int first_key = task.key_block * C::kBlockK;
+  const int keys = min(C::kBlockK, task.stored_keys - first_key);
+  for (int head = task.key_head * p.group; head < (task.key_head + 1) * p.group; ++head) {
+    const BiasRows grad = grad_bias_of(task, {head, 0}, p);
+    if (p.blocks && task.kind != RaggedKind::kBlock) {
+      fill_pairs<typename C::Type>(grad, task.seq.token_q, value);
+      continue;
+    }
+    for (int row = 0; row < task.seq.len_q; ++row) {
+      const bool seen = task.kind == RaggedKind::kBlock && task.query_begin < task.query_end;
+      if (seen && row == task.query_begin) row = task.query_end;
+      if (row >= task.seq.len_q) break;
+      for (int key = threadIdx.x; key < keys; key += C::kThreads) {
+        write_bias<typename C::Type>(grad, row, first_key + key, value);
+      }
+    }
+  }
 }
 
 // Which block of keys this CTA takes, found by one thread. Deterministic, in the order of tickets:
@@ -83,16 +109,29 @@ __device__ __forceinline__ void find_task(BwdTask& task, const AttentionBwdParam
     x = ticket % gridDim.x;
     y = ticket / gridDim.x % gridDim.y;
     z = ticket / gridDim.x / gridDim.y;
-    if (descending(p)) x = gridDim.x - 1 - x;
+    if (descending(p) && !p.blocks) x = gridDim.x - 1 - x;
+  }
+  task.turn = nullptr;
+  task.contain = false;
+  if (p.blocks) {  // in the order of the list, block by block
+    const RaggedBlock block = p.blocks[x / p.heads];
+    y = x % p.heads;
+    x = block.block;
+    task.seq = find_sequence(block);
+    task.batch = block.sequence;
+    task.kind = block.kind;
+    task.stored_keys = task.seq.len_k;
+  } else {
+    task.batch = p.first_batch + z;
+    task.seq = find_sequence(p, task.batch);
+    task.kind = task.seq.valid ? RaggedKind::kBlock : RaggedKind::kInvalid;
+    task.stored_keys = p.len_k;
   }
   task.key_block = x;
-  task.key_head = y;
-  task.batch = p.first_batch + z;
-  task.turn = nullptr;
-  if (task.batch == p.batch) return;
-  task.seq = find_sequence(p, task.batch);
-  task.stored_keys = p.cu_seqlens_q ? task.seq.len_k : p.len_k;
+  task.key_head = p.first_head + y;
+  if (task.kind == RaggedKind::kEmpty) return;
   task.first_row = workspace_row(p, task.seq, task.batch);
+  task.round_row = task.first_row - round_rows(p);
   const QueryRange<C> queries(task.seq, x, p);
   task.query_begin = queries.begin;
   task.query_end = queries.end;
@@ -103,6 +142,13 @@ __device__ __forceinline__ void find_task(BwdTask& task, const AttentionBwdParam
   task.full_end = first_key - task.seq.shift + p.left - C::kBlockQ + 2;
   task.plain = !p.softcap_scale && !odd_rows(p.head_dim) && !odd_rows(p.head_dim_v);
   const int head = task.key_head * p.group;
+  if constexpr (C::kBias) {
+    task.bias = find_bias(p, task.seq, task.batch, head);
+    task.bias.chunks &= p.group == 1 || p.bias_strides.head % 8 == 0;
+    task.plain &= plain_bias(task.bias, p);
+    task.grad_bias = find_grad_bias(p, task.seq, task.batch, head);
+    task.grad_bias.chunks &= p.group == 1 || p.grad_bias_strides.head % 8 == 0;
+  }
   task.query = rows_of(p.query, p, p.query_strides, task.batch, head, task.seq.token_q);
   task.grad_out = rows_of(p.grad_out, p, p.grad_out_strides, task.batch, head, task.seq.token_q);
 }
@@ -136,6 +182,15 @@ __device__ __forceinline__ void load_queries(uint32_t smem, int stage, const Bwd
   }
 }
 
+// And of the bias.
+template <class C, bool kMaybeOdd = true>
+__device__ __forceinline__ void load_bias(uint32_t smem, int stage, const BwdTask& task,
+                                          const QueryBlock& block, const AttentionBwdParams& p) {
+  C::Bias::template load<typename C::Chip, kMaybeOdd>(bias_place<C>(smem, stage),
+                                                      bias_of(task, block, p), block.first,
+                                                      task.key_block * C::kBlockK, task.seq);
+}
+
 template <class C>
 __device__ __forceinline__ void load_keys(uint32_t smem, const BwdTask& task,
                                           const AttentionBwdParams& p) {
@@ -158,25 +213,46 @@ __device__ __forceinline__ void bwd_queries(BwdState<C>& t, uint32_t smem, BwdTa
   const auto exists = [&](const QueryBlock& b) {
     return task.query_begin < task.query_end && b.head < (task.key_head + 1) * p.group;
   };
-  if (exists(block)) load_queries<C>(smem, 0, task, block, p);
+  if (exists(block)) {
+    load_queries<C>(smem, 0, task, block, p);
+    if constexpr (C::kBias) load_bias<C>(smem, 0, task, block, p);
+  }
   Chip::commit();
   set_zero(t.gK);
   set_zero(t.gV);
+  if constexpr (C::kOwnKeys) {
+    if (own_idle<C>(task)) clear_own_pairs<C>(smem + C::kSmemGradS);
+  }
 
   int stage = 0;
   bool contain = false;  // a mask turned out not to do for the block
+  if (C::kBias || (task.plain && (p.left < kNoLimit || p.right < kNoLimit))) {
+    Chip::template wait<0>();
+    __syncthreads();  // K and V are there
+    if (__syncthreads_or(keys_not_finite<C>(smem))) {
+      if (threadIdx.x == 0) {
+        task.plain = false;
+        task.contain = true;
+      }
+      __syncthreads();  // everyone knows
+    }
+  }
   const auto needs = [&] {
     if (!task.plain || contain) return Needs::kAnything;
-    if (block.first >= task.full_begin && block.first < task.full_end) return Needs::kNothing;
-    return C::kOwnKeys ? Needs::kAnything : Needs::kMask;
+    const bool full = block.first >= task.full_begin && block.first < task.full_end;
+    return full ? Needs::kNothing : Needs::kMask;
   };
   // The blocks from this one on that need the same.
   const auto run = [&](auto constant) {
     constexpr Needs kNeeds = decltype(constant)::value;
+    constexpr bool kMaybeOdd = kNeeds == Needs::kAnything;
     const auto load_next = [&](int stage) {
       const QueryBlock coming = next<C>(block, task);
       if (exists(coming)) {
-        load_queries<C, kNeeds == Needs::kAnything>(smem, stage, task, coming, p);
+        load_queries<C, kMaybeOdd>(smem, stage, task, coming, p);
+        if constexpr (C::kBias && C::kBiasStages > 1) {
+          load_bias<C, kMaybeOdd>(smem, stage, task, coming, p);
+        }
       }
       Chip::commit();
     };
@@ -184,11 +260,18 @@ __device__ __forceinline__ void bwd_queries(BwdState<C>& t, uint32_t smem, BwdTa
       Chip::template wait<0>();
       __syncthreads();  // the block is there for everyone, and everyone is done with the one before
       if (C::kStages > 1) load_next(stage ^ 1);
+      const auto between = [&] {
+        if constexpr (C::kBias && C::kBiasStages == 1) {
+          const QueryBlock coming = next<C>(block, task);
+          if (exists(coming)) load_bias<C, kMaybeOdd>(smem, 0, task, coming, p);
+          Chip::commit();
+        }
+      };
       const Turn<C, kDeterministic> turn(task, block, p);
       if constexpr (C::kOwnKeys) {
-        contain = !bwd_block_own<C, kNeeds>(t, smem, stage, task, block, p, turn);
+        contain = !bwd_block_own<C, kNeeds>(t, smem, stage, task, block, p, turn, between);
       } else {
-        contain = !bwd_block<C, kNeeds>(t, smem, stage, task, block, p, turn);
+        contain = !bwd_block<C, kNeeds>(t, smem, stage, task, block, p, turn, between);
       }
       if (contain) break;
       if (C::kStages == 1) {
@@ -206,7 +289,7 @@ __device__ __forceinline__ void bwd_queries(BwdState<C>& t, uint32_t smem, BwdTa
       run(std::integral_constant<Needs, Needs::kNothing>());
     } else if (here == Needs::kAnything) {
       run(std::integral_constant<Needs, Needs::kAnything>());
-    } else if constexpr (!C::kOwnKeys) {
+    } else {
       run(std::integral_constant<Needs, Needs::kMask>());
     }
   }
@@ -220,26 +303,26 @@ __device__ __forceinline__ void attention_bwd(const AttentionBwdParams& p) {
   extern __shared__ __align__(1024) char shared[];
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   BwdTask& task = *reinterpret_cast<BwdTask*>(shared + C::kSmemTask);
-  const Sequence& seq = task.seq;
   if (threadIdx.x == 0) find_task<C>(task, p);
   __syncthreads();
-  if (task.batch == p.batch) {
-    BwdTask rest = task;
-    rest.seq = find_rest(p);
-    rest.batch = 0;
-    fill_key_gradients<C>(rest, 0, p);
-    return;
-  }
-  if (!seq.valid) {
-    fill_key_gradients<C>(task, C::Type::kNan, p);
+  if (task.kind == RaggedKind::kEmpty) return;
+  if (task.kind != RaggedKind::kBlock) {
+    const bool rest = task.kind == RaggedKind::kRest;
+    fill_key_gradients<C>(task, rest ? 0 : C::Type::kNan, p);
+    if constexpr (C::kBias) {
+      if (p.grad_bias) fill_bias_gradient<C>(task, rest ? 0.f : NAN, p);
+    }
     return;
   }
   if (task.key_block * C::kBlockK >= task.stored_keys) return;
+  if constexpr (C::kBias) {
+    if (p.grad_bias) fill_bias_gradient<C>(task, 0, p);
+  }
 
   BwdState<C> t;
-  if (p.deterministic) {
+  if (C::kBias || p.deterministic) {
     bwd_queries<C, true>(t, smem, task, p);
-  } else {
+  } else if constexpr (!C::kBias) {
     bwd_queries<C, false>(t, smem, task, p);
   }
   if (p.grad_key) {
@@ -257,22 +340,21 @@ template <class C>
 __device__ __forceinline__ void attention_bwd_finish(const AttentionBwdParams& p) {
   extern __shared__ __align__(1024) char shared[];
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  BwdTask task;
-  task.batch = p.first_batch + blockIdx.z;
-  const bool rest = task.batch == p.batch;
-  task.seq = rest ? find_rest(p) : find_sequence(p, task.batch);
-  if (rest) task.batch = 0;
-  const Sequence& seq = task.seq;
-  const QueryBlock block{static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.x) * C::kBlockQ};
+  const QueryRows rows = find_query_rows(p);
+  if (rows.kind == RaggedKind::kEmpty) return;
+  const Sequence& seq = rows.seq;
+  const QueryBlock block{rows.head, rows.first};
   char* to = const_cast<char*>(
-      rows_of(p.grad_query, p, p.grad_query_strides, task.batch, block.head, seq.token_q));
+      rows_of(p.grad_query, p, p.grad_query_strides, rows.batch, block.head, seq.token_q));
   const int row_bytes = p.grad_query_strides.row_bytes();
-  if (rest || !seq.valid) {
-    fill_rows(to, row_bytes, seq.len_q, p.head_dim, rest ? 0 : C::Type::kNan, blockIdx.x);
+  if (rows.kind != RaggedKind::kBlock) {
+    fill_rows(to, row_bytes, block.first, min(block.first + C::kBlockQ, seq.len_q), p.head_dim,
+              rows.kind == RaggedKind::kRest ? 0 : C::Type::kNan);
     return;
   }
-  if (block.first >= seq.len_q) return;
-  task.first_row = workspace_row(p, seq, task.batch);
+  if (block.first >= seq.len_q || writes_directly(seq, p)) return;
+  BwdTask task;
+  task.round_row = workspace_row(p, seq, rows.batch) - round_rows(p);
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int row = warp / C::kQueryCols, col = warp % C::kQueryCols;

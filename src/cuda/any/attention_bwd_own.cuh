@@ -101,28 +101,104 @@ __device__ __forceinline__ void mask_own(OwnScores<C>& s, OwnScores<C>& dp, cons
   }
 }
 
-// bwd_block with own keys. A block that needs a mask is one that needs anything: a warp contains
-// what is not finite by itself.
-template <class C, Needs kNeeds, class Turn>
+// Whether the keys of this warp are past the end.
+template <class C>
+__device__ __forceinline__ bool own_idle(const BwdTask& task) {
+  return task.key_block * C::kBlockK + score_col<C>(ptx::opaque_thread()) >= task.seq.len_k;
+}
+
+// P and dS of any call with a bias.
+template <class C>
+__device__ __forceinline__ void differentiate_own_any(OwnScores<C>& s, OwnScores<C>& dp, int first,
+                                                      uint32_t sTerms, uint32_t sBias,
+                                                      const BwdTask& task, const QueryBlock& block,
+                                                      const AttentionBwdParams& p) {
+  const int thread = ptx::opaque_thread(), lane = thread % 32;
+  const int key = score_col<C>(thread) + lane / 4, query = first + lane % 4 * 2;
+#pragma unroll
+  for (int n = 0; n < C::kOwnQueries / 8; ++n) {
+    const float4 two = ptx::ld_shared_v4_f32(sTerms + (query + 8 * n) * 8);
+#pragma unroll
+    for (int i = 0; i < C::kKeyM * 4; ++i) {
+      const float2 term = i % 2 ? float2{two.z, two.w} : float2{two.x, two.y};
+      differentiate_any<C>(s[i / 4][n][i % 4], dp[i / 4][n][i % 4], term, query + 8 * n + i % 2,
+                           key + i / 2 * 8, sBias, task, block, p);
+    }
+  }
+}
+
+// dS is the gradient of the bias, too, where there is no softcap. It lies as keys x queries: each
+// matrix of eight rows takes the keys that make a lane's four registers eight neighbouring keys.
+template <class C>
+__device__ __forceinline__ void store_own_bias_gradient(uint32_t sdS, const BwdTask& task,
+                                                        const QueryBlock& block,
+                                                        const AttentionBwdParams& p) {
+  constexpr int kGroups = C::kBlockQ / 8, kWarps = C::kThreads / 32;
+  const int thread = ptx::opaque_thread(), lane = thread % 32;
+  const BiasRows grad = grad_bias_of(task, block, p);
+#pragma unroll 1
+  for (int i = thread / 32; i < kGroups * (C::kBlockK / 32); i += kWarps) {
+    const int group = i % kGroups, keys = i / kGroups * 32;
+    const int from = keys + lane % 8 / 2 * 8 + lane / 8 * 2 + lane % 2;
+    uint32_t x[4];
+    ptx::ldmatrix_x4_trans(x, sdS + C::OwnLayout::at(from, group));
+    const int row = block.first + group * 8 + lane / 4;
+    const int key = task.key_block * C::kBlockK + keys + lane % 4 * 8;
+    if (row < task.seq.len_q && key < task.stored_keys) {
+      store_eight(grad, row, key, task.stored_keys - key, {x[0], x[1], x[2], x[3]});
+    }
+  }
+}
+
+// dS of keys past the end, which nobody computes.
+template <class C>
+__device__ __forceinline__ void clear_own_pairs(uint32_t sdS) {
+  using Layout = typename C::OwnLayout;
+  const int thread = ptx::opaque_thread(), lane = thread % 32;
+  const uint32_t from = sdS + score_col<C>(thread) * Layout::kRowBytes;
+#pragma unroll 1
+  for (int i = lane * 16; i < C::kKeyM * 16 * Layout::kRowBytes; i += 32 * 16) {
+    ptx::st_shared_v4(from + i, {0, 0, 0, 0});
+  }
+}
+
+// bwd_block with own keys; in a block that needs anything a warp contains what is not finite by
+// itself.
+template <class C, Needs kNeeds, class Turn, class Between>
 __device__ __forceinline__ bool bwd_block_own(BwdState<C>& t, uint32_t smem, int stage,
                                               BwdTask& task, const QueryBlock& block,
-                                              const AttentionBwdParams& p, const Turn& turn) {
+                                              const AttentionBwdParams& p, const Turn& turn,
+                                              const Between& between) {
   using Layout = typename C::Layout;
   using Type = typename C::Type;
-  static_assert(kNeeds != Needs::kMask);
-  constexpr bool kMasked = kNeeds == Needs::kAnything;
+  constexpr bool kMasked = kNeeds != Needs::kNothing, kAnything = kNeeds == Needs::kAnything;
   const uint32_t sK = smem + C::kSmemK, sV = smem + C::kSmemV, sdS = smem + C::kSmemGradS;
   const uint32_t sQ = smem + C::kSmemQ + stage * C::kQueryBytes;
   const uint32_t sdO = smem + C::kSmemGradOut + stage * C::kQueryBytes;
   const uint32_t sTerms = smem + C::kSmemTerms + stage * C::kTermBytes;
-  const ContainedProducts<C> contained{task.seq, block.first, task.key_block * C::kBlockK, p};
+  const uint32_t sBias = bias_place<C>(smem, stage);
+  const ContainedProducts<C> contained{task.seq, block.first, task.key_block * C::kBlockK, p,
+                                       bias_of(task, block, p)};
+  if (may_contain<C, kNeeds>() && terms_not_finite<C>(sTerms)) return false;
   bool contain = false;
+  // With a bias, pair by pair: one that comes late, or that hides something not finite.
+  const bool each =
+      C::kBias && kAnything && (late_bias(p) || task.contain || terms_not_finite<C>(sTerms));
+  // Queries and, for this warp, keys past the end would cost as much as the others. (At D = 64 full
+  // blocks have no register to count with.)
+  int queries = C::kBlockQ;
+  if (kMasked || C::kDim < 64) queries = min(queries, task.seq.len_q - block.first);
+  if (kMasked && !each && own_idle<C>(task)) queries = 0;
 #pragma unroll 1
-  for (int first = 0; first < C::kBlockQ; first += C::kOwnQueries) {
+  for (int first = 0; first < queries; first += C::kOwnQueries) {
     const uint32_t rows = first * Layout::kRowBytes;
     const BwdLanes<C> lanes;
     OwnScores<C> s, dp;
-    set_zero(s);
+    if (C::kBias && !each) {
+      C::Bias::start_across(s, sBias, first, score_col<C>(lanes.thread), p.bias_scale);
+    } else {
+      set_zero(s);
+    }
     set_zero(dp);
     multiply<Type, C::kDim / 16, kUnroll<C, kNeeds, C::kDim / 16>>(
         s, AlongA<Layout>{sK + lanes.score_left()},
@@ -131,15 +207,22 @@ __device__ __forceinline__ bool bwd_block_own(BwdState<C>& t, uint32_t smem, int
         dp, AlongA<Layout>{sV + lanes.score_left()},
         AlongB<Layout>{sdO + rows + lanes.score_right()});
     // dK and dV are this warp's own affair.
-    const bool mine = kMasked && __any_sync(0xffffffffu, own_not_finite<C>(s, dp));
-    differentiate_own<C, kNeeds>(s, dp, sTerms + first * 8, p);
-    if (kMasked && block.first < task.full_begin) {
-      mask_own<C, Side::kAfter>(s, dp, task, block.first + first, p);
+    const bool mine =
+        kAnything && (each || !C::kBias) && __any_sync(0xffffffffu, own_not_finite<C>(s, dp));
+    if (each) {
+      if constexpr (C::kBias) {
+        differentiate_own_any<C>(s, dp, first, sTerms, sBias, task, block, p);
+      }
+    } else {
+      differentiate_own<C, kNeeds>(s, dp, sTerms + first * 8, p);
+      if (kMasked && block.first < task.full_begin) {
+        mask_own<C, Side::kAfter>(s, dp, task, block.first + first, p);
+      }
+      if (kMasked && block.first >= task.full_end) {
+        mask_own<C, Side::kBefore>(s, dp, task, block.first + first, p);
+      }
     }
-    if (kMasked && block.first >= task.full_end) {
-      mask_own<C, Side::kBefore>(s, dp, task, block.first + first, p);
-    }
-    if (kMasked && mine) {
+    if (kAnything && mine) {
       contain = true;
       store_own_pairs<C>(sdS + lanes.pairs(), first, s);
       __syncwarp();  // P is written, in dS's place
@@ -158,15 +241,19 @@ __device__ __forceinline__ bool bwd_block_own(BwdState<C>& t, uint32_t smem, int
   }
   turn.wait(task, block, p);
   // dS is written.
-  if (kMasked) {
+  if (kAnything) {
     contain = __syncthreads_or(contain);
   } else {
     __syncthreads();
   }
+  between();
   turn.pass_on(task, block, p);
+  if constexpr (C::kBias) {
+    if (p.grad_bias && !each) store_own_bias_gradient<C>(sdS, task, block, p);
+  }
   const BwdLanes<C> lanes;
   add_query_gradient<C>(task, block, p, [&](QueryPart<C>& acc, int part) {
-    if (kMasked && contain) {
+    if (kAnything && contain) {
       contained.query_gradient(acc, part, sdS, sK);
     } else {
       query_gradient<C, kNeeds>(acc, part, sdS + lanes.query_left(), sK + lanes.query_right());

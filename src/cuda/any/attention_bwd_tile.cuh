@@ -8,6 +8,7 @@
 #include "cuda/params.h"
 #include "cuda/ptx/memory.cuh"
 #include "cuda/ptx/shared.cuh"
+#include "cuda/tile/bias.cuh"
 #include "cuda/tile/dtype.cuh"
 #include "cuda/tile/product.cuh"
 #include "cuda/tile/sequence.cuh"
@@ -27,24 +28,29 @@ struct BwdTask {
   int query_begin, query_end;  // the queries that see it, in whole blocks
   int full_begin, full_end;    // of these, blocks that begin here need no mask
   bool plain;                  // no block needs more than a mask
+  bool contain;                // something in K or V is not finite
+  RaggedKind kind;
   int stored_keys;    // that have a gradient: also those past the sequence's length, which is 0
   int64_t first_row;  // of the sequence in the workspace
+  int64_t round_row;  // and where there is room for a round only
   int* turn;          // deterministic: to be passed on
   const char *query, *grad_out;  // where the sequence's begin, of the group's first head
+  BiasRows bias, grad_bias;      // of it, too
 };
 
-template <class Chip_, class T, BwdTile kTile_>
+template <class Chip_, class T, BwdTile kTile_, bool kBias_ = false>
 struct BwdConfig {
   using Chip = Chip_;
   using Type = T;
   static constexpr BwdTile kTile = kTile_;
+  static constexpr bool kBias = kBias_;
   static constexpr int kDim = kTile.head_dim, kStages = kTile.stages;
   static constexpr int kBlockQ = kTile.block_q, kBlockK = kTile.block_k;
   static constexpr int kThreads = kTile.threads();
 
   // Fragments of a warp: m16 rows, n8 columns. Rows and columns of D are dealt out in turn, 16 at a
   // time, so that chunk numbers never carry (see Swizzled::along).
-  static constexpr bool kOwnKeys = kTile.own_keys();
+  static constexpr bool kOwnKeys = kTile.own_keys(), kShort = kTile.for_short();
   static constexpr int kScoreRows = kOwnKeys ? 1 : kTile.score_rows;
   static constexpr int kScoreCols = kTile.warps / kScoreRows;
   static constexpr int kScoreM = kBlockQ / kScoreRows / 16, kScoreN = kBlockK / kScoreCols / 8;
@@ -72,8 +78,12 @@ struct BwdConfig {
   static constexpr uint32_t kSmemGradS = kSmemP + (kOwnKeys ? 0 : kPairBytes);
   static constexpr uint32_t kTermBytes = kBlockQ * 8;
   static constexpr uint32_t kSmemTerms = kSmemGradS + kPairBytes;
-  static constexpr uint32_t kSmemTask = kSmemTerms + kStages * kTermBytes;
-  static_assert(kSmemTask + kTaskBytes == kTile.shared_bytes() && sizeof(BwdTask) <= kTaskBytes);
+  using Bias = BiasTile<T, kBlockQ, kBlockK, kThreads>;
+  static constexpr uint32_t kSmemBias = kSmemTerms + kStages * kTermBytes;
+  static constexpr int kBiasStages = kTile.bias_stages();
+  static constexpr uint32_t kSmemTask = kSmemBias + (kBias ? kBiasStages * Bias::kBytes : 0);
+  static_assert(kSmemTask + kTaskBytes == kTile.shared_bytes(kBias));
+  static_assert(sizeof(BwdTask) <= kTaskBytes);
   // Queries at once with own keys: at D = 32 fewer, which leaves registers for a third CTA.
   static constexpr int kOwnQueries = kDim == 32 ? 16 : 32;
   static_assert(!kOwnKeys || kBlockQ % kOwnQueries == 0);
@@ -97,6 +107,29 @@ __device__ __forceinline__ int query_row(int warp_row, int m) {
 struct QueryBlock {
   int head, first;
 };
+
+// The bias of its head, and its gradient.
+__device__ __forceinline__ BiasRows of_head(const BiasRows& first, const Strides& strides,
+                                            const BwdTask& task, const QueryBlock& block,
+                                            const AttentionBwdParams& p) {
+  BiasRows rows = first;
+  rows.data += (block.head - task.key_head * p.group) * strides.head * (rows.wide ? 4 : 2);
+  return rows;
+}
+__device__ __forceinline__ BiasRows bias_of(const BwdTask& task, const QueryBlock& block,
+                                            const AttentionBwdParams& p) {
+  return of_head(task.bias, p.bias_strides, task, block, p);
+}
+__device__ __forceinline__ BiasRows grad_bias_of(const BwdTask& task, const QueryBlock& block,
+                                                 const AttentionBwdParams& p) {
+  return of_head(task.grad_bias, p.grad_bias_strides, task, block, p);
+}
+
+// Where the bias of a block is: in a stage as Q and dO are, if there are as many.
+template <class C>
+__device__ __forceinline__ uint32_t bias_place(uint32_t smem, int stage) {
+  return smem + C::kSmemBias + (C::kBiasStages > 1 ? stage : 0) * C::Bias::kBytes;
+}
 
 // The queries that see a block of keys: [begin, end), in whole blocks of block_q.
 template <class C>
@@ -174,7 +207,7 @@ struct BwdLanes {
 template <class C>
 __device__ __forceinline__ float* query_sums(const BwdTask& task, const QueryBlock& block, int part,
                                              const AttentionBwdParams& p) {
-  const int64_t row = block.head * p.rows + task.first_row + block.first;
+  const int64_t row = block.head * p.sum_rows + task.round_row + block.first;
   const int warp = ptx::opaque_thread() / 32;
   return p.grad_query_sums + row * C::kDim +
          (warp * C::kQueryParts + part) * (C::kQueryM * C::kPartN * 128);
@@ -201,7 +234,7 @@ class Turn {
  public:
   __device__ __forceinline__ Turn(const BwdTask& task, const QueryBlock& block,
                                   const AttentionBwdParams& p) {
-    if (!kDeterministic || threadIdx.x > 0) return;
+    if (!takes_turns(p)) return;
     const int before = key_block_before(task, p);
     if (before < 0 || before * C::kBlockK >= task.seq.len_k) return;
     const QueryRange<C> queries(task.seq, before, p);
@@ -211,14 +244,14 @@ class Turn {
   }
   __device__ __forceinline__ void wait(const BwdTask& task, const QueryBlock& block,
                                        const AttentionBwdParams& p) const {
-    if (!kDeterministic || threadIdx.x > 0 || seen_ == kAnyones) return;
+    if (!takes_turns(p) || seen_ == kAnyones) return;
     int seen = seen_;
     while (seen != key_block_before(task, p) + 1) seen = ptx::ld_acquire(address(task, block, p));
   }
   // The one before.
   __device__ __forceinline__ void pass_on(BwdTask& task, const QueryBlock& block,
                                           const AttentionBwdParams& p) const {
-    if (!kDeterministic || threadIdx.x > 0) return;
+    if (!takes_turns(p)) return;
     pass_on_turn(task);
     task.turn = address(task, block, p);
   }
@@ -226,18 +259,84 @@ class Turn {
  private:
   static constexpr int kAnyones = -1;  // nobody adds before
 
+  // With a bias it is asked at run time: half the code to compile.
+  static __device__ __forceinline__ bool takes_turns(const AttentionBwdParams& p) {
+    return kDeterministic && threadIdx.x == 0 && (!C::kBias || p.deterministic);
+  }
+
   static __device__ __forceinline__ int key_block_before(const BwdTask& task,
                                                          const AttentionBwdParams& p) {
     return task.key_block + (descending(p) ? 1 : -1);
   }
   static __device__ __forceinline__ int* address(const BwdTask& task, const QueryBlock& block,
                                                  const AttentionBwdParams& p) {
-    const int64_t row = block.head * p.rows + task.first_row + block.first;
+    const int64_t row = block.head * p.sum_rows + task.round_row + block.first;
     return p.turns + row / C::kBlockQ;
   }
 
   int seen_ = kAnyones;  // in a register: nobody waits for it before it is needed
 };
+
+// A NaN or infinity in Q, K, V or dO must not reach what does not see it, but in a product a 0 of P
+// or dS times NaN is NaN. What is known of the rows of a block, lse in base 2 and delta, shows
+// whether there is one in Q or dO (see attention_bwd_prepare), K and V are looked at when a CTA
+// begins. Blocks that have one are left to the loop for anything. Every warp finds the same.
+template <class C>
+__device__ __forceinline__ bool terms_not_finite(uint32_t sTerms) {
+  static_assert(C::kBlockQ <= 64);
+  const int lane = ptx::opaque_thread() % 32;
+  float4 two = {0, 0, 0, 0};
+  if (lane < C::kBlockQ / 2) two = ptx::ld_shared_v4_f32(sTerms + lane * 16);
+  const auto not_finite = [](float lse, float delta) {
+    return isnan(lse) || !(fabsf(delta) < INFINITY);
+  };
+  return __any_sync(0xffffffffu, not_finite(two.x, two.y) || not_finite(two.z, two.w));
+}
+// Where a pair may be hidden: by a mask, or by a bias.
+template <class C, Needs kNeeds>
+__device__ __forceinline__ constexpr bool may_contain() {
+  return kNeeds == Needs::kMask || (C::kBias && kNeeds == Needs::kNothing);
+}
+template <class C>
+__device__ __forceinline__ bool keys_not_finite(uint32_t smem) {
+  float zero = 0;
+#pragma unroll 1
+  for (uint32_t i = ptx::opaque_thread() * 16; i < 2 * C::kKeyBytes; i += C::kThreads * 16) {
+    const uint4 eight = ptx::ld_shared_v4(smem + C::kSmemK + i);
+    for (uint32_t two : {eight.x, eight.y, eight.z, eight.w}) {
+      zero += C::Type::unpack(two & 0xffff) * 0.f + C::Type::unpack(two >> 16) * 0.f;
+    }
+  }
+  return !(zero == 0);
+}
+
+// P and dS of one pair in place of S and dP, of any call with a bias. (query, key) is in the block;
+// the bias's gradient is written.
+template <class C>
+__device__ __forceinline__ void differentiate_any(float& s, float& dp, float2 term, int query,
+                                                  int key, uint32_t sBias, const BwdTask& task,
+                                                  const QueryBlock& block,
+                                                  const AttentionBwdParams& p) {
+  const int first_key = task.key_block * C::kBlockK;
+  const int row = block.first + query, column = first_key + key;
+  float slope = 1;
+  if (p.softcap_scale) {
+    const Tanh capped = tanh_and_derivative(s * p.softcap_scale);
+    s = capped.value;
+    slope = capped.derivative;
+  }
+  const float bias =
+      C::Bias::read(sBias, bias_of(task, block, p), query, key, block.first, first_key, task.seq);
+  s = add_bias(s, bias, p.scale_log2);
+  const bool seen = column >= task.seq.begin(row, p) && column < task.seq.end(row, p) &&
+                    bias != -INFINITY && s != -INFINITY && row < task.seq.len_q;
+  s = seen ? ptx::ex2_approx_ftz(s - term.x) : 0;
+  dp = seen ? (dp - (term.x == INFINITY ? 0 : term.y)) * s : 0;
+  if (p.grad_bias && row < task.seq.len_q && column < task.stored_keys) {
+    write_bias<typename C::Type>(grad_bias_of(task, block, p), row, column, dp);
+  }
+  dp *= slope;
+}
 
 // The scores of a softcap, and dP - delta times its derivative: what plain scores have without it.
 // One branch for all elements: a branch for each costs a masked block a fifth of its time.
@@ -248,14 +347,48 @@ __device__ __forceinline__ void cap_score(float& s, float& dp, const AttentionBw
 }
 
 // How far the steps of a product are unrolled. What few calls need has no registers for more, nor
-// have own keys at D = 64 before Hopper.
+// have own keys at D = 64 with a mask or before Hopper.
 template <class C, Needs kNeeds, int kSteps>
-inline constexpr int kUnroll =
-    std::min(kSteps, kNeeds == Needs::kAnything || (C::kOwnKeys && !ptx::kHopper) ? 2 : 8);
+inline constexpr int kUnroll = kNeeds == Needs::kAnything ||
+                                       (C::kOwnKeys && (kNeeds == Needs::kMask || !ptx::kHopper))
+                                   ? std::min(kSteps, 2)
+                                   : std::min(kSteps, C::kBias ? 4 : 8);
 
 // dQ = dS K, added to its sums a part of the columns at a time; product(acc, part) computes it.
 template <class C>
 using QueryPart = float[C::kQueryM][C::kPartN][4];
+
+// Rounded to where it belongs, by the only block of keys of a short sequence.
+template <class C>
+__device__ __forceinline__ void store_query_gradient(const QueryPart<C>& acc, const BwdTask& task,
+                                                     const QueryBlock& block,
+                                                     const AttentionBwdParams& p) {
+  static_assert(C::kQueryParts == 1);
+  const int thread = ptx::opaque_thread(), warp = thread / 32, lane = thread % 32;
+  const char* to =
+      rows_of(p.grad_query, p, p.grad_query_strides, task.batch, block.head, task.seq.token_q);
+#pragma unroll
+  for (int m = 0; m < C::kQueryM; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = block.first + query_row<C>(warp / C::kQueryCols, m) + lane / 4 + 8 * half;
+      if (row >= task.seq.len_q) continue;
+      const char* at = to + row * p.grad_query_strides.row * 2;
+#pragma unroll
+      for (int n = 0; n < C::kQueryN; ++n) {
+        const int chunk = 2 * (n / 2 * C::kQueryCols + warp % C::kQueryCols) + n % 2;
+        const int column = chunk * 8 + lane % 4 * 2;
+        const uint32_t two =
+            C::Type::pack(acc[m][n][2 * half] * p.scale, acc[m][n][2 * half + 1] * p.scale);
+        if (column + 1 < p.head_dim) {
+          *reinterpret_cast<uint32_t*>(const_cast<char*>(at) + column * 2) = two;
+        } else if (column < p.head_dim) {
+          *reinterpret_cast<uint16_t*>(const_cast<char*>(at) + column * 2) = two & 0xffff;
+        }
+      }
+    }
+  }
+}
 
 template <class C, class Product>
 __device__ __forceinline__ void add_query_gradient(const BwdTask& task, const QueryBlock& block,
@@ -266,7 +399,14 @@ __device__ __forceinline__ void add_query_gradient(const BwdTask& task, const Qu
     QueryPart<C> acc;
     set_zero(acc);
     product(acc, part);
-    if (p.grad_query) add_sums(query_sums<C>(task, block, part, p), acc);
+    if (!p.grad_query) continue;
+    if constexpr (C::kShort) {
+      if (writes_directly(task.seq, p)) {
+        store_query_gradient<C>(acc, task, block, p);
+        continue;
+      }
+    }
+    add_sums(query_sums<C>(task, block, part, p), acc);
   }
 }
 
@@ -290,10 +430,12 @@ struct ContainedProducts {
   const Sequence& seq;
   int first_query, first_key;
   const AttentionBwdParams& p;
+  BiasRows bias;
 
   __device__ __forceinline__ bool allowed(int query, int key) const {
     const int row = first_query + query, column = first_key + key;
-    return column >= seq.begin(row, p) && column < seq.end(row, p);
+    if (column < seq.begin(row, p) || column >= seq.end(row, p)) return false;
+    return !C::kBias || (row < seq.len_q && !hidden<typename C::Type>(bias, row, column));
   }
   static __device__ __forceinline__ float pair(uint32_t tile, int query, int key) {
     if constexpr (C::kOwnKeys) return number<typename C::OwnLayout>(tile, key, query);

@@ -9,7 +9,7 @@
 //            ┌──────┬──────┬──────┐               sQ  block_q x D, and then the output
 //   queries  │ full │ full │masked│               sK  stages x block_k x D
 //     |      └──────┴──────┴──────┘               sV  stages x block_k x D
-//     v        <──────── order
+//     v        <──────── order                    sBias  2 x block_q x block_k, if there is one
 //
 // Each warp owns 16 or 32 rows as m16 fragments and all columns: softmax needs no other warp, and P
 // goes from the accumulators of S = Q K^T straight into the operands of O += P V. With 32 rows each
@@ -22,6 +22,7 @@
 #pragma once
 
 #include "cuda/params.h"
+#include "cuda/tile/bias.cuh"
 #include "cuda/tile/copy.cuh"
 #include "cuda/tile/dtype.cuh"
 #include "cuda/tile/product.cuh"
@@ -41,14 +42,17 @@ struct FwdTask {
   int key_begin, key_end;    // its keys, in blocks of block_k
   int full_begin, full_end;  // of these, blocks that need no mask
   bool plain;                // no block needs more than a mask
-  const char *key, *value;   // where the sequence's begin
+  RaggedKind kind;
+  const char *key, *value;  // where the sequence's begin
+  BiasRows bias;
 };
 
-template <class Chip_, class T, FwdTile kTile_>
+template <class Chip_, class T, FwdTile kTile_, bool kBias_ = false>
 struct FwdConfig {
   using Chip = Chip_;
   using Type = T;
   static constexpr FwdTile kTile = kTile_;
+  static constexpr bool kBias = kBias_;
   static constexpr int kDim = kTile.head_dim, kStages = kTile.stages, kQSteps = kTile.q_steps;
   static constexpr int kBlockQ = kTile.block_q, kBlockK = kTile.block_k;
   static constexpr int kThreads = kTile.threads();
@@ -64,8 +68,11 @@ struct FwdConfig {
   static constexpr uint32_t kSmemQ = 0;
   static constexpr uint32_t kSmemK = kBlockQ * kDim * 2;
   static constexpr uint32_t kSmemV = kSmemK + kStages * kTileBytes;
-  static constexpr uint32_t kSmemTask = kSmemV + kStages * kTileBytes;
-  static_assert(kSmemTask + kTaskBytes == kTile.shared_bytes() && sizeof(FwdTask) <= kTaskBytes);
+  using Bias = BiasTile<T, kBlockQ, kBlockK, kThreads>;
+  static constexpr uint32_t kSmemBias = kSmemV + kStages * kTileBytes;
+  static constexpr uint32_t kSmemTask = kSmemBias + (kBias ? 2 * Bias::kBytes : 0);
+  static_assert(kSmemTask + kTaskBytes == kTile.shared_bytes(kBias));
+  static_assert(sizeof(FwdTask) <= kTaskBytes);
   static_assert(kBlockQ % (16 * kTile.warps) == 0 && kBlockK % 16 == 0 && kDim % 16 == 0);
   // With one stage K and V take turns: one arrives while the other is used.
   static constexpr bool kTurns = kStages == 1;
@@ -95,14 +102,13 @@ struct FwdState {
   RowState rows[C::kRowTiles];
 };
 
-// S = Q K^T
+// S += Q K^T
 template <class C>
-__device__ __forceinline__ void scores(float (&s)[C::kRowTiles][C::kKeyTiles][4],
-                                       const uint32_t (&rQ)[C::kRowTiles][C::kQSteps + 1][4],
-                                       uint32_t lane_q, uint32_t lane_k) {
+__device__ __forceinline__ void add_scores(float (&s)[C::kRowTiles][C::kKeyTiles][4],
+                                           const uint32_t (&rQ)[C::kRowTiles][C::kQSteps + 1][4],
+                                           uint32_t lane_q, uint32_t lane_k) {
   const AlongA<typename C::Layout> q{lane_q};
   const AlongB<typename C::Layout> k{lane_k};
-  set_zero(s);
   // Where Q comes from shared memory: unrolled all the way, the compiler reads it ahead and runs
   // out of registers; not at all costs 8% at D = 128.
   constexpr int kUnroll = C::kQSteps > 0 || C::kRowTiles == 1 ? C::kDimSteps : 4;
@@ -124,8 +130,8 @@ __device__ __forceinline__ void scores(float (&s)[C::kRowTiles][C::kKeyTiles][4]
       k.load(b, n / 2, step);
 #pragma unroll
       for (int m = 0; m < C::kRowTiles; ++m) {
-        C::Type::mma(s[m][n], a[m], b[0], b[1]);
-        C::Type::mma(s[m][n + 1], a[m], b[2], b[3]);
+        C::Type::mma(s[m][n], a[m], b[0], b[1], s[m][n]);
+        C::Type::mma(s[m][n + 1], a[m], b[2], b[3], s[m][n + 1]);
       }
     }
   }
@@ -209,6 +215,7 @@ __device__ __forceinline__ void add_not_finite(float (&o)[C::kRowTiles][C::kDimT
         for (int half = 0; half < 2; ++half) {
           const int r = row + 16 * m + 8 * half;
           if (key < seq.begin(r, p) || key >= seq.end(r, p)) continue;
+          if (C::kBias && (r >= seq.len_q || hidden<typename C::Type>(task.bias, r, key))) continue;
           o[m][d][2 * half] += infinity_or_nan<typename C::Type>(two & 0xffff);
           o[m][d][2 * half + 1] += infinity_or_nan<typename C::Type>(two >> 16);
         }
@@ -238,7 +245,8 @@ __device__ __forceinline__ void update_references(FwdState<C>& t,
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float& reference = t.rows[m].reference[half];
-      const float raised = fmaxf(reference, top[m][half]);
+      // Each row by itself: its bits do not depend on its neighbours.
+      const float raised = top[m][half] > reference + kSlack ? top[m][half] : reference;
       const float correction = ptx::ex2_approx_ftz(reference - (raised == -INFINITY ? 0 : raised));
       reference = raised;
       t.rows[m].sum[half] *= correction;
@@ -284,8 +292,8 @@ __device__ __forceinline__ void accumulate(FwdState<C>& t,
       v.load(b, d / 2, step);
 #pragma unroll
       for (int m = 0; m < C::kRowTiles; ++m) {
-        C::Type::mma(t.o[m][d], a[m], b[0], b[1]);
-        C::Type::mma(t.o[m][d + 1], a[m], b[2], b[3]);
+        C::Type::mma(t.o[m][d], a[m], b[0], b[1], t.o[m][d]);
+        C::Type::mma(t.o[m][d + 1], a[m], b[2], b[3], t.o[m][d + 1]);
       }
     }
   }
@@ -296,30 +304,80 @@ __device__ __forceinline__ void accumulate(FwdState<C>& t,
   }
 }
 
+// Where the bias of a block of keys is: every other block has the same place.
+template <class C>
+__device__ __forceinline__ uint32_t bias_place(uint32_t smem, int block, const FwdTask& task) {
+  return smem + C::kSmemBias + (task.key_end - 1 - block) % 2 * C::Bias::kBytes;
+}
+
+// The bias of a block of keys to its place.
+template <class C, bool kMaybeOdd = true>
+__device__ __forceinline__ void load_bias(uint32_t smem, int block, const FwdTask& task) {
+  if (block < task.key_begin) return;
+  C::Bias::template load<typename C::Chip, kMaybeOdd>(bias_place<C>(smem, block, task), task.bias,
+                                                      task.first_row, block * C::kBlockK, task.seq);
+}
+
+// What a bias needs pair by pair: to be added late, which gives scores in base 2, or, already
+// added, that what it hides is hidden.
+template <class C>
+__device__ __forceinline__ void each_bias(float (&s)[C::kRowTiles][C::kKeyTiles][4], uint32_t sBias,
+                                          int first_key, bool late, const FwdTask& task,
+                                          const AttentionFwdParams& p) {
+  const int lane = ptx::opaque_thread() % 32, row = warp_row<C>() + lane / 4;
+#pragma unroll
+  for (int m = 0; m < C::kRowTiles; ++m) {
+#pragma unroll
+    for (int i = 0; i < C::kKeyTiles * 4; ++i) {
+      const float bias =
+          C::Bias::read(sBias, task.bias, row + 16 * m + i % 4 / 2 * 8,
+                        i / 4 * 8 + lane % 4 * 2 + i % 2, task.first_row, first_key, task.seq);
+      float& score = s[m][i / 4][i % 4];
+      if (late) score = add_bias(score, bias, p.scale_log2);
+      if (bias == -INFINITY) score = bias;  // the score behind a mask may be NaN
+    }
+  }
+}
+
 // One block of keys, already in shared memory. `between` is called when the keys are done with and
 // before the values are needed.
 template <class C, Needs kNeeds, class Between>
-__device__ __forceinline__ void fwd_block(FwdState<C>& t, const FwdLanes<C>& lanes, uint32_t sQ,
-                                          uint32_t sK, uint32_t sV, const FwdTask& task,
-                                          int first_key, bool contain, const AttentionFwdParams& p,
+__device__ __forceinline__ void fwd_block(FwdState<C>& t, const FwdLanes<C>& lanes, uint32_t smem,
+                                          int stage, const FwdTask& task, int first_key,
+                                          bool contain, const AttentionFwdParams& p,
                                           const Between& between) {
+  const uint32_t sQ = smem + C::kSmemQ, sK = smem + C::kSmemK + stage * C::kTileBytes;
+  const uint32_t sV = smem + C::kSmemV + stage * C::kTileBytes;
   const int row = task.first_row + warp_row<C>();
   // Rows past the end, whole warps of them, would cost as much as the others.
   const bool idle = !contain && row >= task.seq.len_q;
   float s[C::kRowTiles][C::kKeyTiles][4];
-  if (!idle) scores<C>(s, t.rQ, sQ + ptx::opaque(lanes.q), sK + ptx::opaque(lanes.k));
+  constexpr bool kAnything = kNeeds == Needs::kAnything;
+  const uint32_t sBias = bias_place<C>(smem, first_key / C::kBlockK, task);
+  const bool late = C::kBias && kAnything && late_bias(p);  // it comes after other things
+  if (!idle) {
+    if (C::kBias && !late) {
+      C::Bias::start(s, sBias, warp_row<C>(), 0, p.bias_scale);
+    } else {
+      set_zero(s);
+    }
+    add_scores<C>(s, t.rQ, sQ + ptx::opaque(lanes.q), sK + ptx::opaque(lanes.k));
+  }
   between();
   if (idle) return;
-  constexpr bool kAnything = kNeeds == Needs::kAnything;
   if (kAnything && (p.sign != 1 || p.softcap_scale)) transform_scores<C>(s, p);
+  if constexpr (C::kBias && kAnything) {
+    if (late || contain) each_bias<C>(s, sBias, first_key, late, task, p);
+  }
+  const float scale_log2 = late ? 1.f : p.scale_log2;
   if (kNeeds != Needs::kNothing) {
     const int block = first_key / C::kBlockK;
     if (block >= task.full_end) mask_scores<C, Side::kAfter>(s, row, first_key, task.seq, p);
     if (block < task.full_begin) mask_scores<C, Side::kBefore>(s, row, first_key, task.seq, p);
   }
-  update_references<C>(t, s, p.scale_log2);
+  update_references<C>(t, s, scale_log2);
   if (kAnything && contain) drop_not_finite<C>(sV);
-  accumulate<C>(t, s, p.scale_log2, sV + ptx::opaque(lanes.v));
+  accumulate<C>(t, s, scale_log2, sV + ptx::opaque(lanes.v));
 }
 
 // One block of K or V to a stage.
@@ -359,6 +417,7 @@ __device__ __forceinline__ void fwd_blocks(FwdState<C>& t, uint32_t smem, int& n
       load_keys<C, kMaybeOdd>(smem, to, coming, task, p);
       load_values<C, kMaybeOdd>(smem, to, coming, task, p);
     }
+    if constexpr (C::kBias) load_bias<C, kMaybeOdd>(smem, n - 1, task);
     Chip::commit();
     const auto between = [&] {
       if (!C::kTurns) return;
@@ -367,9 +426,7 @@ __device__ __forceinline__ void fwd_blocks(FwdState<C>& t, uint32_t smem, int& n
       if (coming >= task.key_begin) load_keys<C, kMaybeOdd>(smem, 0, coming, task, p);
       Chip::commit();
     };
-    fwd_block<C, kNeeds>(t, lanes, smem + C::kSmemQ, smem + C::kSmemK + stage * C::kTileBytes,
-                         smem + C::kSmemV + stage * C::kTileBytes, task, n * C::kBlockK, contain, p,
-                         between);
+    fwd_block<C, kNeeds>(t, lanes, smem, stage, task, n * C::kBlockK, contain, p, between);
   }
 }
 
@@ -383,6 +440,7 @@ __device__ __forceinline__ void fwd_keys(FwdState<C>& t, uint32_t smem, const Fw
   const char* gQ = rows_of(p.query, p, p.query_strides, task.batch, task.head, task.seq.token_q);
   load_tile<Chip, Layout, C::kBlockQ, C::kThreads>(sQ, gQ, p.query_strides.row_bytes(),
                                                    task.first_row, task.seq.len_q, p.head_dim);
+  if constexpr (C::kBias) load_bias<C>(smem, task.key_end - 1, task);
 #pragma unroll
   for (int ahead = 0; ahead < C::kAhead; ++ahead) {
     const int block = task.key_end - 1 - ahead;
@@ -491,45 +549,54 @@ __device__ __forceinline__ void store_partial(FwdState<C>& t, const FwdTask& tas
   }
 }
 
-// A sequence that has no keys to look at: results of one value.
+// Rows that have no keys to look at: results of one value.
 template <class C>
 __device__ __forceinline__ void fill_output(const FwdTask& task, uint16_t out, float lse,
                                             const AttentionFwdParams& p) {
   const Sequence& seq = task.seq;
+  const int end = min(task.first_row + C::kBlockQ, seq.len_q);
   const char* gO = rows_of(p.out, p, p.out_strides, task.batch, task.head, seq.token_q);
-  fill_rows(const_cast<char*>(gO), p.out_strides.row_bytes(), seq.len_q, p.head_dim_v, out,
-            blockIdx.x);
+  fill_rows(const_cast<char*>(gO), p.out_strides.row_bytes(), task.first_row, end, p.head_dim_v,
+            out);
   if (!p.lse) return;
   float* gLse = p.lse + offset(p, p.lse_strides, task.batch, task.head, seq.token_q);
-  for (int64_t row = blockIdx.x; row < seq.len_q; row += gridDim.x) {
-    if (threadIdx.x == 0) gLse[row * p.lse_strides.row] = lse;
+  for (int row = task.first_row + threadIdx.x; row < end; row += C::kThreads) {
+    gLse[row * p.lse_strides.row] = lse;
   }
 }
 
 // Which block of queries this CTA takes, and which keys; found by one thread.
 template <class C>
 __device__ __forceinline__ void find_task(FwdTask& task, const AttentionFwdParams& p) {
-  task.batch = p.first_batch + blockIdx.z;
-  task.head = blockIdx.y;
-  if (task.batch == p.batch) {
-    task.seq = find_rest(p);
-    return;
-  }
-  Sequence seq = find_sequence(p, task.batch);
-  if (p.one_query) {
-    seq.step = 0;
-    seq.shift = seq.len_k - 1;
+  Sequence seq;
+  if (p.blocks) {
+    const RaggedBlock block = p.blocks[blockIdx.x / p.heads];
+    task.batch = block.sequence;
+    task.head = blockIdx.x % p.heads;
+    task.kind = block.kind;
+    task.first_row = block.block * C::kBlockQ;
+    seq = find_sequence(block);
+  } else {
+    task.batch = p.first_batch + blockIdx.z;
+    task.head = blockIdx.y;
+    seq = find_sequence(p, task.batch);
+    if (p.one_query) {
+      seq.step = 0;
+      seq.shift = seq.len_k - 1;
+    }
+    task.kind = seq.valid ? RaggedKind::kBlock : RaggedKind::kInvalid;
+    // Query blocks of one head follow each other, so that its keys stay in the second-level cache;
+    // where later rows see more keys, the block with the most comes first.
+    int block = blockIdx.x, blocks = gridDim.x;
+    if (p.splits > 1) {
+      task.split = block % p.splits;
+      block /= p.splits;
+      blocks /= p.splits;
+    }
+    task.first_row = (p.right < kNoLimit ? blocks - 1 - block : block) * C::kBlockQ;
   }
   task.seq = seq;
-  // Query blocks of one head follow each other, so that its keys stay in the second-level cache;
-  // where later rows see more keys, the block with the most comes first.
-  int block = blockIdx.x, blocks = gridDim.x;
-  if (p.splits > 1) {
-    task.split = block % p.splits;
-    block /= p.splits;
-    blocks /= p.splits;
-  }
-  task.first_row = (p.right < kNoLimit ? blocks - 1 - block : block) * C::kBlockQ;
+  if (task.kind != RaggedKind::kBlock) return;
   // Blocks of keys that these queries may see, and of those this split's share.
   const int last_row = min(task.first_row + C::kBlockQ, seq.len_q) - 1;
   task.key_begin = seq.begin(task.first_row, p) / C::kBlockK;
@@ -543,6 +610,10 @@ __device__ __forceinline__ void find_task(FwdTask& task, const AttentionFwdParam
   task.full_begin = max((seq.begin(last_row, p) + C::kBlockK - 1) / C::kBlockK, task.key_begin);
   task.full_end = min(max(seq.end(task.first_row, p), 0) / C::kBlockK, task.key_end);
   task.plain = p.sign == 1 && !p.softcap_scale && !odd_rows(p.head_dim) && !odd_rows(p.head_dim_v);
+  if constexpr (C::kBias) {
+    task.bias = find_bias(p, seq, task.batch, task.head);
+    task.plain &= plain_bias(task.bias, p);
+  }
   const int key_head = p.group == 1 ? task.head : task.head / p.group;
   task.key = rows_of(p.key, p, p.key_strides, task.batch, key_head, seq.token_k);
   task.value = rows_of(p.value, p, p.value_strides, task.batch, key_head, seq.token_k);
@@ -555,8 +626,9 @@ __device__ __forceinline__ void attention_fwd(const AttentionFwdParams& p) {
   FwdTask& task = *reinterpret_cast<FwdTask*>(shared + C::kSmemTask);
   if (threadIdx.x == 0) find_task<C>(task, p);
   __syncthreads();
-  if (task.batch == p.batch || !task.seq.valid) {
-    const bool rest = task.batch == p.batch;
+  if (task.kind == RaggedKind::kEmpty) return;
+  if (task.kind != RaggedKind::kBlock) {
+    const bool rest = task.kind == RaggedKind::kRest;
     if (p.splits == 1) fill_output<C>(task, rest ? 0 : C::Type::kNan, rest ? -INFINITY : NAN, p);
     return;
   }
@@ -564,7 +636,7 @@ __device__ __forceinline__ void attention_fwd(const AttentionFwdParams& p) {
 
   FwdState<C> t;
   // Whether a block may have keys that some rows see and others do not, or that none sees.
-  const bool masked = p.left < kNoLimit || (p.right < kNoLimit && !p.one_query);
+  const bool masked = C::kBias || p.left < kNoLimit || (p.right < kNoLimit && !p.one_query);
   bool contain = false;
   while (true) {
     fwd_keys<C>(t, smem, task, contain, p);

@@ -40,42 +40,49 @@ __device__ __forceinline__ float row_product(const char* left, const char* right
 }
 
 // lse in base 2 and delta = out.dO - grad_lse of every row, and zeros where dQ will be summed. The
-// grid is (blocks of block_q rows, heads_q, batch), as attention_bwd_finish's.
+// grid is that of attention_bwd_finish: see find_query_rows().
 template <class T>
 __device__ __forceinline__ void attention_bwd_prepare(const AttentionBwdParams& p) {
-  const int batch = p.first_batch + blockIdx.z, head = blockIdx.y;
   if (p.deterministic && blockIdx.x + blockIdx.y + blockIdx.z + threadIdx.x == 0) *p.tickets = 0;
-  if (batch == p.batch) return;
-  const Sequence seq = find_sequence(p, batch);
-  const int first = blockIdx.x * p.block_q;
-  if (!seq.valid || first >= seq.len_q) return;
-  const int64_t block_row = head * p.rows + workspace_row(p, seq, batch) + first;
+  const auto [seq, kind, batch, head, first] = find_query_rows(p);
+  if (kind != RaggedKind::kBlock || first >= seq.len_q) return;
+  const int64_t sequence_row = workspace_row(p, seq, batch) + first;
+  const int64_t block_row = head * p.rows + sequence_row;
+  const int64_t round_row = head * p.sum_rows + sequence_row - round_rows(p);
 
   const char* gO = rows_of(p.out, p, p.out_strides, batch, head, seq.token_q);
+  const char* gQ = rows_of(p.query, p, p.query_strides, batch, head, seq.token_q);
   const char* gdO = rows_of(p.grad_out, p, p.grad_out_strides, batch, head, seq.token_q);
   const float* lse = p.lse + offset(p, p.lse_strides, batch, head, seq.token_q);
   const float* grad_lse =
       p.grad_lse ? p.grad_lse + offset(p, p.grad_lse_strides, batch, head, seq.token_q) : nullptr;
   const int lane = threadIdx.x % kRowLanes;
+#pragma unroll 2
   for (int r = threadIdx.x / kRowLanes; r < p.block_q; r += kRowThreads / kRowLanes) {
-    const int64_t row = first + r;
-    // A row past the end, or one that sees no key, has probabilities 2^(s - inf) = 0.
-    float2 terms = {INFINITY, 0};
-    if (row < seq.len_q) {
-      if (p.grad_out) {
-        terms.y = row_product<T>(gO + row * p.out_strides.row * 2,
-                                 gdO + row * p.grad_out_strides.row * 2, p.head_dim_v, lane);
-      }
-      if (grad_lse) terms.y -= grad_lse[row * p.grad_lse_strides.row];
-      const float natural = lse[row * p.lse_strides.row];
-      if (natural != -INFINITY) terms.x = natural * kLog2e;
+    const int64_t row = min(first + r, seq.len_q - 1);  // past the end, the last once more
+    float delta = 0;
+    if (p.grad_out) {
+      delta = row_product<T>(gO + row * p.out_strides.row * 2,
+                             gdO + row * p.grad_out_strides.row * 2, p.head_dim_v, lane);
     }
+    if (grad_lse) delta -= grad_lse[row * p.grad_lse_strides.row];
+    const float natural = lse[row * p.lse_strides.row];
+    // A row that sees no key has probabilities 2^(s - inf) = 0. Where lse and delta would not show
+    // that its Q is not finite, a NaN does.
+    float2 terms = {natural == -INFINITY ? INFINITY : natural * kLog2e, delta};
+    if (__any_sync(0xffffffffu, natural == -INFINITY)) {
+      const char* q = gQ + row * p.query_strides.row * 2;
+      const float square = row_product<T>(q, q, p.head_dim, lane);
+      if (natural == -INFINITY && !(square < INFINITY)) terms.y = NAN;
+    }
+    if (natural == INFINITY) terms.y = NAN;
+    if (first + r >= seq.len_q) terms = {INFINITY, 0};
     if (lane == 0) reinterpret_cast<float2*>(p.row_terms)[block_row + r] = terms;
   }
-  if (!p.grad_query) return;
-  float4* sums = reinterpret_cast<float4*>(p.grad_query_sums + block_row * p.dim);
+  if (!p.grad_query || writes_directly(seq, p)) return;
+  float4* sums = reinterpret_cast<float4*>(p.grad_query_sums + round_row * p.dim);
   for (int i = threadIdx.x; i < p.block_q * p.dim / 4; i += kRowThreads) sums[i] = {0, 0, 0, 0};
-  if (p.deterministic && threadIdx.x == 0) p.turns[block_row / p.block_q] = 0;
+  if (p.deterministic && threadIdx.x == 0) p.turns[round_row / p.block_q] = 0;
 }
 
 // The results of all splits as one: a CTA for each row, grid (len_q, heads, batch). Each warp goes

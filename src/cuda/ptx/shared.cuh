@@ -17,6 +17,21 @@ __device__ __forceinline__ void st_shared_u32(uint32_t shared, uint32_t x) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared), "r"(x) : "memory");
 }
 
+__device__ __forceinline__ void st_shared_f32(uint32_t shared, float x) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared), "f"(x) : "memory");
+}
+
+// PTX ISA, "ld.shared": 4 bytes.
+__device__ __forceinline__ uint32_t ld_shared_u32(uint32_t shared) {
+  uint32_t x;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(shared) : "memory");
+  return x;
+}
+
+__device__ __forceinline__ float ld_shared_f32(uint32_t shared) {
+  return __uint_as_float(ld_shared_u32(shared));
+}
+
 // PTX ISA, "ld.shared": 16 bytes.
 __device__ __forceinline__ uint4 ld_shared_v4(uint32_t shared) {
   uint4 x;

@@ -31,9 +31,9 @@ struct Chip {
 // fp16 with Turing's instructions.
 struct Fp16 : flashmoe::cuda::Fp16 {
   static __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
-                                             uint32_t b1) {
-    ptx::mma_m16n8k8_f16(d, a[0], a[1], b0);
-    ptx::mma_m16n8k8_f16(d, a[2], a[3], b1);
+                                             uint32_t b1, const float (&c)[4]) {
+    ptx::mma_m16n8k8_f16(d, a[0], a[1], b0, c);
+    ptx::mma_m16n8k8_f16(d, a[2], a[3], b1, d);
   }
   static __device__ __forceinline__ uint32_t pack(float low, float high) {
     return ptx::cvt_rn_f16(low) | static_cast<uint32_t>(ptx::cvt_rn_f16(high)) << 16;

@@ -1,3 +1,5 @@
+#include "cuda/any/attention_bias_rows.cuh"
+#include "cuda/any/attention_ragged.cuh"
 #include "cuda/any/attention_rows.cuh"
 #include "cuda/sm80/chip.cuh"
 
@@ -11,4 +13,14 @@ extern "C" __global__ void __launch_bounds__(kRowThreads)
 extern "C" __global__ void __launch_bounds__(kRowThreads)
     sm80_attention_combine_fp16(const __grid_constant__ AttentionFwdParams p) {
   attention_combine<Fp16>(p);
+}
+
+extern "C" __global__ void __launch_bounds__(kRaggedThreads)
+    sm80_attention_ragged_blocks_fp16(const __grid_constant__ AttentionRaggedParams p) {
+  attention_ragged_blocks(p);
+}
+
+extern "C" __global__ void __launch_bounds__(kBiasRowThreads)
+    sm80_attention_bias_rows_fp16(const __grid_constant__ AttentionBiasRowsParams p) {
+  attention_bias_rows(p);
 }

@@ -10,9 +10,10 @@ namespace flashmoe::cuda {
 struct Fp16 {
   static constexpr uint32_t kExponent = 0x7c00;  // all ones: infinity or NaN
   static constexpr uint32_t kNan = 0x7e00;
+  // d = a b + c
   static __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
-                                             uint32_t b1) {
-    ptx::mma_m16n8k16_f16(d, a, b0, b1);
+                                             uint32_t b1, const float (&c)[4]) {
+    ptx::mma_m16n8k16_f16(d, a, b0, b1, c);
   }
   static __device__ __forceinline__ uint32_t pack(float low, float high) {
     return ptx::cvt_rn_f16x2(high, low);
@@ -23,9 +24,10 @@ struct Fp16 {
 struct Bf16 {
   static constexpr uint32_t kExponent = 0x7f80;
   static constexpr uint32_t kNan = 0x7fc0;
+  // d = a b + c
   static __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
-                                             uint32_t b1) {
-    ptx::mma_m16n8k16_bf16(d, a, b0, b1);
+                                             uint32_t b1, const float (&c)[4]) {
+    ptx::mma_m16n8k16_bf16(d, a, b0, b1, c);
   }
   static __device__ __forceinline__ uint32_t pack(float low, float high) {
     return ptx::cvt_rn_bf16x2(high, low);

@@ -62,12 +62,20 @@ struct AcrossB {
   }
 };
 
-// acc += A B over kSteps times 16 of the depth. An odd number of n8 fragments has half a fragment
-// of B at its end.
-template <class T, int kSteps, int kUnroll = kSteps, int kM, int kN, class A, class B>
-__device__ __forceinline__ void multiply(float (&acc)[kM][kN][4], const A& left, const B& right) {
+// acc = start(m, n) + A B over kSteps times 16 of the depth, where start(m, n) is what fragment
+// (m, n) begins with. An odd number of n8 fragments has half a fragment of B at its end.
+template <class T, int kSteps, int kUnroll, int kM, int kN, class A, class B, class Start>
+__device__ __forceinline__ void multiply_from(float (&acc)[kM][kN][4], const A& left,
+                                              const B& right, const Start& start) {
 #pragma unroll kUnroll
   for (int step = 0; step < kSteps; ++step) {
+    const auto add = [&](int m, int n, const uint32_t(&a)[4], uint32_t b0, uint32_t b1) {
+      if (step == 0) {
+        T::mma(acc[m][n], a, b0, b1, start(m, n));
+      } else {
+        T::mma(acc[m][n], a, b0, b1, acc[m][n]);
+      }
+    };
     uint32_t a[kM][4];
 #pragma unroll
     for (int m = 0; m < kM; ++m) left.load(a[m], m, step);
@@ -77,17 +85,23 @@ __device__ __forceinline__ void multiply(float (&acc)[kM][kN][4], const A& left,
       right.load(b, n / 2, step);
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
-        T::mma(acc[m][n], a[m], b[0], b[1]);
-        T::mma(acc[m][n + 1], a[m], b[2], b[3]);
+        add(m, n, a[m], b[0], b[1]);
+        add(m, n + 1, a[m], b[2], b[3]);
       }
     }
     if constexpr (kN % 2) {
       uint32_t b[2];
       right.load_half(b, kN / 2, step);
 #pragma unroll
-      for (int m = 0; m < kM; ++m) T::mma(acc[m][kN - 1], a[m], b[0], b[1]);
+      for (int m = 0; m < kM; ++m) add(m, kN - 1, a[m], b[0], b[1]);
     }
   }
+}
+// acc += A B
+template <class T, int kSteps, int kUnroll = kSteps, int kM, int kN, class A, class B>
+__device__ __forceinline__ void multiply(float (&acc)[kM][kN][4], const A& left, const B& right) {
+  multiply_from<T, kSteps, kUnroll>(acc, left, right,
+                                    [&](int m, int n) -> const float(&)[4] { return acc[m][n]; });
 }
 
 template <int kM, int kN>

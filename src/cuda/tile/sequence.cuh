@@ -7,8 +7,9 @@ namespace flashmoe::cuda {
 
 // What a block of queries x keys needs: products and softmax alone, a mask as well, or anything
 // that a call can ask for (softcap, a scale that is not positive, rows that end within a chunk, a
-// NaN to be contained). Kernels have a loop for each: even as branches never taken, what is not
-// needed costs a tenth of the speed, and long ways around it cost fetching.
+// bias that is fp32 or whose rows are not chunks, a NaN to be contained). Kernels have a loop for
+// each: even as branches never taken, what is not needed costs a tenth of the speed, and long ways
+// around it cost fetching.
 enum class Needs { kNothing, kMask, kAnything };
 
 // Keys that a row does not see are masked one side at a time: few blocks need both, and both at
@@ -22,9 +23,10 @@ __device__ __forceinline__ bool masked(int key, int limit) {
 
 struct Sequence {
   int64_t token_q = 0, token_k = 0;  // ragged: its first tokens
+  int64_t pair = 0;                  // ragged: queries x keys of the sequences before it
   int len_q = 0, len_k = 0;
-  int shift = 0;  // the key position of row 0
-  int step = 1;   // key positions from one row to the next
+  int shift = 0;     // the key position of row 0
+  int16_t step = 1;  // key positions from one row to the next
   // False where lengths on the device contradict what the host was told. Nobody can be told then
   // without waiting for the device; the sequence's results become NaN.
   bool valid = true;
@@ -59,38 +61,12 @@ __device__ __forceinline__ int64_t batch_offset(const AttentionParams& p,
   return offset + batch * strides[0];
 }
 
-// [first, first + length), which are among the `tokens` tokens whatever cu_seqlens holds.
-struct TokenRange {
-  int64_t first;
-  int length;
-  bool valid;
-};
-__device__ __forceinline__ TokenRange token_range(const void* cu_seqlens, int64_t stride, bool wide,
-                                                  int sequence, int64_t tokens, int longest) {
-  const int64_t begin = read_length(cu_seqlens, sequence * stride, wide);
-  const int64_t end = read_length(cu_seqlens, (sequence + 1) * stride, wide);
-  const int64_t first = min(max(begin, int64_t{0}), tokens), last = min(max(end, first), tokens);
-  const bool valid =
-      first == begin && last == end && end - begin <= longest && (sequence > 0 || begin == 0);
-  return {first, static_cast<int>(min(last - first, int64_t{kNoLimit})), valid};
-}
-
+// Of a dense batch.
 __device__ __forceinline__ Sequence find_sequence(const AttentionParams& p, int batch) {
   Sequence s;
   s.len_q = p.len_q;
   s.len_k = p.len_k;
-  if (p.cu_seqlens_q) {
-    const bool wide = p.wide_lengths;
-    const auto q =
-        token_range(p.cu_seqlens_q, p.cu_seqlens_q_stride, wide, batch, p.tokens_q, p.len_q);
-    const auto k =
-        token_range(p.cu_seqlens_k, p.cu_seqlens_k_stride, wide, batch, p.tokens_k, p.len_k);
-    s.token_q = q.first;
-    s.token_k = k.first;
-    s.len_q = q.length;
-    s.len_k = k.length;
-    s.valid = q.valid && k.valid;
-  } else if (p.key_lengths) {
+  if (p.key_lengths) {
     const int64_t length =
         read_length(p.key_lengths, batch_offset(p, p.key_lengths_strides, batch), p.wide_lengths);
     s.valid = length >= 0 && length <= p.len_k;
@@ -100,25 +76,23 @@ __device__ __forceinline__ Sequence find_sequence(const AttentionParams& p, int 
   return s;
 }
 
-// The tokens after the last sequence of a ragged batch, which see nothing: as a sequence, for the
-// one index past the batch that the grid has then.
-__device__ __forceinline__ Sequence find_rest(const AttentionParams& p) {
+// Of a ragged batch.
+__device__ __forceinline__ Sequence find_sequence(const RaggedBlock& block) {
   Sequence s;
-  const auto end = [&](const void* cu, int64_t stride, int64_t tokens) {
-    return min(max(read_length(cu, p.batch * stride, p.wide_lengths), int64_t{0}), tokens);
-  };
-  s.token_q = end(p.cu_seqlens_q, p.cu_seqlens_q_stride, p.tokens_q);
-  s.token_k = end(p.cu_seqlens_k, p.cu_seqlens_k_stride, p.tokens_k);
-  s.len_q = static_cast<int>(min(p.tokens_q - s.token_q, int64_t{kNoLimit}));
-  s.len_k = static_cast<int>(min(p.tokens_k - s.token_k, int64_t{kNoLimit}));
+  s.token_q = block.token_q;
+  s.token_k = block.token_k;
+  s.pair = block.pair;
+  s.len_q = block.len_q;
+  s.len_k = block.len_k;
+  s.shift = s.len_k - s.len_q;
+  s.valid = block.kind == RaggedKind::kBlock;
   return s;
 }
 
 // Where a sequence's first row is in a tensor, in elements: of its head, or of its first token.
 __device__ __forceinline__ int64_t offset(const AttentionParams& p, const Strides& strides,
                                           int batch, int head, int64_t token) {
-  const int64_t where =
-      p.cu_seqlens_q ? token * strides.row : batch_offset(p, strides.batch, batch);
+  const int64_t where = p.blocks ? token * strides.row : batch_offset(p, strides.batch, batch);
   return where + head * strides.head;
 }
 // And as a pointer, to 16-bit elements.
@@ -132,15 +106,53 @@ __device__ __forceinline__ const char* rows_of(const void* tensor, const Attenti
 // whole blocks of rows.
 __device__ __forceinline__ int64_t workspace_row(const AttentionBwdParams& p, const Sequence& seq,
                                                  int batch) {
-  if (p.cu_seqlens_q) return (seq.token_q / p.block_q + batch) * p.block_q;
+  if (p.blocks) return (seq.token_q / p.block_q + batch) * p.block_q;
   return int64_t{batch} * ((p.len_q + p.block_q - 1) / p.block_q) * p.block_q;
 }
 
-// Rows of 16-bit numbers set to `value`, by gridDim.x CTAs together, of which this is number
-// `part`.
-__device__ __forceinline__ void fill_rows(char* rows, int64_t row_bytes, int count, int dim,
-                                          uint16_t value, int part) {
-  for (int64_t row = part; row < count; row += gridDim.x) {
+// Whether dQ of the sequence is written by its only block of keys, without sums.
+__device__ __forceinline__ bool writes_directly(const Sequence& seq, const AttentionBwdParams& p) {
+  return seq.len_k > 0 && seq.len_k <= p.direct_keys;
+}
+
+// The rows before this round's, for which the sums have no room.
+__device__ __forceinline__ int64_t round_rows(const AttentionBwdParams& p) {
+  const int64_t heads = p.first_head * p.group * p.sum_rows;
+  return p.blocks ? heads : heads + workspace_row(p, {}, p.first_batch);
+}
+
+// The block of queries of a CTA before or after the backward pass, whose grid is (blocks of block_q
+// rows, heads, batch), or ragged (slots x heads).
+struct QueryRows {
+  Sequence seq;
+  RaggedKind kind;
+  int batch, head, first;
+};
+__device__ __forceinline__ QueryRows find_query_rows(const AttentionBwdParams& p) {
+  QueryRows r;
+  const int first_head = p.first_head * p.group;
+  if (p.blocks) {
+    const int heads = p.heads * p.group;
+    const RaggedBlock block = p.query_blocks[blockIdx.x / heads];
+    r.seq = find_sequence(block);
+    r.kind = block.kind;
+    r.batch = block.sequence;
+    r.head = first_head + blockIdx.x % heads;
+    r.first = block.block * p.block_q;
+  } else {
+    r.batch = p.first_batch + blockIdx.z;
+    r.seq = find_sequence(p, r.batch);
+    r.kind = r.seq.valid ? RaggedKind::kBlock : RaggedKind::kInvalid;
+    r.head = first_head + blockIdx.y;
+    r.first = blockIdx.x * p.block_q;
+  }
+  return r;
+}
+
+// The rows [first, end) of 16-bit numbers set to `value`.
+__device__ __forceinline__ void fill_rows(char* rows, int64_t row_bytes, int first, int end,
+                                          int dim, uint16_t value) {
+  for (int row = first; row < end; ++row) {
     for (int i = threadIdx.x; i < dim; i += blockDim.x) {
       reinterpret_cast<uint16_t*>(rows + row * row_bytes)[i] = value;
     }

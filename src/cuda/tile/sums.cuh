@@ -28,9 +28,12 @@ __device__ __forceinline__ void add_sums(float* sums, const float (&acc)[kM][kN]
 
 __device__ __forceinline__ void read_sums(float (&x)[4], const float* sums, int fragment) {
   const int lane = ptx::opaque_thread() % 32;
+  if constexpr (kVectorSums) {
+    const float4 four = reinterpret_cast<const float4*>(sums + fragment * 128)[lane];
+    x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+  } else {
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    x[j] = sums[fragment * 128 + (kVectorSums ? lane * 4 + j : j * 32 + lane)];
+    for (int j = 0; j < 4; ++j) x[j] = sums[fragment * 128 + j * 32 + lane];
   }
 }
 

@@ -1,0 +1,468 @@
+// The gradient of a bias that was broadcast: dBias = sum of P * (dP - delta) over all that shared
+// it.
+//
+// One CTA takes one tile of the gradient and goes through the batches, heads and blocks that share
+// it, in their order: no atomics, and always the same bits. S and dP are computed once more for
+// that; the tile's bias and its sums stay in registers. Where there are few tiles, several CTAs
+// share the steps of one, leave their sums in the workspace, and a second launch adds those up in
+// their order. Where queries or keys share the bias, the tile is summed over them at the end.
+//
+//   shared memory: sQ, sdO   stages x block_q x D
+//                  sK, sV    stages x block_k x D
+//                  sTerms    stages x block_q     lse and delta of the rows
+//                  sBias     block_q x block_k
+//                  steps     what is to be done next; at the end the tile itself, in fp32
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/params.h"
+#include "cuda/tile/bias.cuh"
+#include "cuda/tile/copy.cuh"
+#include "cuda/tile/dtype.cuh"
+#include "cuda/tile/product.cuh"
+#include "cuda/tile/sequence.cuh"
+#include "cuda/tile/softmax.cuh"
+#include "cuda/tiles.h"
+
+namespace flashmoe::cuda {
+
+// What one step adds, found by one thread and kept in shared memory.
+struct BiasStep {
+  Sequence seq;
+  int first_query, first_key;
+  bool seen;   // the queries see some of the keys
+  bool plain;  // all queries see all keys of the tile, and nothing unusual is asked
+  const char *query, *grad_out, *key, *value;
+  const float* terms;
+};
+
+template <class Chip_, class T, BiasSumTile kTile_>
+struct BiasSumConfig {
+  using Chip = Chip_;
+  using Type = T;
+  static constexpr BiasSumTile kTile = kTile_;
+  static constexpr int kDim = kTile.head_dim, kStages = kTile.stages;
+  static constexpr int kBlockQ = kTile.block_q, kBlockK = kTile.block_k;
+  static constexpr int kThreads = kTile.threads();
+  static constexpr int kCols = kTile.cols, kRows = kTile.warps / kCols;  // of warps
+  static constexpr int kM = kBlockQ / kRows / 16, kN = kBlockK / kCols / 8;
+  static_assert(kM * 16 * kRows == kBlockQ && kN * 8 * kCols == kBlockK);
+
+  using Layout = Swizzled<kDim>;
+  using Bias = BiasTile<T, kBlockQ, kBlockK, kThreads>;
+  static constexpr uint32_t kQueryBytes = kBlockQ * kDim * 2, kKeyBytes = kBlockK * kDim * 2;
+  static constexpr uint32_t kTermBytes = kBlockQ * 8;
+  static constexpr uint32_t kSmemQ = 0, kSmemGradOut = kStages * kQueryBytes;
+  static constexpr uint32_t kSmemK = 2 * kStages * kQueryBytes;
+  static constexpr uint32_t kSmemV = kSmemK + kStages * kKeyBytes;
+  static constexpr uint32_t kSmemBias = kSmemV + kStages * kKeyBytes;
+  static constexpr uint32_t kSmemTerms = kSmemBias + Bias::kBytes;
+  static constexpr uint32_t kSmemSteps = kSmemTerms + kStages * kTermBytes;
+  static_assert(sizeof(BiasStep) <= kStepBytes && kKnownSteps <= kThreads);
+  static_assert(kSmemSteps + kKnownSteps * kStepBytes <= kTile.shared_bytes());
+  static constexpr int kAhead = kStages > 1 ? kStages - 1 : 1;  // steps that are on their way
+  static constexpr int kPitch = kBlockK * 4 + 16;               // of the tile in fp32, in bytes
+};
+
+template <class C>
+using BiasSums = float[C::kM][C::kN][4];
+
+// A tile of the gradient.
+struct SumTile {
+  int first_query, first_key;
+  int len_q, len_k;  // of what it is a tile of
+  int batch, head;   // one of those that share it
+};
+
+// What a CTA sums over: one step for each block that shares the tile.
+template <class C>
+class SharedSteps {
+ public:
+  // `slot` is null in a dense batch.
+  __device__ __forceinline__ SharedSteps(const AttentionBwdParams& p, const RaggedBlock* slot)
+      : slot_(slot),
+        own_queries_(slot || p.grad_bias_strides.row != 0),
+        own_keys_(slot || p.grad_bias_column != 0),
+        own_head_(p.grad_bias_strides.head != 0) {
+    query_blocks_ = own_queries_ ? 1 : blocks(p.len_q, C::kBlockQ);
+    key_blocks_ = own_keys_ ? 1 : blocks(p.len_k, C::kBlockK);
+    heads_ = own_head_ ? 1 : p.heads_q;
+    batches_ = 1;
+    for (int i = 0; i < p.batch_dims && !slot; ++i) {
+      if (p.grad_bias_strides.batch[i] == 0) batches_ *= p.batch_sizes[i];
+    }
+  }
+  __device__ __forceinline__ int count() const {
+    return query_blocks_ * key_blocks_ * heads_ * batches_;
+  }
+  // Tile number `tile` of the gradient's matrix of this CTA.
+  __device__ __forceinline__ SumTile tile(int tile, const AttentionBwdParams& p) const {
+    if (slot_) {
+      return {tile * C::kBlockQ, slot_->block * C::kBlockK, slot_->len_q,
+              slot_->len_k,      slot_->sequence,           0};
+    }
+    const int in_row = own_keys_ ? blocks(p.len_k, C::kBlockK) : 1;
+    return {tile / in_row * C::kBlockQ,
+            tile % in_row * C::kBlockK,
+            p.len_q,
+            p.len_k,
+            join_batch(p, p.first_batch + blockIdx.z, 0),
+            static_cast<int>(blockIdx.y)};
+  }
+  __device__ __forceinline__ BiasStep find(int step, const SumTile& tile,
+                                           const AttentionBwdParams& p) const {
+    const int key_block = step % key_blocks_;
+    step /= key_blocks_;
+    const int query_block = step % query_blocks_;
+    step /= query_blocks_;
+    const int head = own_head_ ? tile.head : step % heads_;
+    const int batch = slot_ ? tile.batch : join_batch(p, p.first_batch + blockIdx.z, step / heads_);
+    BiasStep s;
+    s.seq = slot_ ? find_sequence(*slot_) : find_sequence(p, batch);
+    s.first_key = own_keys_ ? tile.first_key : key_block * C::kBlockK;
+    s.first_query = own_queries_ ? tile.first_query : query_block * C::kBlockQ;
+    // Row i sees key j when i + shift - left <= j <= i + shift + right.
+    const Sequence& seq = s.seq;
+    const int last_query = min(s.first_query + C::kBlockQ, seq.len_q) - 1;
+    const int last_key = min(s.first_key + C::kBlockK, seq.len_k) - 1;
+    s.seen = seq.valid && s.first_query <= last_query && s.first_key <= last_key &&
+             seq.begin(s.first_query, p) <= last_key && seq.end(last_query, p) > s.first_key;
+    // Of keys that the gradient does not have the sum does not matter.
+    const bool all_keys =
+        last_key - s.first_key + 1 == C::kBlockK || (own_keys_ && seq.len_k == tile.len_k);
+    s.plain = !late_bias(p) && all_keys && seq.begin(last_query, p) <= s.first_key &&
+              seq.end(s.first_query, p) > last_key;
+    const int key_head = head / p.group;
+    s.query = rows_of(p.query, p, p.query_strides, batch, head, seq.token_q);
+    s.grad_out = rows_of(p.grad_out, p, p.grad_out_strides, batch, head, seq.token_q);
+    s.key = rows_of(p.key, p, p.key_strides, batch, key_head, seq.token_k);
+    s.value = rows_of(p.value, p, p.value_strides, batch, key_head, seq.token_k);
+    s.terms = p.row_terms + 2 * (head * p.rows + workspace_row(p, seq, batch) + s.first_query);
+    return s;
+  }
+
+ private:
+  // At least one: where there is nothing to sum, the sum is 0.
+  static __device__ __forceinline__ int blocks(int length, int block) {
+    return max((length + block - 1) / block, 1);
+  }
+  // The batch whose digits are those of `own` where the gradient has the dimension, and of `shared`
+  // where it is summed over it.
+  static __device__ __forceinline__ int join_batch(const AttentionBwdParams& p, int own,
+                                                   int shared) {
+    int batch = 0, unit = 1;
+    for (int i = p.batch_dims - 1; i >= 0; --i) {
+      const int size = max(p.batch_sizes[i], 1);
+      const bool sums = p.grad_bias_strides.batch[i] == 0;
+      batch += (sums ? shared : own) % size * unit;
+      shared = sums ? shared / size : shared;
+      own = sums ? own : own / size;
+      unit *= size;
+    }
+    return batch;
+  }
+
+  const RaggedBlock* slot_;
+  bool own_queries_, own_keys_, own_head_;
+  int query_blocks_, key_blocks_, heads_, batches_;  // that share the tile
+};
+
+template <class C, bool kMaybeOdd>
+__device__ __forceinline__ void load_step(uint32_t smem, int stage, const BiasStep& step,
+                                          const AttentionBwdParams& p) {
+  using Chip = typename C::Chip;
+  const auto load = [&](auto rows, uint32_t to, uint32_t bytes, const char* from,
+                        const Strides& strides, int first, int len, int dim) {
+    load_tile<Chip, typename C::Layout, decltype(rows)::value, C::kThreads, kMaybeOdd>(
+        smem + to + stage * bytes, from, strides.row_bytes(), first, len, dim);
+  };
+  const std::integral_constant<int, C::kBlockQ> queries;
+  const std::integral_constant<int, C::kBlockK> keys;
+  const Sequence& seq = step.seq;
+  load(queries, C::kSmemQ, C::kQueryBytes, step.query, p.query_strides, step.first_query, seq.len_q,
+       p.head_dim);
+  load(queries, C::kSmemGradOut, C::kQueryBytes, step.grad_out, p.grad_out_strides,
+       step.first_query, p.grad_out ? seq.len_q : 0, p.head_dim_v);
+  load(keys, C::kSmemK, C::kKeyBytes, step.key, p.key_strides, step.first_key, seq.len_k,
+       p.head_dim);
+  load(keys, C::kSmemV, C::kKeyBytes, step.value, p.value_strides, step.first_key, seq.len_k,
+       p.head_dim_v);
+  // Of rows past the end nothing is known, and nothing needs to be: with a dO and a delta of 0 they
+  // add nothing. The workspace has whole blocks of 16 rows.
+  const int thread = ptx::opaque_thread();
+  if (thread < C::kBlockQ / 2) {
+    C::Chip::copy_16(smem + C::kSmemTerms + stage * C::kTermBytes + thread * 16,
+                     reinterpret_cast<const char*>(step.terms) + thread * 16,
+                     step.first_query + 2 * thread < seq.len_q);
+  }
+}
+
+// Where the warp's part of the tile begins.
+template <class C>
+__device__ __forceinline__ int sum_row() {
+  return ptx::opaque_thread() / 32 / C::kCols * (C::kM * 16);
+}
+template <class C>
+__device__ __forceinline__ int sum_col() {
+  return ptx::opaque_thread() / 32 % C::kCols * (C::kN * 8);
+}
+
+// sums += P * (dP - delta) of one step, whose tiles are in shared memory.
+template <class C, bool kPlain>
+__device__ __forceinline__ void add_step(BiasSums<C>& sums, const BiasSums<C>& start, uint32_t smem,
+                                         int stage, const BiasStep& step, const BiasRows& bias,
+                                         const AttentionBwdParams& p) {
+  using Layout = typename C::Layout;
+  using Type = typename C::Type;
+  constexpr int kUnroll = C::kDim / 16 < 4 ? C::kDim / 16 : 4;
+  constexpr int kAtOnce = kPlain && C::kM == 2 ? 2 : 1;  // fragments of rows
+  const int lane = ptx::opaque_thread() % 32, col = sum_col<C>();
+  const AlongB<Layout> k{lane_cols<Layout>(smem + C::kSmemK + stage * C::kKeyBytes, col, 0)};
+  const AlongB<Layout> v{lane_cols<Layout>(smem + C::kSmemV + stage * C::kKeyBytes, col, 0)};
+  // Rows and keys past the end would cost as much as the others.
+  if (step.first_query + sum_row<C>() >= step.seq.len_q || step.first_key + col >= step.seq.len_k) {
+    return;
+  }
+#pragma unroll
+  for (int first = 0; first < C::kM; first += kAtOnce) {
+    const int row = sum_row<C>() + 16 * first;
+    const AlongA<Layout> q{lane_rows<Layout>(smem + C::kSmemQ + stage * C::kQueryBytes, row, 0)};
+    const AlongA<Layout> dO{
+        lane_rows<Layout>(smem + C::kSmemGradOut + stage * C::kQueryBytes, row, 0)};
+    float2 terms[kAtOnce][2];
+    float s[kAtOnce][C::kN][4], dp[kAtOnce][C::kN][4], minus_delta[kAtOnce][4];
+#pragma unroll
+    for (int m = 0; m < kAtOnce; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        terms[m][half] = ptx::ld_shared_v2_f32(smem + C::kSmemTerms + stage * C::kTermBytes +
+                                               (row + 16 * m + 8 * half + lane / 4) * 8);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) minus_delta[m][i] = -terms[m][i / 2].y;
+    }
+    if (!kPlain) set_zero(s);
+    multiply_from<Type, C::kDim / 16, kUnroll>(s, q, k, [&](int m, int n) -> const float(&)[4] {
+      if constexpr (kPlain) return start[first + m][n];
+      return s[m][n];
+    });
+    multiply_from<Type, C::kDim / 16, kUnroll>(
+        dp, dO, v, [&](int m, int) -> const float(&)[4] { return minus_delta[m]; });
+#pragma unroll
+    for (int m = 0; m < kAtOnce; ++m) {
+#pragma unroll
+      for (int i = 0; i < C::kN * 4; ++i) {
+        float& x = s[m][i / 4][i % 4];
+        const float gradient = dp[m][i / 4][i % 4], lse = terms[m][i % 4 / 2].x;
+        float& sum = sums[first + m][i / 4][i % 4];
+        if (kPlain) {
+          sum += ptx::ex2_approx_ftz(x * p.scale_log2 - lse) * gradient;
+          continue;
+        }
+        const int query = row + 16 * m + i % 4 / 2 * 8 + lane / 4;
+        const int key = col + i / 4 * 8 + lane % 4 * 2 + i % 2;
+        const int r = step.first_query + query, j = step.first_key + key;
+        if (p.softcap_scale) x = tanh_and_derivative(x * p.softcap_scale).value;
+        const float b = C::Bias::read(smem + C::kSmemBias, bias, query, key, step.first_query,
+                                      step.first_key, step.seq);
+        x = add_bias(x, b, p.scale_log2);
+        const bool seen = r < step.seq.len_q && j >= step.seq.begin(r, p) &&
+                          j < step.seq.end(r, p) && b != -INFINITY && x != -INFINITY &&
+                          lse != INFINITY;
+        if (seen) sum += ptx::ex2_approx_ftz(x - lse) * gradient;
+      }
+    }
+  }
+}
+
+// The steps [begin, end) of the tile. What they are is found for many at a time, a thread for each.
+template <class C>
+__device__ __forceinline__ void add_steps(BiasSums<C>& sums, const BiasSums<C>& start, char* shared,
+                                          const SharedSteps<C>& steps, int begin, int end,
+                                          const SumTile& tile, const BiasRows& bias, bool contain,
+                                          const AttentionBwdParams& p) {
+  using Chip = typename C::Chip;
+  const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const auto known = [&](int i) -> BiasStep& {
+    return *reinterpret_cast<BiasStep*>(shared + C::kSmemSteps + i * kStepBytes);
+  };
+  const bool odd = odd_rows(p.head_dim) || odd_rows(p.head_dim_v);
+#pragma unroll 1
+  for (; begin < end; begin += kKnownSteps) {
+    const int count = min(end - begin, kKnownSteps);
+    const auto load = [&](int i) {
+      if (i < count && known(i).seen) {
+        if (odd) {
+          load_step<C, true>(smem, i % C::kStages, known(i), p);
+        } else {
+          load_step<C, false>(smem, i % C::kStages, known(i), p);
+        }
+      }
+      Chip::commit();
+    };
+    __syncthreads();  // the steps before are done with
+    if (threadIdx.x < count) known(threadIdx.x) = steps.find(begin + threadIdx.x, tile, p);
+    __syncthreads();  // these are known
+#pragma unroll
+    for (int i = 0; i < C::kAhead; ++i) load(i);
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      Chip::template wait<C::kAhead - 1>();
+      __syncthreads();  // the step is there for everyone, and everyone is done with the one before
+      if (C::kStages > 1) load(i + C::kAhead);
+      const BiasStep& step = known(i);
+      if (!step.seq.valid) {
+#pragma unroll
+        for (int x = 0; x < C::kM * C::kN * 4; ++x) sums[x / 4 / C::kN][x / 4 % C::kN][x % 4] = NAN;
+      } else if (step.seen && step.plain && !contain) {
+        add_step<C, true>(sums, start, smem, i % C::kStages, step, bias, p);
+      } else if (step.seen) {
+        add_step<C, false>(sums, start, smem, i % C::kStages, step, bias, p);
+      }
+      if (C::kStages == 1) {
+        __syncthreads();  // everyone is done with its tiles
+        load(i + 1);
+      }
+    }
+  }
+}
+
+// The tile, in shared memory, to where it belongs: as it is, or summed over its rows or keys.
+template <class C>
+__device__ __forceinline__ void store_sums(uint32_t sTile, const BiasRows& grad,
+                                           const SumTile& tile) {
+  const bool sum_rows = grad.row == 0, sum_keys = grad.column == 0;
+  const int rows = sum_rows ? 1 : min(C::kBlockQ, tile.len_q - tile.first_query);
+  const int keys = sum_keys ? 1 : min(C::kBlockK, tile.len_k - tile.first_key);
+  for (int i = threadIdx.x; i < rows * keys; i += C::kThreads) {
+    const int row = i / keys, key = i % keys;
+    float sum = 0;
+    for (int r = row; r < (sum_rows ? C::kBlockQ : row + 1); ++r) {
+      for (int k = key; k < (sum_keys ? C::kBlockK : key + 1); ++k) {
+        sum += ptx::ld_shared_f32(sTile + r * C::kPitch + k * 4);
+      }
+    }
+    write_bias<typename C::Type>(grad, tile.first_query + row, tile.first_key + key, sum);
+  }
+}
+
+// The sums of a split, in the order of the accumulators.
+template <class C>
+__device__ __forceinline__ float4* split_sums(int tile, int split, const AttentionBwdParams& p) {
+  const int tiles = gridDim.x / (p.bias_sum_last ? 1 : p.bias_sum_splits);
+  const int64_t at = ((int64_t{blockIdx.z} * gridDim.y + blockIdx.y) * tiles + tile);
+  return reinterpret_cast<float4*>(p.bias_sums) + threadIdx.x +
+         (at * p.bias_sum_splits + split) * (C::kBlockQ * C::kBlockK / 4);
+}
+
+// The sum of one split over its steps.
+template <class C>
+__device__ __forceinline__ void sum_split(BiasSums<C>& sums, char* shared,
+                                          const SharedSteps<C>& steps, const SumTile& tile,
+                                          int split, const AttentionBwdParams& p) {
+  const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const int64_t count = steps.count();
+  const int begin = static_cast<int>(count * split / p.bias_sum_splits);
+  const int end = static_cast<int>(count * (split + 1) / p.bias_sum_splits);
+  Sequence all = steps.find(0, tile, p).seq;  // the bias is there for every key
+  all.len_q = tile.len_q;
+  all.len_k = tile.len_k;
+  const BiasRows bias = find_bias(p, all, tile.batch, tile.head);
+  C::Bias::template load<typename C::Chip>(smem + C::kSmemBias, bias, tile.first_query,
+                                           tile.first_key, all);
+  C::Chip::commit();
+  C::Chip::template wait<0>();
+  __syncthreads();  // the bias is there
+  BiasSums<C> start;
+  C::Bias::start(start, smem + C::kSmemBias, sum_row<C>(), sum_col<C>(), p.bias_scale);
+  bool contain = false;
+  while (true) {
+    set_zero(sums);
+    add_steps<C>(sums, start, shared, steps, begin, end, tile, bias, contain, p);
+    C::Chip::template wait<0>();
+    bool finite = true;
+#pragma unroll
+    for (int i = 0; i < C::kM * C::kN * 4; ++i) {
+      finite &= isfinite(sums[i / 4 / C::kN][i / 4 % C::kN][i % 4]);
+    }
+    // Something not finite may have been hidden: once more, pair by pair.
+    if (!__syncthreads_or(!finite) || contain) return;
+    contain = true;
+  }
+}
+
+// One tile, through shared memory to where it belongs, or to the workspace where it is split.
+template <class C>
+__device__ __forceinline__ void sum_tile(char* shared, const SharedSteps<C>& steps, int number,
+                                         int split, const AttentionBwdParams& p) {
+  const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const SumTile tile = steps.tile(number, p);
+  BiasSums<C> sums;
+  if (p.bias_sum_last) {
+    set_zero(sums);
+#pragma unroll 1
+    for (int i = 0; i < p.bias_sum_splits; ++i) {
+      const float4* from = split_sums<C>(number, i, p);
+#pragma unroll
+      for (int j = 0; j < C::kM * C::kN; ++j) {
+        const float4 x = from[j * C::kThreads];
+        float(&sum)[4] = sums[j / C::kN][j % C::kN];
+        sum[0] += x.x, sum[1] += x.y, sum[2] += x.z, sum[3] += x.w;
+      }
+    }
+  } else {
+    sum_split<C>(sums, shared, steps, tile, split, p);
+    if (p.bias_sum_splits > 1) {
+      float4* to = split_sums<C>(number, split, p);
+#pragma unroll
+      for (int j = 0; j < C::kM * C::kN; ++j) {
+        const float(&sum)[4] = sums[j / C::kN][j % C::kN];
+        to[j * C::kThreads] = {sum[0], sum[1], sum[2], sum[3]};
+      }
+      return;
+    }
+  }
+  __syncthreads();  // nobody reads what was there
+
+  const int lane = ptx::opaque_thread() % 32;
+  const uint32_t to =
+      smem + (sum_row<C>() + lane / 4) * C::kPitch + (sum_col<C>() + lane % 4 * 2) * 4;
+#pragma unroll
+  for (int i = 0; i < C::kM * C::kN * 4; ++i) {
+    const int m = i / 4 / C::kN, n = i / 4 % C::kN;
+    ptx::st_shared_f32(to + (16 * m + i % 4 / 2 * 8) * C::kPitch + (8 * n + i % 2) * 4,
+                       sums[m][n][i % 4]);
+  }
+  __syncthreads();  // the tile is written
+  Sequence seq;
+  if (p.blocks) seq = find_sequence(p.sum_blocks[blockIdx.x]);
+  store_sums<C>(smem, find_grad_bias(p, seq, tile.batch, tile.head), tile);
+}
+
+// The grid is (tiles of the gradient x splits, its heads, its batches); the last of the two
+// launches of a split sum has one CTA for each tile. Ragged, it is one CTA for each block of keys.
+template <class C>
+__device__ __forceinline__ void attention_bwd_bias_sum(const AttentionBwdParams& p) {
+  extern __shared__ __align__(1024) char shared[];
+  const RaggedBlock* slot = p.blocks ? p.sum_blocks + blockIdx.x : nullptr;
+  if (slot && slot->kind != RaggedKind::kBlock) {
+    const BiasRows grad = find_grad_bias(p, find_sequence(*slot), 0, 0);
+    const float value = slot->kind == RaggedKind::kRest ? 0.f : NAN;
+    if (slot->kind != RaggedKind::kEmpty) {
+      fill_pairs<typename C::Type>(grad, slot->token_q, value);
+    }
+    return;
+  }
+  const SharedSteps<C> steps(p, slot);
+  const int splits = p.bias_sum_last ? 1 : p.bias_sum_splits;
+  int tile = slot ? 0 : blockIdx.x / splits;
+  const int end = slot ? (slot->len_q + C::kBlockQ - 1) / C::kBlockQ : tile + 1;
+#pragma unroll 1
+  for (; tile < end; ++tile) {
+    __syncthreads();  // the tile before is stored
+    sum_tile<C>(shared, steps, tile, slot ? 0 : blockIdx.x % splits, p);
+  }
+}
+
+}  // namespace flashmoe::cuda

@@ -173,10 +173,12 @@ using flashmoe::CudaKernel;
 struct Chip {
   int compute_capability;
   size_t shared_bytes;  // that one block may have: the CUDA programming guide
+  int multiprocessors;  // of its usual card
 };
 constexpr size_t kKB = 1024;
-constexpr Chip kChips[] = {{75, 64 * kKB}, {80, 163 * kKB}, {86, 99 * kKB},   {87, 163 * kKB},
-                           {89, 99 * kKB}, {90, 227 * kKB}, {100, 227 * kKB}, {120, 99 * kKB}};
+constexpr Chip kChips[] = {{75, 64 * kKB, 40},    {80, 163 * kKB, 108}, {86, 99 * kKB, 84},
+                           {87, 163 * kKB, 16},   {89, 99 * kKB, 58},   {90, 227 * kKB, 132},
+                           {100, 227 * kKB, 148}, {120, 99 * kKB, 84}};
 constexpr int kBuckets[] = {16, 32, 48, 64, 96, 128, 192, 256};
 
 const CudaKernel* find(const std::string& name) {
@@ -270,13 +272,81 @@ void check_helper(const AttentionPlan& plan, const std::string& name, const char
   CHECK_CONTAINS(flashmoe::explain(plan.problem), name);
 }
 
-void check_plan(const AttentionPlan& plan, const Chip& chip, const Sizes& s) {
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// A tile for thousands of short sequences.
+bool for_short(const CudaKernel& k) {
+  return k.head_dim <= 64 && k.block_q == 32 && k.block_k == 32;
+}
+
+// How many bytes a bias (rows, len_k) takes in rows of whole chunks.
+size_t copy_bytes(int64_t rows, int64_t len_k) {
+  return static_cast<size_t>(ceil_div(rows * ceil_div(len_k, 8) * 16, 256) * 256);
+}
+
+// What surrounds a call with a bias.
+struct Around {
+  bool sums = false;  // the gradient of a shared one is wanted
+  size_t copied = 0;  // bytes of the copy, where it is copied first
+};
+
+void check_names(const AttentionPlan& plan, const std::vector<std::string>& names,
+                 const std::vector<std::string>& roles) {
+  CHECK_EQ(names.size(), roles.size());
+  for (size_t i = 0; i < std::min(names.size(), roles.size()); ++i) {
+    check_helper(plan, names[i], roles[i].c_str());
+  }
+}
+
+void check_grid(const AttentionPlan& plan, const Sizes& s) {
+  const bool backward = plan.problem.pass == Pass::kBackward;
+  CHECK(plan.rounds >= 1);
+  if (plan.problem.ragged) {  // all that there may be, the tokens after the last sequence counted
+    const int64_t slots = backward ? s.batch * s.len_k / plan.block_k + s.batch + 1
+                                   : s.batch * s.len_q / plan.block_q + s.batch + 1;
+    CHECK_EQ(s.heads_k % plan.rounds, 0);
+    CHECK_EQ(int64_t{plan.grid[0]}, slots * (backward ? s.heads_k / plan.rounds : s.heads_q));
+    CHECK_EQ(plan.grid[1], 1u);
+    CHECK_EQ(plan.grid[2], 1u);
+    CHECK_EQ(plan.work_items, int64_t{plan.grid[0]} * plan.rounds);
+    return;
+  }
+  const int64_t in_x =
+      backward ? ceil_div(s.len_k, plan.block_k) : ceil_div(s.len_q, plan.block_q) * plan.splits;
+  const int64_t of_a_round = ceil_div(s.batch, plan.rounds);
+  CHECK_EQ(ceil_div(s.batch, of_a_round), plan.rounds);  // none of them is empty
+  CHECK_EQ(int64_t{plan.grid[0]}, in_x);
+  CHECK_EQ(int64_t{plan.grid[1]}, backward ? s.heads_k : s.heads_q);
+  CHECK_EQ(int64_t{plan.grid[2]}, std::min<int64_t>(of_a_round, 65535));
+  CHECK_EQ(plan.work_items, in_x * plan.grid[1] * s.batch);
+}
+
+void check_candidates(const AttentionPlan& plan) {
+  const flashmoe::Candidate& last = plan.candidates.back();
+  CHECK_EQ(last.name, plan.kernel);
+  CHECK_CONTAINS(last.verdict, "chosen");
+  const bool is_short = for_short(*find(plan.kernel));
+  for (const flashmoe::Candidate& c : plan.candidates) {
+    if (&c == &last) continue;
+    CHECK(c.verdict.starts_with("passed over: "), c.verdict);
+    const CudaKernel* kernel = find(c.name);
+    if (!kernel || for_short(*kernel) == is_short) continue;
+    CHECK_EQ(c.verdict, is_short ? "passed over: made for longer sequences"
+                                 : "passed over: made for many sequences of at most a few dozen "
+                                   "tokens");
+  }
+}
+
+void check_plan(const AttentionPlan& plan, const Chip& chip, const Sizes& s,
+                const Around& around = {}) {
   const AttentionProblem& p = plan.problem;
   const bool backward = p.pass == Pass::kBackward;
   const CudaKernel* kernel = find(plan.kernel);
   CHECK(kernel, plan.kernel, "is not in the build");
   if (!kernel) return;
-  check_helper(plan, plan.kernel, backward ? "attention_bwd" : "attention_fwd");
+  const char* roles[2][2] = {{"attention_fwd", "attention_fwd_bias"},
+                             {"attention_bwd", "attention_bwd_bias"}};
+  check_helper(plan, plan.kernel, roles[backward][p.bias.has_value()]);
   CHECK_EQ(plan.family, chip.compute_capability < 80 ? "sm75" : "sm80");
   const int64_t dim = std::max(plan.head_dim, plan.head_dim_v);
   CHECK_EQ(int64_t{kernel->head_dim}, int64_t{*std::lower_bound(kBuckets, kBuckets + 8, dim)});
@@ -285,21 +355,33 @@ void check_plan(const AttentionPlan& plan, const Chip& chip, const Sizes& s) {
   CHECK_EQ(plan.block_k, int64_t{kernel->block_k});
   CHECK_EQ(plan.shared_bytes, static_cast<size_t>(kernel->shared_bytes));
   CHECK(plan.shared_bytes <= chip.shared_bytes, plan.shared_bytes);
+  // All sequences of a size are equally long here.
+  const bool many_short = std::max(s.len_q, s.len_k) <= (p.ragged ? 48 : 32) &&
+                          s.batch * s.heads_k >= 4 * chip.multiprocessors;
+  CHECK_EQ(for_short(*kernel), many_short && dim <= 64);
 
-  const auto blocks = [](int64_t n, int64_t block) { return (n + block - 1) / block; };
-  const int64_t in_x =
-      backward ? blocks(s.len_k, plan.block_k) : blocks(s.len_q, plan.block_q) * plan.splits;
-  CHECK_EQ(int64_t{plan.grid[0]}, in_x);
-  CHECK_EQ(int64_t{plan.grid[1]}, backward ? s.heads_k : s.heads_q);
-  CHECK_EQ(int64_t{plan.grid[2]}, s.batch + (p.ragged ? 1 : 0));
+  check_grid(plan, s);
   CHECK(plan.splits == 1 || (!backward && !p.ragged));
-  CHECK_EQ(plan.before.size(), backward ? 1u : 0u);
-  CHECK_EQ(plan.after.size(), backward || plan.splits > 1 ? 1u : 0u);
-  if (backward) check_helper(plan, plan.before[0], "attention_bwd_prepare");
-  if (!plan.after.empty()) {
-    check_helper(plan, plan.after[0], backward ? "attention_bwd_finish" : "attention_combine");
+  CHECK(plan.rounds == 1 || (backward && (p.bias || p.ragged)));
+  CHECK(plan.bias_splits == 1 || (around.sums && !p.ragged));
+  if (!backward) {
+    const size_t partial = s.batch * s.heads_q * s.len_q * (kernel->head_dim + 1) * sizeof(float);
+    const size_t list = p.ragged ? plan.grid[0] / s.heads_q * 48 : 0;
+    CHECK_EQ(plan.workspace_bytes,
+             list + around.copied + (plan.splits > 1 ? plan.splits * partial : 0));
   }
-  if (backward) {  // of the same tile: it knows how the sums lie
+
+  std::vector<std::string> before, after;
+  if (p.ragged) before.push_back("attention_ragged_blocks");
+  if (around.copied > 0) before.push_back("attention_bias_rows");
+  if (backward) before.push_back("attention_bwd_prepare");
+  if (plan.splits > 1) after.push_back("attention_combine");
+  if (backward && p.grad_query) after.push_back("attention_bwd_finish");
+  if (around.sums) after.push_back("attention_bwd_bias_sum");
+  check_names(plan, plan.before, before);
+  check_names(plan, plan.after, after);
+  if (plan.after.size() != after.size()) return;  // reported
+  if (backward && p.grad_query) {                 // of the same tile: it knows how the sums lie
     const CudaKernel* finish = find(plan.after[0]);
     CHECK_EQ(finish->image, kernel->image);
     CHECK_EQ(finish->block_q, kernel->block_q);
@@ -307,12 +389,13 @@ void check_plan(const AttentionPlan& plan, const Chip& chip, const Sizes& s) {
     CHECK_EQ(finish->threads, kernel->threads);
     CHECK(finish->shared_bytes <= kernel->shared_bytes);
   }
-  const flashmoe::Candidate& last = plan.candidates.back();
-  CHECK_EQ(last.name, plan.kernel);
-  CHECK_CONTAINS(last.verdict, "chosen");
-  for (const flashmoe::Candidate& c : plan.candidates) {
-    if (&c != &last) CHECK_CONTAINS(c.verdict, "passed over: ");
+  if (around.sums) {
+    const CudaKernel* sum = find(plan.after.back());
+    CHECK_EQ(sum->image, kernel->image);  // of its dtype and head dim; the tile is its own
+    CHECK_EQ(sum->head_dim, kernel->head_dim);
+    CHECK(static_cast<size_t>(sum->shared_bytes) <= chip.shared_bytes, sum->shared_bytes);
   }
+  check_candidates(plan);
 }
 
 // Sets a variable of the environment for as long as it lives.
@@ -333,6 +416,10 @@ TEST(cuda_plans_name_kernels_that_exist_and_fit) {
   const Sizes sizes[] = {{},
                          {.batch = 1, .len_q = 1, .len_k = 1},
                          {.len_q = 63, .len_k = 4096},
+                         {.batch = 300, .len_q = 31, .len_k = 32},  // short
+                         {.batch = 300, .len_q = 20, .len_k = 33},  // ragged, they are short
+                         {.batch = 300, .len_q = 49, .len_k = 1},
+                         {.batch = 70000, .heads_q = 1, .heads_k = 1, .len_q = 5, .len_k = 3},
                          {.batch = 40, .heads_q = 4, .heads_k = 4, .len_q = 2048, .len_k = 2048}};
   for (const Chip& chip : kChips) {
     for (DType dtype : {DType::kFloat16, DType::kBFloat16}) {
@@ -384,6 +471,197 @@ TEST(cuda_every_option_has_a_plan) {
       }
     }
   }
+}
+
+// The gradient of a bias of its own for each score is written by the pass itself, that of a shared
+// one is summed by a kernel after it, and one that nobody wants takes neither. One in 16 bits that
+// eight share is copied first, where its rows are odd: all are here.
+TEST(cuda_a_bias_has_its_kernels) {
+  if (!all_families()) return;
+  struct Shape {
+    TensorSpec bias;
+    bool ragged, shared;
+    int64_t matrices = 0;  // queries x keys, where it has both
+  };
+  for (const Sizes& s : {Sizes{}, Sizes{.batch = 300, .len_q = 20, .len_k = 31}}) {
+    for (DType bias_dtype : {DType::kFloat16, DType::kFloat32}) {
+      const int64_t pairs = s.batch * s.len_q * s.len_k, all = s.batch * s.heads_q;
+      const Shape shapes[] = {
+          {contiguous(bias_dtype, {s.batch, s.heads_q, s.len_q, s.len_k}), false, false, all},
+          {contiguous(bias_dtype, {1, s.heads_q, s.len_q, s.len_k}), false, true, s.heads_q},
+          {contiguous(bias_dtype, {s.batch, 1, s.len_q, s.len_k}), false, true, s.batch},
+          {contiguous(bias_dtype, {s.len_q, s.len_k}), false, true, 1},
+          {contiguous(bias_dtype, {s.batch, s.heads_q, 1, s.len_k}), false, true},
+          {contiguous(bias_dtype, {s.batch, s.heads_q, s.len_q, 1}), false, true},
+          {contiguous(bias_dtype, {1}), false, true},
+          {contiguous(bias_dtype, {pairs, s.heads_q}), true, false},
+          {contiguous(bias_dtype, {pairs, 1}), true, true},
+      };
+      for (const Chip& chip : kChips) {
+        for (int64_t dim : {8, 16, 32, 48, 64, 96, 128, 192, 256}) {
+          for (const auto& [bias, ragged, shared, matrices] : shapes) {
+            const Note note("sm_", chip.compute_capability, " head dim ", dim, ", ", s.len_q, " x ",
+                            s.len_k, ", bias of rank ", bias.rank, ragged ? " ragged" : "",
+                            shared ? " shared" : "");
+            const auto with_bias = [&](Pass pass) {
+              AttentionProblem p =
+                  cuda_problem(chip.compute_capability, pass, DType::kFloat16, dim, dim, s, ragged);
+              p.bias = bias;
+              return p;
+            };
+            Around around;
+            if (bias_dtype == DType::kFloat16 && matrices > 0 && all >= 8 * matrices) {
+              around.copied = copy_bytes(matrices * s.len_q, s.len_k);
+            }
+            const AttentionPlan forward = plan_of(with_bias(Pass::kForward));
+            if (forward.kernel.empty()) return;  // reported
+            check_plan(forward, chip, s, around);
+            AttentionProblem p = with_bias(Pass::kBackward);
+            const AttentionPlan unwanted = plan_of(p);
+            check_plan(unwanted, chip, s, around);
+            p.grad_bias = p.bias;
+            const AttentionPlan wanted = plan_of(p);
+            around.sums = shared;
+            check_plan(wanted, chip, s, around);
+            CHECK_EQ(wanted.kernel, unwanted.kernel);
+            // Alone, it takes no turns with anything.
+            p.grad_query.reset();
+            p.grad_key.reset();
+            p.grad_value.reset();
+            const AttentionPlan alone = plan_of(p);
+            check_plan(alone, chip, s, around);
+            CHECK_CONTAINS(flashmoe::explain(p), "\n  bitwise reproducible\n");
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(cuda_a_bias_adds_no_square_buffer) {
+  if (!all_families()) return;
+  for (bool full : {false, true}) {
+    const auto bytes = [&](int64_t length) {
+      const Sizes s{.batch = 1, .heads_q = 4, .heads_k = 4, .len_q = length, .len_k = length};
+      AttentionProblem p = cuda_problem(90, Pass::kBackward, DType::kFloat16, 64, 64, s);
+      p.bias = p.grad_bias = contiguous(DType::kFloat16, {full ? 4 : 1, length, length});
+      return static_cast<double>(plan_of(p).workspace_bytes);
+    };
+    const double base = bytes(1 << 14);
+    CHECK(bytes(1 << 15) <= 2.1 * base, base, bytes(1 << 15));
+    CHECK(bytes(1 << 18) <= 17 * base, base, bytes(1 << 18));
+  }
+}
+
+// Rows that are not whole chunks of 16 bytes are copied to rows that are, where eight or more
+// (batch, head) share them; no other bias is.
+TEST(cuda_odd_rows_that_many_share_are_copied) {
+  if (!all_families()) return;
+  const auto strided = [](std::initializer_list<int64_t> shape,
+                          std::initializer_list<int64_t> stride) {
+    TensorSpec spec = contiguous(DType::kFloat16, shape);
+    std::copy(stride.begin(), stride.end(), spec.stride.begin());
+    return spec;
+  };
+  constexpr DType kHalf = DType::kFloat16;
+  struct Bias {
+    const char* what;
+    Sizes sizes;
+    TensorSpec spec;
+    int64_t rows = 0;  // that are copied
+  };
+  const Sizes odd{.batch = 8, .heads_q = 2, .heads_k = 1, .len_q = 70, .len_k = 93};
+  const Sizes even{.batch = 8, .heads_q = 2, .heads_k = 1, .len_q = 70, .len_k = 96};
+  const Sizes seven{.batch = 7, .heads_q = 1, .heads_k = 1, .len_q = 70, .len_k = 93};
+  const Sizes eight{.batch = 8, .heads_q = 1, .heads_k = 1, .len_q = 70, .len_k = 93};
+  const Sizes heads{.batch = 2, .heads_q = 8, .heads_k = 8, .len_q = 70, .len_k = 93};
+  const Sizes many{.batch = 65536, .heads_q = 8, .heads_k = 8, .len_q = 3, .len_k = 5};
+  const Sizes fewer{.batch = 65535, .heads_q = 8, .heads_k = 8, .len_q = 3, .len_k = 5};
+  const Sizes one_key{.batch = 8, .heads_q = 2, .heads_k = 1, .len_q = 70, .len_k = 1};
+  const Sizes one_pair{.batch = 8, .heads_q = 2, .heads_k = 1, .len_q = 1, .len_k = 1};
+  const Bias table[] = {
+      {"eight share it", eight, contiguous(kHalf, {70, 93}), 70},
+      {"seven share it", seven, contiguous(kHalf, {70, 93})},
+      {"all batches", odd, contiguous(kHalf, {2, 70, 93}), 140},
+      {"all heads", heads, contiguous(kHalf, {2, 1, 70, 93}), 140},
+      {"two batches", heads, contiguous(kHalf, {8, 70, 93})},
+      {"two heads", odd, contiguous(kHalf, {8, 1, 70, 93})},
+      {"nobody", odd, contiguous(kHalf, {8, 2, 70, 93})},
+      {"fp32", odd, contiguous(DType::kFloat32, {70, 93})},
+      {"one row", odd, contiguous(kHalf, {1, 93})},
+      {"one column", odd, contiguous(kHalf, {70, 1})},
+      {"one dimension", odd, contiguous(kHalf, {93})},
+      {"whole chunks", even, contiguous(kHalf, {70, 96})},
+      {"whole chunks, apart", even, strided({70, 96}, {104, 1})},
+      {"chunks that are cut", even, strided({70, 96}, {100, 1}), 70},
+      {"transposed", even, strided({70, 96}, {1, 72}), 70},
+      {"heads last", even, strided({2, 70, 96}, {1, 192, 2}), 140},
+      {"odd matrices", even, strided({2, 70, 96}, {6724, 96, 1}), 140},
+      {"one odd matrix", even, strided({1, 70, 96}, {6724, 96, 1})},
+      {"whole rows, cut at an odd key", odd, strided({70, 93}, {96, 1}), 70},
+      {"all a grid takes", fewer, contiguous(kHalf, {65535, 1, 3, 5}), 3 * 65535},
+      {"more than a grid takes", many, contiguous(kHalf, {65536, 1, 3, 5})},
+      {"one key", one_key, contiguous(kHalf, {70, 1}), 70},
+      {"one pair", one_pair, contiguous(kHalf, {1, 1})},
+  };
+  for (const Chip& chip : kChips) {
+    for (const auto& [what, s, bias, rows] : table) {
+      const Note note("sm_", chip.compute_capability, ", ", what);
+      const size_t copied = rows > 0 ? copy_bytes(rows, s.len_k) : 0;
+      const auto plan_with = [&](Pass pass, const TensorSpec& spec) {
+        AttentionProblem p = cuda_problem(chip.compute_capability, pass, kHalf, 32, 32, s);
+        p.bias = spec;
+        return plan_of(p);
+      };
+      if (s.len_q > 1) {  // one query is cut otherwise
+        check_plan(plan_with(Pass::kForward, bias), chip, s, {.copied = copied});
+      }
+      const AttentionPlan backward = plan_with(Pass::kBackward, bias);
+      check_plan(backward, chip, s, {.copied = copied});
+      if (s.batch > 8) continue;  // its rounds depend on the bytes of the bias
+      // Beside what the same call takes with a bias that stays where it is.
+      TensorSpec wide = bias;
+      wide.dtype = DType::kFloat32;
+      const AttentionPlan in_place = plan_with(Pass::kBackward, wide);
+      CHECK_EQ(backward.workspace_bytes, in_place.workspace_bytes + copied);
+    }
+  }
+}
+
+// What shares a tile of the gradient is split as little as leaves at most a tenth of the chip idle,
+// and never in parts of fewer than four steps.
+TEST(cuda_the_sum_of_a_small_gradient_is_split) {
+  if (!all_families()) return;
+  const auto plan_for = [](int64_t batch, int multiprocessors, int64_t length = 256,
+                           bool alone = true) {
+    const Sizes s{.batch = batch, .heads_q = 4, .heads_k = 4, .len_q = length, .len_k = length};
+    AttentionProblem p = cuda_problem(90, Pass::kBackward, DType::kFloat16, 64, 64, s);
+    p.device.multiprocessors = multiprocessors;
+    p.bias = p.grad_bias = contiguous(DType::kFloat16, {length, length});
+    if (alone) p.grad_query.reset();
+    return plan_of(p);
+  };
+  // 16 tiles of 64 x 64, and two CTAs on each of 132 SMs: 15 x 16 are nine tenths of 264.
+  const AttentionPlan plan = plan_for(64, 132);
+  const CudaKernel* sum = find(plan.after.back());
+  CHECK_EQ(sum->block_q, 64);
+  CHECK_EQ(sum->block_k, 64);
+  CHECK_EQ(plan.bias_splits, 15);
+  CHECK_CONTAINS(flashmoe::explain(plan.problem), "\n  splits     what shares the bias, in 15\n");
+  CHECK_EQ(plan_for(64, 132, 256, false).bias_splits, 15);
+  CHECK_EQ(plan_for(64, 72).bias_splits, 9);  // 8 x 16 are 0.89 of 144
+  // The terms of the rows, the parts in fp32, a counter for each block of queries, and one for all.
+  const size_t terms = 64 * 4 * 256 * 8, parts = 15 * 256 * 256 * 4;
+  const size_t turns = 64 * 4 * 256 / plan.block_q * 4;
+  CHECK_EQ(plan.workspace_bytes, terms + parts + turns + 256);
+
+  CHECK_EQ(plan_for(64, 1).bias_splits, 1);  // the tiles alone fill it
+  CHECK_EQ(plan_for(64, 132, 4096).bias_splits, 1);
+  for (const auto& [batch, splits] : {std::pair{1, 1}, {2, 2}, {3, 3}, {14, 14}, {15, 15}}) {
+    CHECK_EQ(plan_for(batch, 132).bias_splits, splits);  // four heads are four steps
+  }
+  const AttentionPlan one = plan_for(1, 132);
+  CHECK(flashmoe::explain(one.problem).find("splits") == std::string::npos);
 }
 
 TEST(cuda_nothing_to_do_is_planned) {
@@ -460,6 +738,228 @@ TEST(cuda_workspace_is_linear_in_length) {
   }
 }
 
+// With a bias or ragged, the sums of dQ come in as few rounds as make the workspace small beside
+// the tensors, and each still fills the chip.
+TEST(cuda_backward_needs_little_beside_its_tensors) {
+  if (!all_families()) return;
+  enum Kind { kDense, kBias, kRagged, kRaggedBias };
+  const auto problem_of = [](Kind kind, const Sizes& s, int64_t dim = 64) {
+    const bool ragged = kind == kRagged || kind == kRaggedBias;
+    AttentionProblem p = cuda_problem(90, Pass::kBackward, DType::kBFloat16, dim, dim, s, ragged);
+    p.device.multiprocessors = 132;
+    if (kind == kBias) p.bias = contiguous(DType::kBFloat16, {s.len_q, s.len_k});
+    if (kind == kRaggedBias) {
+      p.bias = contiguous(DType::kBFloat16, {s.batch * s.len_q * s.len_k, 1});
+    }
+    p.grad_bias = p.bias;
+    return p;
+  };
+  const auto numbers = [](const TensorSpec& spec) {
+    double count = 1;
+    for (int i = 0; i < spec.rank; ++i) count *= static_cast<double>(spec.shape[i]);
+    return count;
+  };
+  struct Large {
+    Kind kind;
+    Sizes sizes;
+    int64_t rounds, fewer;  // and the next fewer that there could be
+  };
+  const Sizes long_ones{.batch = 8, .heads_q = 16, .heads_k = 16, .len_q = 4096, .len_k = 4096};
+  const Sizes groups{.batch = 8, .heads_q = 64, .heads_k = 16, .len_q = 4096, .len_k = 4096};
+  const Sizes triangle{.batch = 512, .heads_q = 4, .heads_k = 4, .len_q = 512, .len_k = 512};
+  const Sizes three{.batch = 8, .heads_q = 3, .heads_k = 3, .len_q = 8192, .len_k = 8192};
+  const Large table[] = {
+      {kRagged, long_ones, 4, 2},     {kRagged, groups, 8, 4}, {kRagged, three, 3, 1},
+      {kBias, long_ones, 3, 2},       {kBias, triangle, 3, 2}, {kBias, groups, 8, 7},
+      {kRaggedBias, long_ones, 2, 1},
+  };
+  for (const auto& [kind, s, rounds, fewer] : table) {
+    const bool ragged = kind == kRagged || kind == kRaggedBias;
+    const Note note(ragged ? "ragged" : "dense", kind == kRagged ? "" : " with a bias", ", heads ",
+                    s.heads_q, "/", s.heads_k);
+    const AttentionProblem p = problem_of(kind, s);
+    const AttentionPlan plan = plan_of(p);
+    CHECK_EQ(plan.rounds, rounds);
+    check_grid(plan, s);
+    double tensors = 4 * 2 * (numbers(p.query) + numbers(p.key));
+    if (p.bias) tensors += 2 * 2 * numbers(*p.bias);
+    const double used = static_cast<double>(plan.workspace_bytes);
+    CHECK(used <= 0.099 * tensors, used, tensors);
+    // With fewer, the sums alone would have been too many more.
+    const auto sums = [&](int64_t n) {
+      const int64_t rows =
+          ragged ? s.batch * s.len_q * s.heads_q / n : ceil_div(s.batch, n) * s.len_q * s.heads_q;
+      return static_cast<double>(rows) * 64 * sizeof(float);
+    };
+    CHECK(used - sums(rounds) + sums(fewer) > 0.099 * tensors, used, sums(rounds), sums(fewer));
+    CHECK_CONTAINS(flashmoe::explain(p), "\n  rounds     " + std::to_string(rounds) +
+                                             ", each for a part of the " +
+                                             (ragged ? "heads\n" : "batch\n"));
+
+    AttentionProblem without_query = p;  // where dQ is not wanted there are no sums
+    without_query.grad_query.reset();
+    CHECK_EQ(plan_of(without_query).rounds, 1);
+  }
+  const auto check_one_round = [&](Kind kind, const Sizes& s) {
+    const AttentionPlan plan = plan_of(problem_of(kind, s));
+    CHECK_EQ(plan.rounds, 1);
+    CHECK(flashmoe::explain(plan.problem).find("rounds") == std::string::npos);
+  };
+  // Neither a bias nor ragged; one head or one batch, which cannot be cut; and a small call, a part
+  // of which would leave SMs idle.
+  for (const Sizes& s : {long_ones, groups, triangle}) check_one_round(kDense, s);
+  for (Kind kind : {kRagged, kRaggedBias}) {
+    check_one_round(kind, {.batch = 8, .heads_q = 1, .heads_k = 1, .len_q = 4096, .len_k = 4096});
+  }
+  check_one_round(kBias, {.batch = 1, .heads_q = 64, .heads_k = 64, .len_q = 4096, .len_k = 4096});
+  for (Kind kind : {kBias, kRagged, kRaggedBias}) {
+    check_one_round(kind, {.batch = 1, .heads_q = 16, .heads_k = 16, .len_q = 512, .len_k = 512});
+  }
+}
+
+// Two blocks of keys for each SM are work enough for a round.
+TEST(cuda_a_round_fills_the_chip) {
+  if (!all_families()) return;
+  // 4 heads of 4096 keys, 128 in a block: 128 blocks a batch, and 12 batches.
+  const Sizes s{.batch = 12, .heads_q = 4, .heads_k = 4, .len_q = 4096, .len_k = 4096};
+  for (const auto& [multiprocessors, rounds] :
+       {std::pair{64, 3}, {192, 3}, {256, 3}, {257, 2}, {384, 2}, {385, 1}, {769, 1}}) {
+    const Note note(multiprocessors, " SMs");
+    AttentionProblem p = cuda_problem(90, Pass::kBackward, DType::kFloat16, 64, 64, s);
+    p.bias = contiguous(DType::kFloat16, {4096, 4096});
+    p.device.multiprocessors = multiprocessors;
+    const AttentionPlan plan = plan_of(p);
+    CHECK_EQ(plan.block_k, 128);
+    CHECK_EQ(plan.rounds, rounds);
+  }
+}
+
+TEST(cuda_ragged_batches_of_short_sequences) {
+  if (!all_families()) return;
+  const auto problem_of = [](int64_t batch, int64_t tokens, int64_t longest, int64_t heads = 4) {
+    const Sizes s{.batch = 1, .heads_q = heads, .heads_k = heads, .len_q = tokens, .len_k = tokens};
+    AttentionProblem p = cuda_problem(90, Pass::kForward, DType::kFloat16, 64, 64, s, true);
+    const TensorSpec cu = contiguous(DType::kInt32, {batch + 1});
+    p.ragged = flashmoe::Ragged{cu, cu, longest, longest};
+    return p;
+  };
+  // One long sequence among many short ones: the tile is for the short ones, and there are about
+  // as many blocks as they need.
+  const AttentionPlan plan = plan_of(problem_of(4096, 4096 * 20, 3000));
+  CHECK_EQ(plan.block_q, 32);
+  CHECK_EQ(plan.block_k, 32);
+  CHECK_EQ(int64_t{plan.grid[0]}, (4096 * 20 / 32 + 4096 + 1) * 4);
+  const AttentionPlan longer = plan_of(problem_of(4096, 4096 * 49, 3000));
+  CHECK_EQ(longer.block_q, 64);
+  CHECK_EQ(int64_t{longer.grid[0]}, (4096 * 49 / 64 + 4096 + 1) * 4);
+  CHECK_CONTAINS(flashmoe::explain(longer.problem),
+                 "49 rows a sequence would leave half of the tile empty");
+  // A stated length costs nothing.
+  const AttentionPlan stated = plan_of(problem_of(4096, 4096 * 20, 1 << 29));
+  CHECK_EQ(stated.kernel, plan.kernel);
+  CHECK_EQ(stated.grid[0], plan.grid[0]);
+  CHECK_EQ(stated.workspace_bytes, plan.workspace_bytes);
+
+  check_refused(problem_of(1 << 20, 1 << 20, 64, 4096), {"blocks", "2^31 - 1"});
+}
+
+// 32 x 32 up to head dim 64, for at least four (batch, head) of an SM and at most 48 tokens on
+// average, or 32 where all are equally long; the tiles for the others are passed over by name.
+TEST(cuda_many_short_sequences_have_a_tile_of_their_own) {
+  if (!all_families()) return;
+  const auto problem_of = [](Pass pass, bool ragged, bool bias, const Sizes& s, int64_t dim = 64,
+                             int64_t dim_v = 64) {
+    AttentionProblem p = cuda_problem(90, pass, DType::kFloat16, dim, dim_v, s, ragged);
+    p.device.multiprocessors = 132;
+    if (bias && ragged) {
+      p.bias = contiguous(DType::kFloat16, {s.batch * s.len_q * s.len_k, s.heads_q});
+    } else if (bias) {
+      p.bias = contiguous(DType::kFloat16, {s.len_q, s.len_k});
+    }
+    return p;
+  };
+  for (Pass pass : {Pass::kForward, Pass::kBackward}) {
+    for (bool ragged : {false, true}) {
+      for (bool bias : {false, true}) {
+        const Note note(pass == Pass::kForward ? "forward" : "backward", ragged ? " ragged" : "",
+                        bias ? " with a bias" : "");
+        const int64_t most = ragged ? 48 : 32;
+        const auto sizes = [](int64_t batch, int64_t len_q, int64_t len_k) {
+          return Sizes{.batch = batch, .heads_q = 8, .heads_k = 4, .len_q = len_q, .len_k = len_k};
+        };
+        const auto is_short = [&](const Sizes& s, int64_t dim = 64, int64_t dim_v = 64) {
+          return for_short(*find(plan_of(problem_of(pass, ragged, bias, s, dim, dim_v)).kernel));
+        };
+        CHECK(is_short(sizes(132, most, most)));
+        CHECK(is_short(sizes(132, 2, most)));
+        CHECK(is_short(sizes(132, most, most), 8, 64));
+        CHECK(!is_short(sizes(131, most, most)));  // 524 (batch, key head), 528 are four of an SM
+        CHECK(!is_short(sizes(132, most + 1, most)));
+        CHECK(!is_short(sizes(132, most, most + 1)));
+        CHECK(!is_short(sizes(132, most, most), 65, 8));
+        CHECK(!is_short(sizes(132, most, most), 8, 65));
+
+        const AttentionProblem p = problem_of(pass, ragged, bias, sizes(132, most, most));
+        const AttentionPlan plan = plan_of(p);
+        std::vector<std::string> passed, tiles;
+        for (const flashmoe::Candidate& c : plan.candidates) {
+          if (c.verdict == "passed over: made for longer sequences") passed.push_back(c.name);
+        }
+        for (const CudaKernel& k : flashmoe::cuda_kernels()) {
+          const CudaKernel* chosen = find(plan.kernel);
+          if (k.role != chosen->role || k.image != chosen->image || k.name == chosen->name)
+            continue;
+          tiles.push_back(k.name);
+          const Environment tile("FLASHMOE_TILE",
+                                 std::to_string(k.block_q) + "x" + std::to_string(k.block_k));
+          CHECK_EQ(plan_of(p).kernel, k.name);
+        }
+        CHECK(!tiles.empty());
+        CHECK(passed == tiles, passed.size(), tiles.size());
+      }
+    }
+  }
+  // Where there is no other, the tile for longer sequences has to do for a few short ones.
+  AttentionProblem p = cuda_problem(75, Pass::kForward, DType::kFloat16, 64, 64,
+                                    {.batch = 1, .len_q = 20, .len_k = 20});
+  CHECK_EQ(plan_of(p).kernel, "sm75_attention_fwd_fp16_d64_128x64");
+  CHECK_CONTAINS(flashmoe::explain(p),
+                 "sm75_attention_fwd_fp16_d64_32x32: passed over: made for many sequences of at "
+                 "most a few dozen tokens\n");
+}
+
+// With a bias, 64 rows where 128 would leave more of the last round of SMs idle.
+TEST(cuda_a_forward_tile_with_a_bias_fills_the_last_round) {
+  if (!all_families()) return;
+  const auto plan_for = [](int64_t blocks, bool bias) {
+    const Sizes s{.batch = blocks, .heads_q = 1, .heads_k = 1, .len_q = 128, .len_k = 128};
+    AttentionProblem p = cuda_problem(90, Pass::kForward, DType::kFloat16, 64, 64, s);
+    p.device.multiprocessors = 132;
+    if (bias) p.bias = contiguous(DType::kFloat16, {128, 128});
+    return plan_of(p);
+  };
+  // Two CTAs of 128 rows on an SM, three of 64 with 0.82 of the speed.
+  for (const auto& [blocks, rows] : {std::pair{132, 64},  // 0.5 full, or 0.82 * 0.67
+                                     {198, 64},           // 0.75, or 0.82
+                                     {199, 128},          // 0.75, or 0.82 * 0.50
+                                     {264, 128},          // 1, or 0.82 * 0.67
+                                     {265, 64},           // 0.50, or 0.82 * 0.67
+                                     {396, 64},           // 0.75, or 0.82
+                                     {397, 128},          // 0.75, or 0.82 * 0.67
+                                     {1057, 128}}) {      // 0.80, or 0.82 * 0.89
+    const Note note(blocks, " blocks");
+    const AttentionPlan plan = plan_for(blocks, true);
+    CHECK_EQ(plan.block_q, rows);
+    CHECK_EQ(plan.block_k, 64);
+    const std::string why = "_128x64: passed over: " + std::to_string(blocks) +
+                            " blocks would leave much of the last round of SMs idle\n";
+    CHECK_EQ(flashmoe::explain(plan.problem).find(why) != std::string::npos, rows == 64);
+    CHECK_EQ(plan_for(blocks, false).block_q, 128);
+  }
+  CHECK_CONTAINS(flashmoe::explain(plan_for(131, true).problem),
+                 "_128x64: passed over: 131 blocks would leave some of 132 SMs idle\n");
+}
+
 TEST(cuda_explain_tells_what_is_reproducible) {
   if (!all_families()) return;
   for (int cc : {75, 80, 90}) {
@@ -489,10 +989,7 @@ TEST(cuda_refusals_say_why) {
                    "sm75: has no kernels for bfloat16", ".cpu()"});
     check_refused(good(70, pass), {"on sm_70", "sm75: needs sm_75 or newer", ".cpu()"});
   }
-  AttentionProblem p = good(90);
-  p.bias = contiguous(DType::kFloat16, {300, 517});
-  check_refused(p, {"bias has no CUDA kernel yet", ".cpu()"});
-
+  AttentionProblem p;
   for (TensorSpec AttentionProblem::*tensor :
        {&AttentionProblem::query, &AttentionProblem::key, &AttentionProblem::value}) {
     p = good(80);
@@ -539,16 +1036,17 @@ TEST(cuda_environment) {
 
 TEST(cuda_every_tile_can_be_forced) {
   for (const CudaKernel& k : flashmoe::cuda_kernels()) {
-    const bool backward = k.role == "attention_bwd";
-    if (!backward && k.role != "attention_fwd") continue;
+    const bool bias = k.role.ends_with("_bias");
+    const bool backward = k.role == (bias ? "attention_bwd_bias" : "attention_bwd");
+    if (!backward && k.role != (bias ? "attention_fwd_bias" : "attention_fwd")) continue;
     const Environment family("FLASHMOE_FAMILY", k.family);
     const Environment tile("FLASHMOE_TILE",
                            std::to_string(k.block_q) + "x" + std::to_string(k.block_k));
     const int cc = k.family == "sm75" ? 75 : 90;
-    CHECK_EQ(plan_of(cuda_problem(cc, backward ? Pass::kBackward : Pass::kForward, k.dtype,
-                                  k.head_dim, k.head_dim, {}))
-                 .kernel,
-             k.name);
+    AttentionProblem p = cuda_problem(cc, backward ? Pass::kBackward : Pass::kForward, k.dtype,
+                                      k.head_dim, k.head_dim, {});
+    if (bias) p.bias = contiguous(DType::kFloat32, {300, 517});
+    CHECK_EQ(plan_of(p).kernel, k.name);
   }
 }
 

@@ -138,6 +138,14 @@ def ragged(
     )
 
 
+def with_packed_bias(case: Case, heads: int, dtype=None, layout=None) -> Case:
+    """A ragged case with a bias (sum of n_i * m_i, heads), wanted with its gradient."""
+    spans = zip(oracle.spans(case.cu_q), oracle.spans(case.cu_k), strict=True)
+    pairs = sum((q1 - q0) * (k1 - k0) for (q0, q1), (k0, k1) in spans)
+    bias = normal(pairs, heads, dtype=case.q.dtype if dtype is None else dtype)
+    return replace(case, bias=layout(bias) if layout else bias, needs=case.needs + "b")
+
+
 @contextmanager
 def poisoned(*results: tuple[tuple[int, ...], torch.dtype]):
     """What torch.empty gives inside holds NaN, so that an element nobody writes shows.
@@ -197,7 +205,7 @@ def results(case: Case) -> dict[str, torch.Tensor]:
     """Everything the case asks for, made in poisoned memory."""
     # Poison asks torch for determinism, which `deterministic=None` would follow.
     case = replace(case, deterministic=bool(case.deterministic))
-    shapes = [(x.shape, x.dtype) for x in (case.grad_out, case.q, case.k, case.v)]
+    shapes = [(x.shape, x.dtype) for x in (case.grad_out, *case.inputs().values())]
     with poisoned(*shapes, (case.q.shape[:-1], torch.float32)):
         return oracle.ours(case)
 
@@ -205,7 +213,7 @@ def results(case: Case) -> dict[str, torch.Tensor]:
 def unsteady(case: Case, got: dict[str, torch.Tensor]) -> list[str]:
     """Results that a second run gives other bits, of those that promise the same ones."""
     again = oracle.ours(case)
-    promised = again if case.deterministic else ("out", "lse")
+    promised = again if case.deterministic else again.keys() & {"out", "lse", "dbias"}
     return [name for name in promised if not same_bits(got[name], again[name])]
 
 

@@ -3,14 +3,15 @@
     compute-sanitizer --tool memcheck --error-exitcode 1 python3 tests/gpu/sanitize.py
 
 Forward in both its tiles, split and combined, backward in any order and in turn, ragged, masks and
-lengths, strides, edge lengths, head dims of every bucket. No pytest, and the arithmetic around the
-calls is the CPU's: the tools slow every kernel down, and only ours are of interest. Exits with 1
-where a result is far off; the tests judge precisely.
+lengths, a bias and its gradient, strides, edge lengths, head dims of every bucket. No pytest, and
+the arithmetic around the calls is the CPU's: the tools slow every kernel down, and only ours are of
+interest. Exits with 1 where a result is far off; the tests judge precisely.
 """
 
 import os
 import sys
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
 # Every tensor an allocation of its own: in torch's pools reading past an end hits a neighbour.
@@ -37,7 +38,8 @@ def rows_first(x: torch.Tensor) -> torch.Tensor:
 
 def rows_apart(x: torch.Tensor) -> torch.Tensor:
     """Aligned rows with room between them that nobody has written: initcheck sees who reads it."""
-    wide = torch.empty(*x.shape[:-1], x.shape[-1] + 8, dtype=x.dtype, device=DEVICE)
+    pitch = (x.shape[-1] + 15) // 8 * 8
+    wide = torch.empty(*x.shape[:-1], pitch, dtype=x.dtype, device=DEVICE)
     return wide[..., : x.shape[-1]].copy_(x)
 
 
@@ -45,6 +47,31 @@ def odd_rows(x: torch.Tensor) -> torch.Tensor:
     """Rows that are not 16-byte aligned, and are copied."""
     wide = torch.empty(*x.shape[:-1], x.shape[-1] + 1, dtype=x.dtype, device=DEVICE)
     return wide[..., : x.shape[-1]].copy_(x)
+
+
+def transposed(x: torch.Tensor) -> torch.Tensor:
+    return x.mT.contiguous().to(DEVICE).mT
+
+
+@dataclass
+class Bias:
+    own: str = "bhqk"  # what it has for itself of batch, heads, queries, keys; ragged: heads or not
+    wide: bool = False  # fp32
+    layout: object = as_it_is
+    masked: bool = False  # a third of it -inf, with a row that sees nothing
+
+    def values(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        bias = torch.randn(shape).to(torch.float32 if self.wide else dtype)
+        if self.masked:
+            hidden = torch.rand(shape) < 0.3
+            if shape[-2] > 1:
+                hidden[..., shape[-2] // 2, :] = True
+            bias = bias.masked_fill(hidden, -inf)
+        return bias
+
+    def __str__(self) -> str:
+        flags = ("fp32 " if self.wide else "") + ("masked " if self.masked else "")
+        return f"bias {self.own} {flags}{self.layout.__name__}"
 
 
 @dataclass
@@ -57,7 +84,8 @@ class Call:
     key_lengths: tuple[int, ...] = ()
     ragged: tuple[tuple[int, int], ...] = ()
     layout: object = as_it_is
-    needs: str = "qkv"
+    needs: str = "qkvb"
+    bias: Bias | None = None
     options: dict = field(default_factory=dict)
 
     def case(self, dtype: torch.dtype, deterministic: bool) -> oracle.Case:
@@ -82,12 +110,21 @@ class Call:
                 for side in (0, 1)
             )
             case.max_q, case.max_k = (max(pair[side] for pair in self.ragged) for side in (0, 1))
+        if self.bias and self.ragged:
+            pairs = sum(rows * keys for rows, keys in self.ragged)
+            case.bias = self.bias.values((pairs, hq if "h" in self.bias.own else 1), dtype)
+        elif self.bias:
+            full = {"b": self.lead, "h": (hq,), "q": (n,), "k": (m,)}
+            sizes = (
+                size if dim in self.bias.own else (1,) * len(size) for dim, size in full.items()
+            )
+            case.bias = self.bias.values(sum(sizes, ()), dtype)
         return case
 
     def __str__(self) -> str:
         what = f"ragged {self.ragged}" if self.ragged else f"{self.lengths[0]} x {self.lengths[1]}"
         dims = f"d{self.d}" + (f"/{self.dv}" if self.dv else "")
-        return f"{dims} {what} {self.options or ''} {self.layout.__name__}"
+        return f"{dims} {what} {self.options or ''} {self.layout.__name__} {self.bias or ''}"
 
 
 CAUSAL = {"causal": True}
@@ -136,6 +173,43 @@ CALLS = [
     Call(128, (2, 1), ragged=((65, 129), (2, 2)), options={"window": (30, 0)}),
     Call(20, (2, 2), ragged=MIXED, options={"softcap": 5.0}),
     Call(256, (2, 1), ragged=((5, 40), (33, 7)), options=CAUSAL),
+    # A bias, in every bucket: one for each score, whose gradient the pass itself writes, and one
+    # that is shared, whose gradient is summed. Keys in whole chunks of 16 bytes, in parts, or odd.
+    Call(16, (2, 1), (65, 72), bias=Bias(masked=True), options=CAUSAL),
+    Call(8, (2, 2), (33, 67), lead=(3,), bias=Bias("hqk")),
+    Call(32, (4, 2), (70, 129), bias=Bias(wide=True), options={"softcap": 5.0}),
+    Call(24, (2, 1), (66, 80), lead=(2, 2), bias=Bias("bqk", layout=rows_apart, masked=True)),
+    Call(48, (2, 1), (17, 131), lead=(2,), bias=Bias(layout=rows_apart), options=CAUSAL),
+    Call(40, (4, 2), (70, 65), bias=Bias("qk", wide=True, layout=transposed), options=CAUSAL),
+    Call(64, (2, 2), (130, 96), bias=Bias(layout=transposed, masked=True)),
+    Call(64, (2, 1), (65, 136), lead=(3,), bias=Bias("hqk"), key_lengths=(0, 70, 136)),
+    Call(96, (2, 1), (33, 100), bias=Bias(layout=odd_rows), options={"window": (20, 5)}),
+    Call(80, (2, 1), (70, 64), lead=(2,), bias=Bias("hk", masked=True), options={"softcap": 3.0}),
+    Call(128, (2, 1), (40, 65), lead=(2,), bias=Bias(wide=True, layout=rows_apart, masked=True)),
+    Call(128, (4, 2), (66, 72), bias=Bias("bq"), options=CAUSAL),
+    Call(192, (2, 1), (33, 40), bias=Bias(layout=rows_apart), options={"softcap": 4.0}),
+    Call(160, (2, 1), (35, 67), lead=(2,), bias=Bias("hqk", layout=odd_rows), options=CAUSAL),
+    Call(256, (2, 1), (34, 33), bias=Bias(masked=True)),
+    Call(200, (2, 2), (33, 48), lead=(2,), bias=Bias("", wide=True)),
+    # Few tiles of a gradient that many share: several blocks for each, and a sum of theirs.
+    Call(32, (4, 2), (40, 72), lead=(24,), bias=Bias("qk", masked=True)),
+    Call(128, (2, 1), (70, 300), lead=(4,), bias=Bias("", wide=True), needs="b"),
+    # Without its gradient, or with nothing else; a value dim of its own; nothing to do.
+    Call(64, (2, 1), (66, 88), bias=Bias(layout=rows_apart), needs="qkv"),
+    Call(64, (2, 1), (66, 67), lead=(2,), bias=Bias("hqk"), needs="kv"),
+    Call(32, (2, 1), (66, 88), lead=(2,), bias=Bias("hqk"), needs="b"),
+    Call(20, (2, 1), (40, 24), dv=64, bias=Bias(), needs="b"),
+    Call(64, (2, 1), (65, 0), bias=Bias("hq")),
+    Call(64, (2, 1), (0, 65), bias=Bias("hk")),
+    # Few queries, split.
+    Call(64, (4, 2), (1, 2000), bias=Bias(), needs=""),
+    Call(128, (2, 1), (3, 1501), bias=Bias("hk", wide=True), options=CAUSAL, needs=""),
+    # Packed.
+    Call(32, (4, 2), ragged=MIXED, bias=Bias("h", masked=True), options=CAUSAL),
+    Call(64, (2, 1), ragged=MIXED, bias=Bias("")),
+    Call(128, (2, 2), ragged=((65, 72), (2, 3), (8, 8)), bias=Bias("h", wide=True)),
+    Call(20, (2, 1), ragged=MIXED, bias=Bias("", layout=rows_apart), options={"softcap": 5.0}),
+    Call(256, (2, 1), ragged=((5, 40), (33, 7)), bias=Bias("h", layout=transposed), needs="qkv"),
 ]
 
 
@@ -161,6 +235,8 @@ def on_device(call: Call, case: oracle.Case) -> oracle.Case:
         max_q=case.max_q,
         max_k=case.max_k,
     )
+    if call.bias:
+        moved.bias = call.bias.layout(case.bias)
     for name in ("key_lengths", "cu_q", "cu_k"):
         lengths = getattr(case, name)
         setattr(moved, name, None if lengths is None else lengths.to(DEVICE))

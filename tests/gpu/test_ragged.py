@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from math import inf
 
@@ -155,6 +156,86 @@ def test_many_sequences(many, family):
         k, v, dk, dv = (part(x, k0, keys) for x in (case.k, case.v, got["dk"], got["dv"]))
         found = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
         oracle.accept(oracle.Case(q, k, v, grad_out, grad_lse=grad_lse), found)
+
+
+def short_and_long(count: int, seed: int = 0) -> tuple[tuple[int, int], ...]:
+    """Sequences of a few tokens, some with none on one side or both, and two long ones."""
+    numbers = torch.randint(0, 12, (count, 2), generator=torch.Generator().manual_seed(seed))
+    lengths = [tuple(pair) for pair in numbers.tolist()]
+    lengths[count // 3], lengths[-2] = (700, 900), (1, 1500)
+    return tuple(lengths)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("count", [1023, 1024, 4095, 4096, 4097, 9000])
+def test_thousands_of_short_sequences(count, causal, family):
+    """Around the number that the kernel which lists their blocks takes at a time.
+
+    The oracle takes some dozens here and there, which ought to be enough: it goes one by one.
+    """
+    lengths = short_and_long(count)
+    case = ragged(lengths, hq=2, hk=1, d=32, rest=(5, 3), options={"causal": causal})
+    got = results(case)
+    q_spans, k_spans = oracle.spans(case.cu_q), oracle.spans(case.cu_k)
+    for first in (0, count // 3 - 20, count // 2, count - 40):
+        part = slice(first, first + 40)
+        (q0, q1), (k0, k1) = ((s[part][0][0], s[part][-1][1]) for s in (q_spans, k_spans))
+        one = replace(
+            case,
+            q=case.q[q0:q1],
+            grad_out=case.grad_out[q0:q1],
+            grad_lse=case.grad_lse[q0:q1],
+            k=case.k[k0:k1],
+            v=case.v[k0:k1],
+            cu_q=case.cu_q[part.start : part.stop + 1] - q0,
+            cu_k=case.cu_k[part.start : part.stop + 1] - k0,
+        )
+        here = {"out": (q0, q1), "lse": (q0, q1), "dq": (q0, q1), "dk": (k0, k1), "dv": (k0, k1)}
+        oracle.accept(one, {name: got[name][slice(*here[name])] for name in got})
+    q_end, k_end = q_spans[-1][1], k_spans[-1][1]
+    assert got["out"][q_end:].eq(0).all() and got["lse"][q_end:].eq(-inf).all()
+    assert all(got[x][end:].eq(0).all() for x, end in (("dq", q_end), ("dk", k_end), ("dv", k_end)))
+    for name, again in results(case).items():
+        assert same_bits(got[name], again), name
+
+
+@either_way
+@pytest.mark.parametrize("hq, hk", [(64, 64), (96, 4), (130, 65)])
+def test_many_heads(hq, hk, deterministic, dtype):
+    """They share a dimension of the grid with the blocks."""
+    lengths = ((31, 31), (0, 4), (129, 70), (5, 0), (1, 65))
+    shape = {"hq": hq, "hk": hk, "d": 16, "dtype": dtype, "deterministic": deterministic}
+    check_case(ragged(lengths, rest=(2, 3), options={"causal": True}, **shape))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_rounds_over_the_heads(causal, dtype):
+    """Large enough for several: the bits of one head are those of a call of its own, in one."""
+    lengths = ((1500, 1500), (17, 17), (2500, 2500)) * 8
+    case = ragged(lengths, hq=8, hk=4, d=64, dtype=dtype, options={"causal": causal})
+    text = fm.explain(
+        case.q, case.k, case.v, causal=causal, backward=True, deterministic=True,
+        cu_seqlens_q=case.cu_q, cu_seqlens_k=case.cu_k,
+        max_seqlen_q=case.max_q, max_seqlen_k=case.max_k,
+    )  # fmt: skip
+    rounds = re.search(r"^ +rounds +(\d+), each for a part of the heads$", text, re.M)
+    if not rounds:
+        pytest.skip("half of the heads would leave some of this chip idle")
+    assert int(rounds[1]) in (2, 4)
+    got = results(case)
+    for head in range(4):
+        own, group = slice(head, head + 1), slice(2 * head, 2 * head + 2)
+        one = replace(
+            case,
+            q=case.q[:, group],
+            k=case.k[:, own],
+            v=case.v[:, own],
+            grad_out=case.grad_out[:, group],
+            grad_lse=case.grad_lse[:, group],
+        )
+        heads = {"out": group, "lse": group, "dq": group, "dk": own, "dv": own}
+        for name, x in results(one).items():
+            assert same_bits(x, got[name][:, heads[name]]), f"{name} of key head {head}"
 
 
 @pytest.mark.parametrize("needs", ["q", "k", "v", "kv"])

@@ -9,6 +9,7 @@ A problem is its seed and its family; what fails is printed with both.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from families import DTYPES, FAMILIES
 from helpers import DEVICE, results, unsteady
 
 import oracle
-from problems import Problem, Seeded, build
+from problems import Bias, Problem, Seeded, build, draw_bias_shape
 
 CASES = int(os.environ.get("FLASHMOE_RANDOM_CASES", 3000))  # over both families
 CHUNK = 100  # cases in one test, so that progress is seen
@@ -30,6 +31,10 @@ LONG = (319, 320, 321, 383, 384, 385, 499, 511, 512, 513, 640, 769, 1023, 1024, 
 # Twice over what the kernels read where it lies.
 LAYOUTS = ("contiguous", "contiguous", "swapped", "swapped", "padded", "permuted", "sliced")
 LAYOUTS += ("offset", "expanded")
+# Twice over what comes in chunks of 16 bytes where its lengths allow. NaN lies around the rows of
+# every one that can have it there.
+BIAS_LAYOUTS = ("guarded", "guarded", "aligned", "aligned", "padded", "sliced", "offset")
+BIAS_LAYOUTS += ("transposed", "permuted", "expanded", "hankel")
 
 
 def draw_head_dim(pick: Seeded) -> int:
@@ -104,7 +109,7 @@ def draw(seed: int, family: str) -> Problem:
     head_dim = draw_head_dim(pick)
     heads_k = pick.integer(1, 3)
     use_out = not pick.chance(0.06)
-    return Problem(
+    problem = Problem(
         seed=seed,
         dtype=LONG_NAMES[pick.choice(FAMILIES[family])],
         heads_q=heads_k * pick.choice((1, 1, 2, 3, 4)),
@@ -123,6 +128,26 @@ def draw(seed: int, family: str) -> Problem:
         needs="qkv" if not pick.chance(0.2) else pick.choice(("q", "k", "v", "qk", "kv", "")),
         **shape,
     )
+    return with_bias(pick, problem) if pick.chance(0.45) else problem
+
+
+def with_bias(pick: Seeded, problem: Problem) -> Problem:
+    """Of any shape that the problem can have; three in four want its gradient."""
+    if problem.lengths is not None:
+        shape = (pick.choice((1, problem.heads_q)),)
+    else:
+        full = (*problem.lead, problem.heads_q, problem.len_q, problem.len_k)
+        shape = full if pick.chance(0.3) else draw_bias_shape(pick, full)
+    bias = Bias(
+        shape=shape,
+        dtype=pick.choice((problem.dtype, problem.dtype, "float32")),
+        layout=pick.choice(BIAS_LAYOUTS),
+        masked=pick.choice((0.0, 0.0, 0.0, 0.2, 0.9)),
+        masked_rows=pick.choice((0.0, 0.0, 0.0, 0.3)),
+        offset=pick.choice((0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 30.0, -500.0)),
+    )
+    wanted = "b" if pick.chance(0.75) else ""
+    return replace(problem, bias=bias, needs=problem.needs + wanted)
 
 
 def complaints_about(problem: Problem) -> list[str]:
@@ -181,10 +206,37 @@ def test_the_draw_reaches_everything():
         assert sum(p.head_dim != p.head_dim_v for p in kind) > 50
         assert sum(p.head_dim % 8 > 0 for p in kind) > 50
         assert {len({p.layouts[i] for p in kind}) for i in range(4)} == {len(set(LAYOUTS))}
+        biased = [p for p in kind if p.bias is not None]
+        assert len(biased) < 0.6 * len(kind), "there are kernels without a bias too"
+        assert {p.bias.layout for p in biased} == set(BIAS_LAYOUTS)
+        for wide in (False, True):
+            of_dtype = [p for p in biased if (p.bias.dtype == "float32") == wide]
+            for wanted in (False, True):
+                assert sum(("b" in p.needs) == wanted for p in of_dtype) > 20
+            assert sum(p.bias.masked > 0 for p in of_dtype) > 20
+            assert sum(p.bias.masked_rows > 0 for p in of_dtype) > 10
+        assert sum(p.needs == "b" for p in biased) > 0
+        assert sum(p.causal and p.softcap is not None for p in biased) > 20
+        assert sum(p.heads_q > p.heads_k for p in biased) > 50
     assert sum(p.key_lengths is not None for p in dense) > 50
     assert sum(len(p.lead) > 1 for p in dense) > 50
     assert sum(p.len_k > 600 >= 20 * p.len_q for p in dense) > 10
     assert sum(0 in (p.len_q, p.len_k) for p in dense) > 10
+    biased = [p for p in dense if p.bias is not None and 0 not in p.bias.shape]
+    sizes = [(*p.lead, p.heads_q, p.len_q, p.len_k) for p in biased]
+    assert sum(p.bias.shape == full for p, full in zip(biased, sizes, strict=True)) > 50
+    for dim in (-4, -3, -2, -1):  # shared by batches, heads, queries, keys
+        shared = [
+            full[dim] > 1 and (*[1] * len(full), *p.bias.shape)[dim] == 1
+            for p, full in zip(biased, sizes, strict=True)
+        ]
+        assert 50 < sum(shared) < len(shared) - 50, dim
+    assert sum(p.len_k % 8 > 0 for p in biased) > 50 < sum(p.len_k % 8 == 0 for p in biased)
+    assert sum(p.key_lengths is not None for p in biased) > 50
+    assert sum(p.len_k > 600 >= 20 * p.len_q for p in biased) > 5
+    packed = [p for p in ragged if p.bias is not None and p.heads_q > 1]
+    assert sum(p.bias.shape == (1,) for p in packed) > 50
+    assert sum(p.bias.shape != (1,) for p in packed) > 50
     assert sum(p.rest != (0, 0) for p in ragged) > 50
     assert (
         sum((0, 0) not in p.lengths and any(0 in pair for pair in p.lengths) for p in ragged) > 20

@@ -43,6 +43,9 @@ FAMILIES = {
     ),
     "sm90": Family({"sm_90a"}, set(), {"fp16", "bf16"}, ("HGMMA", "UTMALDG"), r"HMMA"),
 }
+FORWARD = {"attention_fwd", "attention_fwd_bias"}
+BACKWARD = {"attention_bwd", "attention_bwd_bias"}
+BIAS_SUM = "attention_bwd_bias_sum"
 TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 IMAGES = report.fatbins()
@@ -53,3 +56,16 @@ CATALOGUE = {kernel["name"]: kernel for kernel in INFO.get("kernels", [])}
 def dtype_of(image: Path) -> str:
     """sm80_attention_fwd_fp16_d64 -> fp16"""
     return re.search(r"_([a-z]+16)(?:_d\d+)?$", image.stem)[1]
+
+
+def beside(kernel: str, part: str) -> str:
+    """sm80_attention_bwd_bias_fp16_d64_64x64 -> sm80_attention_bwd_bias_finish_fp16_d64_64x64"""
+    return re.sub(r"_([a-z]+16_d)", rf"_{part}_\1", kernel)
+
+
+def bias_sum(kernel: str) -> str:
+    """The kernel that sums the gradient of a shared bias after that one; its tile is its own."""
+    image = CATALOGUE[kernel]["image"]
+    found = [k for k, x in CATALOGUE.items() if (x["role"], x["image"]) == (BIAS_SUM, image)]
+    assert len(found) == 1, f"{kernel}: {found}"
+    return found[0]

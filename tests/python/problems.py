@@ -266,6 +266,11 @@ def laid_out(values: torch.Tensor, layout: str, generator: torch.Generator) -> t
     if layout == "offset":  # dense, but not aligned to anything
         start = int(torch.randint(1, 8, (), generator=generator))
         return filled_from(gaps(values.numel() + start)[start:].view(shape))
+    if layout == "guarded":  # dense and 16-byte aligned, between NaN
+        return filled_from(gaps(values.numel() + 64)[32:-32].view(shape))
+    if layout == "aligned":  # rows that begin at 16 bytes, with NaN on all sides of each
+        wide = gaps(*shape[:-1], 8 + (shape[-1] + 15) // 8 * 8)
+        return filled_from(wide[..., 8 : 8 + shape[-1]])
     if layout == "expanded":
         dim = int(torch.randint(0, rank, (), generator=generator))
         return values.narrow(dim, 0, 1).contiguous().expand(shape)

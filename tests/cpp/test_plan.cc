@@ -817,13 +817,14 @@ TEST(cuda_backward_needs_little_beside_its_tensors) {
   }
 }
 
-// Two blocks of keys for each SM are work enough for a round.
+// Two blocks of keys for each SM are work enough for a round. Where the rounds that would be needed
+// have less, there is one.
 TEST(cuda_a_round_fills_the_chip) {
   if (!all_families()) return;
   // 4 heads of 4096 keys, 128 in a block: 128 blocks a batch, and 12 batches.
   const Sizes s{.batch = 12, .heads_q = 4, .heads_k = 4, .len_q = 4096, .len_k = 4096};
   for (const auto& [multiprocessors, rounds] :
-       {std::pair{64, 3}, {192, 3}, {256, 3}, {257, 2}, {384, 2}, {385, 1}, {769, 1}}) {
+       {std::pair{64, 3}, {192, 3}, {256, 3}, {257, 1}, {384, 1}, {769, 1}}) {
     const Note note(multiprocessors, " SMs");
     AttentionProblem p = cuda_problem(90, Pass::kBackward, DType::kFloat16, 64, 64, s);
     p.bias = contiguous(DType::kFloat16, {4096, 4096});

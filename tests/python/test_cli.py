@@ -147,7 +147,6 @@ def test_explain_ragged(capsys):
         ("--device sm_1", "device"),
         ("--device sm_90 --dtype fp64", "sm_90"),
         ("--device sm_75 --dtype bf16", "sm_75"),
-        ("--device sm_90 --dtype fp16 --bias 512,512", "sm_90"),
     ],
 )
 def test_explain_refuses(capsys, arguments, named):
@@ -182,7 +181,7 @@ def test_explain_for_other_machines(capsys, arguments, words):
     ("arguments", "words"),
     [
         ("--dtype bf16 --device sm_75", "sm75: has no kernels for bfloat16"),
-        ("--dtype fp16 --bias 512,512 --device sm_90", "bias has no CUDA kernel yet"),
+        ("--dtype fp32 --bias 512,512 --device sm_90", "CUDA kernels take float16 and bfloat16"),
     ],
 )
 def test_explain_says_what_a_gpu_cannot(capsys, arguments, words):

@@ -43,49 +43,15 @@ class Lister {
  public:
   std::vector<Kernel> take() { return std::move(list_); }
 
+  template <class Tile>
   void add(Role role, const char* family, DType dtype, const char* image, const char* name,
-           FwdTile tile) {
-    const int shared_bytes = tile.shared_bytes(role == Role::kForwardBias);
-    add(image, {{name, nullptr},
-                family,
-                role,
-                dtype,
-                tile.head_dim,
-                tile.block_q,
-                tile.block_k,
-                tile.threads(),
-                shared_bytes,
-                tile.ctas,
-                tile.for_short()});
-  }
-  void add(Role role, const char* family, DType dtype, const char* image, const char* name,
-           BiasSumTile tile) {
-    add(image, {{name, nullptr},
-                family,
-                role,
-                dtype,
-                tile.head_dim,
-                tile.block_q,
-                tile.block_k,
-                tile.threads(),
-                tile.shared_bytes(),
-                tile.ctas});
-  }
-  void add(Role role, const char* family, DType dtype, const char* image, const char* name,
-           BwdTile tile) {
-    int shared_bytes = tile.shared_bytes(role == Role::kBackwardBias);
-    if (role == Role::kFinish) shared_bytes = tile.block_q * tile.head_dim * 2;
-    add(image, {{name, nullptr},
-                family,
-                role,
-                dtype,
-                tile.head_dim,
-                tile.block_q,
-                tile.block_k,
-                tile.threads(),
-                shared_bytes,
-                tile.ctas,
-                tile.for_short()});
+           const Tile& tile) {
+    Kernel kernel{{name, nullptr}, family,         role,
+                  dtype,           tile.head_dim,  tile.block_q,
+                  tile.block_k,    tile.threads(), shared_bytes(role, tile),
+                  tile.ctas};
+    if constexpr (requires { tile.for_short(); }) kernel.for_short = tile.for_short();
+    add(image, kernel);
   }
   void add(const char* family, DType dtype, const char* image, const char* name, Role role) {
     const bool lists = role == Role::kRaggedBlocks;
@@ -95,6 +61,15 @@ class Lister {
   }
 
  private:
+  static int shared_bytes(Role role, const FwdTile& tile) {
+    return tile.shared_bytes(role == Role::kForwardBias);
+  }
+  static int shared_bytes(Role role, const BwdTile& tile) {
+    if (role == Role::kFinish) return tile.block_q * tile.head_dim * 2;
+    return tile.shared_bytes(role == Role::kBackwardBias);
+  }
+  static int shared_bytes(Role, const BiasSumTile& tile) { return tile.shared_bytes(); }
+
   void add(const char* image, Kernel kernel) {
     kernel.id.image = find_image(image);
     if (kernel.id.image) list_.push_back(kernel);

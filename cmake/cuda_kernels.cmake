@@ -2,16 +2,21 @@
 # The host compiler never sees CUDA, and a machine that is given the fatbins (FLASHMOE_FATBINS) needs no nvcc.
 set(FLASHMOE_CUDA "AUTO" CACHE STRING "CUDA kernels: ON, OFF, or AUTO (where there is an nvcc, or FLASHMOE_FATBINS)")
 set(FLASHMOE_FATBINS "" CACHE PATH "Folder of fatbins compiled elsewhere from these sources; empty: compile them here")
-set(FLASHMOE_CUDA_FAMILIES "sm75;sm80" CACHE STRING "Chip families to build kernels for")
+set(FLASHMOE_CUDA_FAMILIES "sm75;sm80;sm90" CACHE STRING "Chip families to build kernels for")
 set_property(CACHE FLASHMOE_CUDA PROPERTY STRINGS AUTO ON OFF)
 
 # Which chips each family is compiled for. An sm_80 image runs on 8.6 and 8.9 as it is; PTX is for chips to come.
 set(flashmoe_chips_sm80
   -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 -gencode arch=compute_80,code=compute_80)
 
+# Hopper's own instructions: no other chip has them, so there is no PTX.
+set(flashmoe_chips_sm90 -gencode arch=compute_90a,code=sm_90a)
+
 set(flashmoe_chips_sm75 -gencode arch=compute_75,code=sm_75 -gencode arch=compute_75,code=compute_75)
 # A file that mentions FLASHMOE_HEAD_DIM is compiled once for each: small images, loaded only when needed.
-set(flashmoe_head_dims 16 32 48 64 96 128 192 256)
+set(flashmoe_head_dims_sm75 16 32 48 64 96 128 192 256)
+set(flashmoe_head_dims_sm80 ${flashmoe_head_dims_sm75})
+set(flashmoe_head_dims_sm90 64 96 128 192 256)
 
 target_sources(flashmoe PRIVATE
   src/cuda/catalogue.cc src/cuda/choose.cc src/cuda/driver.cc src/cuda/launch.cc src/cuda/run.cc src/cuda/tensor_map.cc)
@@ -94,14 +99,14 @@ endfunction()
 
 foreach(family IN LISTS FLASHMOE_CUDA_FAMILIES)
   if(NOT DEFINED flashmoe_chips_${family})
-    message(FATAL_ERROR "FLASHMOE_CUDA_FAMILIES has '${family}'; the families are: sm75, sm80")
+    message(FATAL_ERROR "FLASHMOE_CUDA_FAMILIES has '${family}'; the families are: sm75, sm80, sm90")
   endif()
   file(GLOB kernel_files RELATIVE ${PROJECT_SOURCE_DIR}/src/cuda/${family} src/cuda/${family}/*.cu)
   foreach(file IN LISTS kernel_files)
     get_filename_component(stem ${file} NAME_WE)
     file(STRINGS src/cuda/${family}/${file} by_head_dim REGEX FLASHMOE_HEAD_DIM)
     if(by_head_dim)
-      foreach(head_dim IN LISTS flashmoe_head_dims)
+      foreach(head_dim IN LISTS flashmoe_head_dims_${family})
         flashmoe_add_image(${family} ${file} ${family}_${stem}_d${head_dim} -DFLASHMOE_HEAD_DIM=${head_dim})
       endforeach()
     else()

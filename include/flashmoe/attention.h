@@ -142,9 +142,11 @@ struct AttentionPlan {
   size_t shared_bytes = 0;
   uint32_t grid[3] = {0, 0, 0};
   int64_t splits = 1;  // parts that the keys of one block of queries come in
-  // Of launches of a backward pass, each for a part of the batch; ragged, of the key heads. The
-  // grid is that of one round.
+  // Of launches, each for a part of the batch of a backward pass; ragged, of the heads of either
+  // pass. The grid is that of one round.
   int64_t rounds = 1;
+  // Whether grad_query is summed in an order that differs from run to run.
+  bool any_order = false;
   int64_t bias_splits = 1;  // parts that the sum of a shared bias's gradient comes in
   // Small kernels around it, in their order. Once a call: the list of a ragged batch's blocks and
   // the copy of a shared bias, before, and the sum of a bias's gradient, after; the others in each

@@ -50,12 +50,10 @@ std::string work_text(const AttentionPlan& plan) {
               plan.workers == 1 ? " thread" : " threads");
 }
 
-std::string reproducible_text(const AttentionProblem& p) {
-  const bool any_order = p.device.type == DeviceType::kCuda && p.pass == Pass::kBackward &&
-                         !p.deterministic && p.grad_query;
-  return any_order ? "not bitwise reproducible: grad_query is summed in any order, unless "
-                     "deterministic is asked for"
-                   : "bitwise reproducible";
+std::string reproducible_text(const AttentionPlan& plan) {
+  return plan.any_order ? "not bitwise reproducible: grad_query is summed in any order, unless "
+                          "deterministic is asked for"
+                        : "bitwise reproducible";
 }
 
 }  // namespace
@@ -73,7 +71,7 @@ std::string explain(const AttentionProblem& problem) {
            plan.head_dim, value_dim, "\n  options    ", options_text(problem, g), "\n  kernel     ",
            plan.kernel, "\n  tile       ", plan.block_q, " queries x ", plan.block_k, " keys\n  ",
            work_text(plan), "\n  workspace  ", mebibytes(plan.workspace_bytes), "\n  ",
-           reproducible_text(problem), "\n  candidates\n");
+           reproducible_text(plan), "\n  candidates\n");
   for (const Candidate& c : plan.candidates) s += text("    ", c.name, ": ", c.verdict, "\n");
   return s;
 }

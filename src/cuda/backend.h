@@ -23,16 +23,32 @@ Status run(const AttentionPlan& plan, const AttentionTensors& tensors, void* wor
 // 16-byte aligned.
 bool in_place(const TensorSpec& spec);
 
+// The tensor as (batch, heads, length, D), as a tensor map wants it: its leading dimensions as one.
+// False where no map describes it, because they lie otherwise or something is broadcast.
+bool four_dimensions(const TensorSpec& spec, TensorSpec& four);
+
 // Whether this build has kernels of the family.
 bool has_family(std::string_view family);
 
 // Whether the plan's bias is broadcast, so that its gradient is a sum.
 bool shares_bias(const AttentionPlan& plan);
 
+// Whether a backward pass ends with the kernel that makes dQ. Of short sequences it also makes the
+// gradient of a bias that is not shared.
+bool finishes(const AttentionPlan& plan);
+
 // Whether the bias is first copied to rows of whole chunks, and how large the copy is.
 bool copies_bias(const AttentionPlan& plan);
 inline int64_t bias_pitch(const AttentionPlan& plan) { return (plan.len_k + 7) / 8 * 8; }
 int64_t bias_copy_bytes(const AttentionPlan& plan);
+
+// Whether the bias of a ragged batch is copied, a round's heads at a time, to pairs side by side;
+// its gradient then takes the copy's place and is copied back.
+bool copies_pairs(const AttentionPlan& plan);
+inline int64_t pairs_pitch(const AttentionPlan& plan) {  // with room for one more
+  return plan.problem.bias->shape[0] / 8 * 8 + 8;
+}
+int64_t pairs_copy_bytes(const AttentionPlan& plan);
 
 // The sum of that gradient, as it is launched: one block for each of `tiles` and split.
 struct BiasSumGrid {
@@ -60,7 +76,7 @@ struct BackwardWorkspace {
   size_t key_blocks = 0, query_blocks = 0, sum_blocks = 0;
   size_t row_terms = 0, grad_query_sums = 0, turns = 0, tickets = 0;
   size_t bias_sums = 0;  // in the place of grad_query_sums, which are done with by then
-  size_t bias_rows = 0;
+  size_t bias_rows = 0, bias_pairs = 0;
   size_t bytes = 0;  // of all
 };
 BackwardWorkspace backward_workspace(const AttentionPlan& plan);

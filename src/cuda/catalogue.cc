@@ -5,6 +5,7 @@
 
 #include "cuda/sm75/variants.h"
 #include "cuda/sm80/variants.h"
+#include "cuda/sm90/variants.h"
 #include "cuda/tiles.h"
 
 // The images CMake embedded, by name.
@@ -56,7 +57,9 @@ class Lister {
   void add(const char* family, DType dtype, const char* image, const char* name, Role role) {
     const bool lists = role == Role::kRaggedBlocks;
     const int threads = lists ? kRaggedThreads : kRowThreads;
-    const int shared_bytes = lists ? kRaggedSharedBytes : 0;
+    const int shared_bytes = lists                      ? kRaggedSharedBytes
+                             : role == Role::kBiasHeads ? kBiasHeadsSharedBytes
+                                                        : 0;
     add(image, {{name, nullptr}, family, role, dtype, 0, 0, 0, threads, shared_bytes, 0});
   }
 
@@ -65,10 +68,13 @@ class Lister {
     return tile.shared_bytes(role == Role::kForwardBias);
   }
   static int shared_bytes(Role role, const BwdTile& tile) {
-    if (role == Role::kFinish) return tile.block_q * tile.head_dim * 2;
+    if (role == Role::kFinish || role == Role::kFinishBias) {
+      return tile.finish_shared_bytes(role == Role::kFinishBias);
+    }
     return tile.shared_bytes(role == Role::kBackwardBias);
   }
   static int shared_bytes(Role, const BiasSumTile& tile) { return tile.shared_bytes(); }
+  static int shared_bytes(Role, const HopperFwdTile& tile) { return tile.shared_bytes(); }
 
   void add(const char* image, Kernel kernel) {
     kernel.id.image = find_image(image);
@@ -91,7 +97,7 @@ std::vector<Kernel> list_kernels() {
   TILED(kFinish, "bwd_finish", "bwd", BwdTile, __VA_ARGS__)
 #define BWD_BIAS(...)                                                \
   TILED(kBackwardBias, "bwd_bias", "bwd_bias", BwdTile, __VA_ARGS__) \
-  TILED(kFinish, "bwd_bias_finish", "bwd_bias", BwdTile, __VA_ARGS__)
+  TILED(kFinishBias, "bwd_bias_finish", "bwd_bias", BwdTile, __VA_ARGS__)
 #define BIAS_SUM(...) TILED(kBiasSum, "bwd_bias_sum", "bwd_bias", BiasSumTile, __VA_ARGS__)
 #define ROWS(FAMILY, TYPE, DTYPE)                                                                  \
   list.add(FAMILY, DTYPE, FAMILY "_attention_rows_" TYPE, FAMILY "_attention_combine_" TYPE,       \
@@ -101,7 +107,12 @@ std::vector<Kernel> list_kernels() {
   list.add(FAMILY, DTYPE, FAMILY "_attention_rows_" TYPE, FAMILY "_attention_ragged_blocks_" TYPE, \
            Role::kRaggedBlocks);                                                                   \
   list.add(FAMILY, DTYPE, FAMILY "_attention_rows_" TYPE, FAMILY "_attention_bias_rows_" TYPE,     \
-           Role::kBiasRows);
+           Role::kBiasRows);                                                                       \
+  list.add(FAMILY, DTYPE, FAMILY "_attention_rows_" TYPE, FAMILY "_attention_bias_heads_" TYPE,    \
+           Role::kBiasHeads);
+#define HOPPER_FWD(...) TILED(kForward, "fwd", "fwd", HopperFwdTile, __VA_ARGS__)
+#define SM90_FP16_FWD(...) HOPPER_FWD("sm90", "fp16", DType::kFloat16, __VA_ARGS__)
+#define SM90_BF16_FWD(...) HOPPER_FWD("sm90", "bf16", DType::kBFloat16, __VA_ARGS__)
 #define SM80_FP16(PASS, ...) PASS("sm80", "fp16", DType::kFloat16, __VA_ARGS__)
 #define SM80_BF16(PASS, ...) PASS("sm80", "bf16", DType::kBFloat16, __VA_ARGS__)
 #define SM75_FP16(PASS, ...) PASS("sm75", "fp16", DType::kFloat16, __VA_ARGS__)
@@ -120,6 +131,8 @@ std::vector<Kernel> list_kernels() {
 #define SM75_FP16_BWD(...) SM75_FP16(BWD, __VA_ARGS__)
 #define SM75_FP16_BWD_BIAS(...) SM75_FP16(BWD_BIAS, __VA_ARGS__)
 #define SM75_FP16_BIAS_SUM(...) SM75_FP16(BIAS_SUM, __VA_ARGS__)
+  FLASHMOE_SM90_ATTENTION_FWD(SM90_FP16_FWD)
+  FLASHMOE_SM90_ATTENTION_FWD(SM90_BF16_FWD)
   FLASHMOE_SM80_ATTENTION_FWD(SM80_FP16_FWD)
   FLASHMOE_SM80_ATTENTION_FWD(SM80_BF16_FWD)
   FLASHMOE_SM80_ATTENTION_FWD_BIAS(SM80_FP16_FWD_BIAS)
@@ -149,6 +162,8 @@ const char* role_name(Role role) {
       return "attention_ragged_blocks";
     case Role::kBiasRows:
       return "attention_bias_rows";
+    case Role::kBiasHeads:
+      return "attention_bias_heads";
     case Role::kForward:
       return "attention_fwd";
     case Role::kForwardBias:
@@ -165,6 +180,8 @@ const char* role_name(Role role) {
       return "attention_bwd_bias_sum";
     case Role::kFinish:
       return "attention_bwd_finish";
+    case Role::kFinishBias:
+      return "attention_bwd_bias_finish";
   }
   return "";
 }

@@ -14,13 +14,15 @@ namespace flashmoe::cuda {
 enum class Role {
   kRaggedBlocks,  // before either pass of a ragged batch
   kBiasRows,      // before either pass with a bias that many share
+  kBiasHeads,     // before either pass with the bias of a ragged batch, and for its gradient after
   kForward,
   kForwardBias,
   kCombine,  // after a forward pass that was split over keys
   kPrepare,  // before the backward pass
   kBackward,
   kBackwardBias,
-  kFinish,   // after it
+  kFinish,  // after it: dQ
+  kFinishBias,
   kBiasSum,  // the gradient of a bias that was broadcast
 };
 const char* role_name(Role role);

@@ -61,6 +61,32 @@ std::string missing_option(const AttentionPlan& plan) {
   return {};
 }
 
+// What the sm90 family cannot do of the problem; empty when there is nothing.
+std::string missing_on_hopper(const AttentionPlan& plan, bool asked) {
+  const AttentionProblem& p = plan.problem;
+  if (p.device.compute_capability != 90) {
+    return text("is for sm_90 alone, the device is ", chip_name(p.device.compute_capability));
+  }
+  if (p.pass == Pass::kBackward) return "has no backward pass yet";
+  if (!asked) return "does not have every option yet; FLASHMOE_FAMILY=sm90 asks for it";
+  if (p.bias) return "takes no bias";
+  if (p.ragged) return "takes no ragged batch yet";
+  const Geometry g = geometry(p);
+  if (g.softcap > 0 || !(g.scale > 0)) return "takes no softcap yet, and no scale of 0 or less";
+  if (plan.len_k == 0) return "there are no keys";
+  const std::pair<const char*, const TensorSpec*> tensors[] = {
+      {"query", &p.query}, {"key", &p.key}, {"value", &p.value}, {"out", &p.out}};
+  for (const auto& [name, spec] : tensors) {
+    TensorSpec four;
+    if (!four_dimensions(*spec, four) || four.shape[0] != plan.batch) {
+      return text(name,
+                  " is broadcast, or its leading dimensions do not lie densely behind each "
+                  "other");
+    }
+  }
+  return {};
+}
+
 // FLASHMOE_TILE=128x64: queries x keys.
 struct ForcedTile {
   int block_q = 0, block_k = 0;
@@ -187,10 +213,14 @@ class Chooser {
     plan_.threads = k.threads;
     plan_.shared_bytes = k.shared_bytes;
     plan_.grid[1] = plan_.grid[2] = 1;
+    if (k.family == std::string_view("sm90")) return cut_hopper_forward(k);
     if (p.ragged) {
       plan_.before.push_back(find_kernel(Role::kRaggedBlocks, k.family, p.query.dtype)->id.name);
     } else {
       plan_.grid[2] = static_cast<uint32_t>(std::min(plan_.batch, kMaxGridYZ));
+    }
+    if (copies_pairs(plan_)) {
+      plan_.before.push_back(find_kernel(Role::kBiasHeads, k.family, p.query.dtype)->id.name);
     }
     if (copies_bias(plan_)) {
       plan_.before.push_back(find_kernel(Role::kBiasRows, k.family, p.query.dtype)->id.name);
@@ -255,11 +285,24 @@ class Chooser {
     return {};
   }
 
+  // One block on each SM, which goes through blocks of queries.
+  void cut_hopper_forward(const Kernel& k) {
+    const int64_t works = ceil_div(plan_.len_q, k.block_q) * plan_.heads_q * plan_.batch;
+    plan_.work_items = works;
+    plan_.grid[0] = static_cast<uint32_t>(std::min(works, multiprocessors_));
+    plan_.grid[1] = plan_.grid[2] = 1;
+  }
+
   void cut_forward(const Kernel& k) {
     if (plan_.problem.ragged) {
       const int64_t slots = ragged_slots(plan_.problem.query.shape[0], k.block_q, plan_.batch);
-      plan_.grid[0] = static_cast<uint32_t>(slots * plan_.heads_q);
-      plan_.workspace_bytes = slots * sizeof(RaggedBlock);
+      const auto bytes = [&] {
+        return ceil_div(slots * static_cast<int64_t>(sizeof(RaggedBlock)), 256) * 256 +
+               pairs_copy_bytes(plan_);
+      };
+      if (copies_pairs(plan_)) cut_rounds(plan_.heads_q, slots, bytes);
+      plan_.grid[0] = static_cast<uint32_t>(slots * (plan_.heads_q / plan_.rounds));
+      plan_.workspace_bytes = bytes();
       return;
     }
     const int64_t blocks = std::max<int64_t>(ceil_div(rows(plan_), k.block_q), 1);
@@ -289,7 +332,20 @@ class Chooser {
   void cut_backward(const Kernel& k) {
     const AttentionProblem& p = plan_.problem;
     cut_bias_sum(k);
-    cut_rounds(k);
+    // The sums of dQ are fp32, and all at once they would be a quarter of all tensors. (Long dense
+    // sequences have few and long blocks, and would lose a tenth of their time to the ends of
+    // rounds.)
+    const bool sums = p.grad_query && !k.for_short && (p.bias || p.ragged);
+    if (sums || copies_pairs(plan_)) {
+      const auto bytes = [&] { return backward_workspace(plan_).bytes; };
+      if (p.ragged) {
+        const int64_t slots = ragged_slots(p.key.shape[0], k.block_k, plan_.batch);
+        cut_rounds(plan_.heads_k, slots, bytes);
+      } else {
+        cut_rounds(plan_.batch, ceil_div(plan_.len_k, k.block_k) * plan_.heads_k, bytes);
+      }
+    }
+    plan_.any_order = p.grad_query && !p.deterministic && !k.for_short;
     const BackwardWorkspace workspace = backward_workspace(plan_);
     plan_.workspace_bytes = workspace.bytes;
     if (p.ragged) {
@@ -300,9 +356,14 @@ class Chooser {
       plan_.grid[2] = static_cast<uint32_t>(std::min(round_batch(plan_), kMaxGridYZ));
     }
     plan_.before.push_back(find_kernel(Role::kPrepare, k.family, p.query.dtype)->id.name);
-    if (p.grad_query) plan_.after.push_back(find_kernel(Role::kFinish, k)->id.name);
+    if (finishes(plan_)) {
+      const Role role = p.bias ? Role::kFinishBias : Role::kFinish;
+      plan_.after.push_back(find_kernel(role, k)->id.name);
+    }
     if (p.grad_bias && shares_bias(plan_)) {
       plan_.after.push_back(find_kernel(Role::kBiasSum, k)->id.name);
+    } else if (p.grad_bias && copies_pairs(plan_)) {
+      plan_.after.push_back(find_kernel(Role::kBiasHeads, k.family, p.query.dtype)->id.name);
     }
   }
 
@@ -322,28 +383,23 @@ class Chooser {
     }
   }
 
-  // In how many rounds of launches a backward pass goes. The sums of dQ are fp32, and all at once
-  // they would be a quarter of all tensors: as few rounds as make the workspace small beside the
-  // tensors, each still with work for the whole chip. A round has a part of the batch, or of the
-  // heads where only the device knows which tokens a part has. (Long dense sequences have few and
-  // long blocks, and would lose a tenth of their time to the ends of rounds.)
-  void cut_rounds(const Kernel& k) {
+  // In how many rounds of launches a call goes, each with its share of `parts`: as few as make the
+  // workspace small beside the tensors, with work left for the whole chip. A part of a dense batch
+  // is a sequence; of a ragged one a head, since only the device knows which tokens a sequence has.
+  template <class Bytes>
+  void cut_rounds(int64_t parts, int64_t blocks_of_part, const Bytes& workspace_bytes) {
     constexpr double kSmall = 0.099;
     constexpr int64_t kBlocksOfAnSm = 2, kMost = 16;
     const AttentionProblem& p = plan_.problem;
-    if (!p.grad_query || (!p.bias && !p.ragged)) return;
-    const int64_t parts = p.ragged ? plan_.heads_k : plan_.batch;
-    const int64_t blocks = p.ragged ? ragged_slots(p.key.shape[0], k.block_k, plan_.batch)
-                                    : ceil_div(plan_.len_k, k.block_k) * plan_.heads_k;
     const double small = kSmall * tensor_bytes(p);
     for (int64_t rounds = 1; rounds <= std::min(parts, kMost); ++rounds) {
       // Equal parts of the heads; of the batch, as many as there really are.
       const bool whole =
           p.ragged ? parts % rounds == 0 : ceil_div(parts, ceil_div(parts, rounds)) == rounds;
       if (!whole) continue;
-      if (parts / rounds * blocks < kBlocksOfAnSm * multiprocessors_) break;
+      if (parts / rounds * blocks_of_part < kBlocksOfAnSm * multiprocessors_) break;
       plan_.rounds = rounds;
-      if (static_cast<double>(backward_workspace(plan_).bytes) <= small) return;
+      if (static_cast<double>(workspace_bytes()) <= small) return;
     }
     plan_.rounds = 1;  // no number of them does
   }
@@ -372,6 +428,30 @@ bool in_place(const TensorSpec& spec) {
   return true;
 }
 
+bool four_dimensions(const TensorSpec& spec, TensorSpec& four) {
+  if (spec.rank < 3) return false;
+  four = TensorSpec{};
+  four.dtype = spec.dtype;
+  four.rank = 4;
+  for (int i = 1; i < 4; ++i) {
+    four.shape[i] = spec.size(i - 4);
+    four.stride[i] = spec.step(i - 4);
+  }
+  int64_t count = 1, stride = 0;  // of the leading dimensions, innermost first
+  for (int i = spec.rank - 4; i >= 0; --i) {
+    if (spec.shape[i] == 1) continue;
+    if (count == 1) stride = spec.stride[i];
+    if (spec.stride[i] != stride * count) return false;
+    count *= spec.shape[i];
+  }
+  four.shape[0] = count;
+  four.stride[0] = stride;
+  for (int i = 0; i < 3; ++i) {
+    if (four.shape[i] == 0 || (four.shape[i] > 1 && four.stride[i] <= 0)) return false;
+  }
+  return four.shape[3] > 0;
+}
+
 bool shares_bias(const AttentionPlan& plan) {
   const TensorSpec& query = plan.problem.query;
   const TensorSpec& bias = *plan.problem.bias;
@@ -382,6 +462,12 @@ bool shares_bias(const AttentionPlan& plan) {
     if (size != 1 && (i > bias.rank || bias.size(-i) == 1)) return true;
   }
   return false;
+}
+
+bool finishes(const AttentionPlan& plan) {
+  const AttentionProblem& p = plan.problem;
+  const bool own_bias = p.grad_bias && !shares_bias(plan);
+  return p.grad_query || (own_bias && find_kernel(plan.kernel)->for_short);
 }
 
 bool copies_bias(const AttentionPlan& plan) {
@@ -408,6 +494,18 @@ int64_t bias_copy_bytes(const AttentionPlan& plan) {
   int64_t rows = 1;
   for (int i = 0; i < bias.rank - 1; ++i) rows *= bias.shape[i];
   return ceil_div(rows * bias_pitch(plan) * 2, 256) * 256;
+}
+
+bool copies_pairs(const AttentionPlan& plan) {
+  if (!plan.problem.bias || !plan.problem.ragged) return false;
+  const TensorSpec& bias = *plan.problem.bias;  // (pairs, heads)
+  return bias.dtype != DType::kFloat32 && bias.shape[0] > 1 && bias.shape[1] > 1 &&
+         bias.stride[0] != 1;
+}
+
+int64_t pairs_copy_bytes(const AttentionPlan& plan) {
+  if (!copies_pairs(plan)) return 0;
+  return ceil_div(plan.heads_q / plan.rounds * pairs_pitch(plan) * 2, 256) * 256;
 }
 
 BiasSumGrid bias_sum_grid(const AttentionPlan& plan, int64_t block_q, int64_t block_k) {
@@ -459,16 +557,18 @@ BackwardWorkspace backward_workspace(const AttentionPlan& plan) {
           grid.tiles * grid.heads * grid.batches * plan.bias_splits * sum->block_q * sum->block_k;
     }
   }
-  const int64_t query_sums = p.grad_query ? heads * w.sum_rows * kernel->head_dim : 0;
+  const bool sums = p.grad_query && !kernel->for_short;
+  const int64_t query_sums = sums ? heads * w.sum_rows * kernel->head_dim : 0;
   // The sum of a bias's gradient needs those of all heads.
   w.row_terms = place((sums_bias ? plan.heads_q : heads) * w.rows * 2 * sizeof(float));
   w.grad_query_sums = w.bias_sums = place(std::max(query_sums, bias_sums) * sizeof(float));
-  w.turns = place(heads * w.sum_rows / block * sizeof(int32_t));
+  w.turns = place(sums ? heads * w.sum_rows / block * sizeof(int32_t) : 0);
   w.tickets = place(sizeof(int32_t));
   w.key_blocks = place(w.key_slots * sizeof(RaggedBlock));
   w.query_blocks = place(w.query_slots * sizeof(RaggedBlock));
   w.sum_blocks = place(w.sum_slots * sizeof(RaggedBlock));
   w.bias_rows = place(bias_copy_bytes(plan));
+  w.bias_pairs = place(pairs_copy_bytes(plan));
   return w;
 }
 
@@ -505,6 +605,9 @@ Status choose(AttentionPlan& plan) {
                  chip_name(p.device.compute_capability));
     } else if (!missing.empty()) {
       why = missing;
+    } else if (std::string here = missing_on_hopper(plan, forced);
+               !std::strcmp(family.name, "sm90") && !here.empty()) {
+      why = here;
     } else {
       chosen = chooser.find(family.name, forced_tile, why);
     }

@@ -84,6 +84,10 @@ struct AttentionParams {
   float bias_scale;     // 1 / scale
   int32_t bias_wide;    // whether it is fp32
   int32_t bias_padded;  // whether rows end with a whole chunk of 16 bytes, whatever len_k
+  // Ragged: the bias that `bias` is a copy of, with its heads side by side; null: it is none. The
+  // copy makes room for the gradient, tile by tile.
+  const void* packed_bias;
+  int64_t packed_head, packed_pair;  // strides
 
   // Lengths that only the device knows; null where there are none. int64 or int32.
   const void* key_lengths;  // (batch), with these strides
@@ -93,7 +97,9 @@ struct AttentionParams {
   // Ragged: the blocks of queries of a forward pass, of keys of a backward pass; null otherwise.
   // The grid is then (slots x heads), heads fastest.
   const RaggedBlock* blocks;
-  int32_t heads;  // of this launch: of queries in a forward pass, of keys in a backward pass
+  // The heads [first_head, first_head + heads) of this launch: of queries in a forward pass, of
+  // keys in a backward pass. A ragged batch may take its heads in several rounds.
+  int32_t first_head, heads;
 
   // The batch as leading dimensions, outermost first: a batch index is taken apart by their sizes.
   int32_t batch, batch_dims;
@@ -124,6 +130,18 @@ struct AttentionBiasRowsParams {
   int32_t len_k, pitch;
 };
 
+// Of the kernel that copies the bias of a ragged batch, 16-bit, from (pairs, heads) to (heads,
+// pairs) or its gradient back. Strides in elements.
+struct AttentionBiasHeadsParams {
+  void* packed;  // (pairs, heads)
+  int64_t packed_pair, packed_head;
+  void* by_head;           // (heads, pairs), in whole 16-byte chunks
+  int64_t by_head_stride;  // from one head to the next
+  int64_t pairs;
+  int32_t heads;
+  int32_t back;
+};
+
 struct AttentionFwdParams : AttentionParams {
   // The softmax takes the largest product for the largest score, so scale_log2 is above 0 here, and
   // products are first multiplied by sign: 1, or -1 for a negative scale, or 0 for a scale of 0.
@@ -137,6 +155,19 @@ struct AttentionFwdParams : AttentionParams {
   int32_t dim;         // the kernel's head dim: D rounded up
   float* partial_out;  // (splits, batch, heads, len_q, dim)
   float* partial_lse;  // (splits, batch, heads, len_q), base 2
+};
+
+// What the copy engine of sm_90 reads of a tensor: see tensor_map.h. By value, in constant memory.
+struct alignas(64) TensorMap {
+  uint64_t opaque[16];
+};
+
+// Of the sm90 family. The grid is as many CTAs as the chip holds at once; each takes every
+// gridDim.x-th of `works` blocks of queries.
+struct HopperFwdParams : AttentionFwdParams {
+  TensorMap query_map, key_map, value_map, out_map;  // (batch, heads, length, D)
+  int32_t query_blocks, works;
+  int32_t heads_together;  // (batch, head) whose blocks follow each other
 };
 
 struct AttentionBwdParams : AttentionParams {
@@ -159,22 +190,18 @@ struct AttentionBwdParams : AttentionParams {
 
   // Ragged: the blocks of queries, for the kernels before and after.
   const RaggedBlock* query_blocks;
+  uint32_t prepare_heads;  // of a block of the kernel before
 
-  // The sums of dQ may have room for a part of the batch only, or of the heads of a ragged batch:
-  // launches come in rounds then, and this one has the key heads [first_head, first_head + heads)
-  // and their queries'.
-  int32_t first_head;
-
-  // Workspace. Sequences have whole blocks of rows in it: see workspace_row().
-  int64_t rows;            // of one head, all sequences
-  int64_t sum_rows;        // of one head, those of a round
-  int32_t block_q;         // rows of a block
-  int32_t dim;             // the kernel's head dim: D rounded up
-  float* row_terms;        // (heads_q, rows, 2): lse in base 2, and out.dO - grad_lse
-  float* grad_query_sums;  // (heads x group, sum_rows, dim), in the order of the accumulators
-
-  // Sequences of at most so many keys have one block of them, which writes dQ itself; 0: none.
-  int32_t direct_keys;
+  // Workspace. The sums of dQ may have room for a part of the batch only, or of the heads of a
+  // ragged batch: launches come in rounds then. Sequences have whole blocks of rows in it: see
+  // workspace_row().
+  int64_t rows;      // of one head, all sequences
+  int64_t sum_rows;  // of one head, those of a round
+  int32_t block_q;   // rows of a block
+  int32_t dim;       // the kernel's head dim: D rounded up
+  float* row_terms;  // (heads_q, rows, 2): lse in base 2, and out.dO - grad_lse
+  // (heads x group, sum_rows, dim), in the order of the accumulators; null: dQ is not summed up
+  float* grad_query_sums;
 
   // Deterministic: blocks of keys add to a block of grad_query_sums in their order. `turns` holds
   // whose turn it is for each (head of the round, block of rows); `tickets` gives out the work, so

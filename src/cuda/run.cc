@@ -9,6 +9,8 @@
 #include "cuda/catalogue.h"
 #include "cuda/driver.h"
 #include "cuda/params.h"
+#include "cuda/tensor_map.h"
+#include "cuda/tiles.h"
 
 namespace flashmoe::cuda {
 namespace {
@@ -213,6 +215,68 @@ Status copy_bias(const AttentionPlan& plan, AttentionParams& p, void* rows, cons
                      grid, plan, launch, copy);
 }
 
+// The bias of a ragged batch, a round's heads of it at a time, with its pairs side by side. Kernels
+// read the copy; where they write a gradient, it takes the copy's place, and is copied back.
+class PairsCopy {
+ public:
+  PairsCopy(const AttentionPlan& plan, const Launch& launch, void* copy)
+      : plan_(plan), launch_(launch), copy_(copy), heads_(plan.heads_q / plan.rounds) {
+    wanted_ = copies_pairs(plan);
+  }
+
+  // The heads of `round` to the copy, which `p` is then given. (Heads keep their numbers.)
+  Status read(AttentionParams& p, const void* bias, int64_t round) const {
+    if (!wanted_) return {};
+    const TensorSpec& spec = *plan_.problem.bias;
+    const int64_t first = round * heads_;
+    p.packed_bias = bias;
+    p.packed_pair = spec.stride[0];
+    p.packed_head = spec.stride[1];
+    p.bias = static_cast<const uint16_t*>(copy_) - first * pairs_pitch(plan_);
+    p.bias_column = 1;
+    p.bias_strides.head = pairs_pitch(plan_);
+    return run(bias, spec, round, false);
+  }
+  // Where their gradient is to be written instead of where it belongs.
+  void redirect(AttentionBwdParams& p) const {
+    if (!wanted_ || !p.grad_bias) return;
+    p.grad_bias = const_cast<void*>(p.bias);
+    p.grad_bias_column = p.bias_column;
+    p.grad_bias_strides = p.bias_strides;
+  }
+  // And to where it belongs.
+  Status write(const AttentionBwdParams& p, void* grad_bias, int64_t round) const {
+    if (!wanted_ || !p.grad_bias) return {};
+    return run(grad_bias, *plan_.problem.grad_bias, round, true);
+  }
+
+ private:
+  Status run(const void* packed, const TensorSpec& spec, int64_t round, bool back) const {
+    AttentionBiasHeadsParams p{};
+    p.packed_pair = spec.stride[0];
+    p.packed_head = spec.stride[1];
+    p.packed = static_cast<uint16_t*>(const_cast<void*>(packed)) + round * heads_ * p.packed_head;
+    p.by_head = copy_;
+    p.by_head_stride = pairs_pitch(plan_);
+    p.pairs = spec.shape[0];
+    p.heads = static_cast<int32_t>(heads_);
+    p.back = back;
+    const auto blocks = [](int64_t n, int64_t of) {
+      return static_cast<uint32_t>((n + of - 1) / of);
+    };
+    const Kernel* kernel = find_kernel(Role::kBiasHeads, plan_.family, plan_.problem.query.dtype);
+    return launch_part(kernel->id.name,
+                       {blocks(p.pairs, kBiasTilePairs), blocks(heads_, kBiasTileHeads), 1}, plan_,
+                       launch_, p);
+  }
+
+  const AttentionPlan& plan_;
+  const Launch& launch_;
+  void* copy_;
+  int64_t heads_;  // of a round
+  bool wanted_;
+};
+
 Status run_forward(const AttentionPlan& plan, const AttentionTensors& t, void* workspace,
                    const Launch& launch) {
   const Geometry g = geometry(plan.problem);
@@ -239,7 +303,9 @@ Status run_forward(const AttentionPlan& plan, const AttentionTensors& t, void* w
   merge_batch(
       p, {p.query_strides.batch, p.key_strides.batch, p.value_strides.batch, p.out_strides.batch,
           p.lse_strides.batch, p.key_lengths_strides, p.bias_strides.batch});
-  p.heads = static_cast<int32_t>(plan.heads_q);
+  p.heads = static_cast<int32_t>(plan.heads_q / plan.rounds);
+  const PairsCopy pairs(
+      plan, launch, static_cast<char*>(workspace) + plan.workspace_bytes - pairs_copy_bytes(plan));
   if (ragged) {
     auto* blocks = static_cast<RaggedBlock*>(workspace);
     p.blocks = blocks;
@@ -258,12 +324,53 @@ Status run_forward(const AttentionPlan& plan, const AttentionTensors& t, void* w
     p.partial_out = static_cast<float*>(workspace);
     p.partial_lse = p.partial_out + plan.splits * plan.batch * plan.grid[1] * p.len_q * p.dim;
   }
-  return in_rounds(plan, p, [&](uint32_t count) {
+  const auto launch_part_of_batch = [&](uint32_t count) {
     Status status = launch_part(plan.kernel, {plan.grid[0], plan.grid[1], count}, plan, launch, p);
     if (!status.ok() || plan.splits == 1) return status;
     return launch_part(plan.after[0], {static_cast<uint32_t>(p.len_q), plan.grid[1], count}, plan,
                        launch, p);
-  });
+  };
+  for (int64_t round = 0; round < plan.rounds; ++round) {
+    p.first_head = static_cast<int32_t>(round) * p.heads;
+    Status status = pairs.read(p, t.bias, round);
+    if (status.ok()) status = in_rounds(plan, p, launch_part_of_batch);
+    if (!status.ok()) return status;
+  }
+  return {};
+}
+
+Status run_hopper_forward(const AttentionPlan& plan, const AttentionTensors& t,
+                          const Launch& launch) {
+  const AttentionProblem& problem = plan.problem;
+  HopperFwdParams p{};
+  fill_problem(p, plan, t, geometry(problem));
+  p.sign = 1;
+  p.splits = 1;
+  merge_batch(p, {p.query_strides.batch, p.key_strides.batch, p.value_strides.batch,
+                  p.out_strides.batch, p.lse_strides.batch, p.key_lengths_strides});
+  p.heads = static_cast<int32_t>(plan.heads_q);
+  p.query_blocks = static_cast<int32_t>((plan.len_q + plan.block_q - 1) / plan.block_q);
+  p.works = static_cast<int32_t>(plan.work_items);
+  // The keys and values of as many heads as leave the second-level cache room for the rest.
+  constexpr int64_t kCached = 32 << 20;
+  const int64_t bytes = 2 * plan.len_k * (plan.head_dim + plan.head_dim_v);
+  const int64_t heads = std::max<int64_t>(kCached / bytes, 1) * p.group;
+  p.heads_together = static_cast<int32_t>(std::min(heads, plan.heads_q * plan.batch));
+  const auto encode = [](TensorMap& map, const TensorSpec& spec, const void* data, int64_t rows) {
+    TensorSpec four;
+    if (!four_dimensions(spec, four)) return invalid("a tensor that no tensor map describes");
+    const int box[4] = {1, 1, static_cast<int>(rows), 64};
+    const Result<CUtensorMap> encoded = encode_tensor_map(four, data, box);
+    if (!encoded.ok()) return encoded.status();
+    std::copy(std::begin(encoded.value().opaque), std::end(encoded.value().opaque), map.opaque);
+    return Status();
+  };
+  Status status = encode(p.query_map, problem.query, t.query, plan.block_q);
+  if (status.ok()) status = encode(p.key_map, problem.key, t.key, plan.block_k);
+  if (status.ok()) status = encode(p.value_map, problem.value, t.value, plan.block_k);
+  if (status.ok()) status = encode(p.out_map, problem.out, t.out, 64);  // by each warpgroup
+  if (!status.ok() || plan.work_items == 0) return status;
+  return launch_part(plan.kernel, {plan.grid[0], 1, 1}, plan, launch, p);
 }
 
 // One block for each tile of the gradient; what shares a tile is summed by its block. Where that
@@ -328,16 +435,14 @@ Status run_backward(const AttentionPlan& plan, const AttentionTensors& t, void* 
   p.sum_rows = w.sum_rows;
   p.block_q = static_cast<int32_t>(plan.block_q);
   p.dim = find_kernel(plan.kernel)->head_dim;
-  p.grad_query_sums = reinterpret_cast<float*>(at(w.grad_query_sums));
+  const bool sums = p.grad_query && !find_kernel(plan.kernel)->for_short;
+  if (sums) p.grad_query_sums = reinterpret_cast<float*>(at(w.grad_query_sums));
   p.turns = reinterpret_cast<int32_t*>(at(w.turns));
-  // A mask may leave out blocks of queries, whose dQ nobody would write.
-  const bool masked = p.left < kNoLimit || p.right < kNoLimit;
-  p.direct_keys =
-      find_kernel(plan.kernel)->for_short && !masked ? static_cast<int32_t>(plan.block_k) : 0;
   p.tickets = reinterpret_cast<int32_t*>(at(w.tickets));
   // Without queries the preparing kernel does not run, and nobody adds.
-  p.deterministic = problem.deterministic && p.grad_query && plan.len_q > 0;
+  p.deterministic = problem.deterministic && sums && plan.len_q > 0;
 
+  p.prepare_heads = 1;
   const int64_t head_rounds = problem.ragged ? plan.rounds : 1;
   const uint32_t heads_q = static_cast<uint32_t>(plan.heads_q / head_rounds);  // of a round
   p.heads = static_cast<int32_t>(plan.heads_k / head_rounds);
@@ -364,23 +469,30 @@ Status run_backward(const AttentionPlan& plan, const AttentionTensors& t, void* 
     if (!status.ok()) return status;
     rows_grid[0] = static_cast<uint32_t>(w.query_slots) * heads_q;
     rows_grid[1] = 1;
+    // Heads lie side by side: the preparing kernel takes a few at once.
+    while (p.prepare_heads < 8 && heads_q % (2 * p.prepare_heads) == 0) p.prepare_heads *= 2;
   }
   const bool sums_bias = problem.grad_bias && shares_bias(plan);
   if (problem.grad_bias && !sums_bias) p.grad_bias = t.grad_bias;
+  const PairsCopy pairs(plan, launch, at(w.bias_pairs));
   for (int64_t round = 0; round < head_rounds; ++round) {
     p.first_head = static_cast<int32_t>(round) * p.heads;
+    if (Status status = pairs.read(p, t.bias, round); !status.ok()) return status;
+    pairs.redirect(p);
     // Heads keep their numbers where there is room for those of a round only.
     const int64_t before = sums_bias ? 0 : int64_t{p.first_head} * p.group * w.rows * 2;
     p.row_terms = reinterpret_cast<float*>(at(w.row_terms)) - before;
     Status status = in_rounds(plan, p, [&](uint32_t count) {
       const uint32_t rows[3] = {rows_grid[0], rows_grid[1], count};
-      Status part = launch_part(plan.before.back(), rows, plan, launch, p);
+      Status part = launch_part(plan.before.back(), {rows[0] / p.prepare_heads, rows[1], rows[2]},
+                                plan, launch, p);
       if (part.ok()) {
         part = launch_part(plan.kernel, {plan.grid[0], plan.grid[1], count}, plan, launch, p);
       }
-      if (part.ok() && p.grad_query) part = launch_part(plan.after[0], rows, plan, launch, p);
+      if (part.ok() && finishes(plan)) part = launch_part(plan.after[0], rows, plan, launch, p);
       return part;
     });
+    if (status.ok()) status = pairs.write(p, t.grad_bias, round);
     if (!status.ok()) return status;
   }
   if (!sums_bias) return {};
@@ -403,6 +515,7 @@ Status run(const AttentionPlan& plan, const AttentionTensors& t, void* workspace
   for (const auto& [name, data] : aligned) {
     if (Status status = check_aligned(name, data); !status.ok()) return status;
   }
+  if (plan.family == "sm90") return run_hopper_forward(plan, t, launch);
   return plan.problem.pass == Pass::kForward ? run_forward(plan, t, workspace, launch)
                                              : run_backward(plan, t, workspace, launch);
 }

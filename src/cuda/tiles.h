@@ -10,9 +10,21 @@ inline constexpr int kTaskBytes = 256;
 // The kernel that lists the blocks of a ragged batch: threads, and shared memory for their sums.
 inline constexpr int kRaggedThreads = 1024, kRaggedSharedBytes = 1024;
 
+// The kernel that copies the bias of a ragged batch between (pairs, heads) and (heads, pairs): its
+// tile in shared memory, a row for each head.
+inline constexpr int kBiasTilePairs = 256, kBiasTileHeads = 16;
+inline constexpr int kBiasTilePitch = kBiasTilePairs + 8;
+inline constexpr int kBiasHeadsSharedBytes = kBiasTileHeads * kBiasTilePitch * 2;
+
 // Tiles for thousands of sequences of a few dozen tokens.
 constexpr bool is_for_short(int head_dim, int block_q, int block_k) {
   return head_dim <= 64 && block_q <= 32 && block_k <= 32;
+}
+
+// How many CTAs of the kernel that makes dQ an SM is to hold: that for short sequences takes fewer
+// registers than the one before it. (Turing has shared memory for four.)
+constexpr int finish_ctas(int head_dim, int block_q, int block_k, int ctas) {
+  return is_for_short(head_dim, block_q, block_k) && ctas > 4 && ctas < 8 ? 8 : ctas;
 }
 
 struct FwdTile {
@@ -26,11 +38,31 @@ struct FwdTile {
 
   constexpr int threads() const { return warps * 32; }
   constexpr bool for_short() const { return is_for_short(head_dim, block_q, block_k); }
-  // Q, the stages of K and V, two of the bias if there is one, and the task. The output leaves
-  // through Q's place.
-  constexpr int shared_bytes(bool bias = false) const {
-    return (block_q + 2 * stages * block_k) * head_dim * 2 +
+  // Q (and what else has as many rows), the stages of K and V, two of the bias if there is one, and
+  // the task. The output leaves through Q's place.
+  constexpr int shared_bytes(bool bias = false, int row_tensors = 1) const {
+    return (row_tensors * block_q + 2 * stages * block_k) * head_dim * 2 +
            (bias ? 2 * block_q * block_k * 2 : 0) + kTaskBytes;
+  }
+};
+
+// A forward pass of the sm90 family. Shared memory for its barriers.
+inline constexpr int kBarrierBytes = 256;
+
+struct HopperFwdTile {
+  int head_dim;
+  int block_q, block_k;  // a warpgroup for each 64 rows, and one more
+  int stages;            // blocks of K and V in shared memory
+  int ctas = 1;          // on an SM: it takes all there is
+
+  constexpr int threads() const { return (block_q / 64 + 1) * 128; }
+  // Whether the output leaves through Q's place, for want of room; the next Q has to wait for it.
+  constexpr bool shares_output() const { return bytes(2) > 227 * 1024; }
+  constexpr int shared_bytes() const { return bytes(shares_output() ? 1 : 2); }
+  // Q and the output, the stages of K and V in blocks of 64 columns, and barriers.
+  constexpr int bytes(int row_tensors) const {
+    const int row = (head_dim + 63) / 64 * 128;
+    return (row_tensors * block_q + 2 * stages * block_k) * row + kBarrierBytes;
   }
 };
 
@@ -51,6 +83,15 @@ struct BwdTile {
   // registers as dV and dK need them, and only dQ needs dS in shared memory. Takes registers for
   // its keys' whole rows of dK and dV, so it is for small head dims.
   constexpr bool own_keys() const { return score_rows == 0; }
+  // The kernel that makes dQ: from sums, through shared memory, or for short sequences from the
+  // keys once more, as a forward pass.
+  constexpr FwdTile query_tile() const {
+    const int held = finish_ctas(head_dim, block_q, block_k, ctas);
+    return {head_dim, block_q, block_k, warps, 0, 2, held};
+  }
+  constexpr int finish_shared_bytes(bool bias) const {
+    return for_short() ? query_tile().shared_bytes(bias, 2) : block_q * head_dim * 2;
+  }
   // K and V, the stages of Q and dO, P (not with own keys) and dS, the stages of lse and delta, the
   // bias if there is one, and the task.
   constexpr int shared_bytes(bool bias = false) const {
@@ -60,6 +101,7 @@ struct BwdTile {
   }
   // Two where that takes no CTA from an SM of Hopper; one is on its way for half a block only.
   constexpr int bias_stages() const {
+    if (for_short()) return stages;
     constexpr int kSharedOfSm = 228 * 1024, kReserved = 1024;
     const int two = shared_bytes() + 2 * block_q * block_k * 2 + kReserved;
     return stages > 1 && ctas * two <= kSharedOfSm ? 2 : 1;
@@ -77,13 +119,13 @@ struct BiasSumTile {
   int ctas;         // that an SM's registers are to hold
 
   constexpr int threads() const { return warps * 32; }
-  // The stages, with lse and delta, and what each begins with; then the bias. At the end the tile
-  // in fp32 takes the place of it all.
+  // The stages, with lse and delta, the bias, and what is known of the steps; at the end the tile
+  // in fp32 takes the place of these. Then the task.
   constexpr int shared_bytes() const {
     const int loop = stages * (2 * (block_q + block_k) * head_dim * 2 + block_q * 8) +
                      block_q * block_k * 2 + kKnownSteps * kStepBytes;
     const int tile = block_q * (block_k * 4 + 16);
-    return loop > tile ? loop : tile;
+    return (loop > tile ? loop : tile) + kTaskBytes;
   }
 };
 

@@ -24,6 +24,7 @@
 
 #include "cuda/any/attention_bwd_block.cuh"
 #include "cuda/any/attention_bwd_own.cuh"
+#include "cuda/any/attention_bwd_query.cuh"
 #include "cuda/tile/copy.cuh"
 
 namespace flashmoe::cuda {
@@ -145,7 +146,7 @@ __device__ __forceinline__ void find_task(BwdTask& task, const AttentionBwdParam
   if constexpr (C::kBias) {
     task.bias = find_bias(p, task.seq, task.batch, head);
     task.bias.chunks &= p.group == 1 || p.bias_strides.head % 8 == 0;
-    task.plain &= plain_bias(task.bias, p);
+    task.plain &= plain_bias<C::kShort>(task.bias, p);
     task.grad_bias = find_grad_bias(p, task.seq, task.batch, head);
     task.grad_bias.chunks &= p.group == 1 || p.grad_bias_strides.head % 8 == 0;
   }
@@ -240,7 +241,7 @@ __device__ __forceinline__ void bwd_queries(BwdState<C>& t, uint32_t smem, BwdTa
   const auto needs = [&] {
     if (!task.plain || contain) return Needs::kAnything;
     const bool full = block.first >= task.full_begin && block.first < task.full_end;
-    return full ? Needs::kNothing : Needs::kMask;
+    return full && !C::kShort ? Needs::kNothing : Needs::kMask;
   };
   // The blocks from this one on that need the same.
   const auto run = [&](auto constant) {
@@ -251,7 +252,7 @@ __device__ __forceinline__ void bwd_queries(BwdState<C>& t, uint32_t smem, BwdTa
       if (exists(coming)) {
         load_queries<C, kMaybeOdd>(smem, stage, task, coming, p);
         if constexpr (C::kBias && C::kBiasStages > 1) {
-          load_bias<C, kMaybeOdd>(smem, stage, task, coming, p);
+          load_bias<C, kMaybeOdd || C::kShort>(smem, stage, task, coming, p);
         }
       }
       Chip::commit();
@@ -263,7 +264,7 @@ __device__ __forceinline__ void bwd_queries(BwdState<C>& t, uint32_t smem, BwdTa
       const auto between = [&] {
         if constexpr (C::kBias && C::kBiasStages == 1) {
           const QueryBlock coming = next<C>(block, task);
-          if (exists(coming)) load_bias<C, kMaybeOdd>(smem, 0, task, coming, p);
+          if (exists(coming)) load_bias<C, kMaybeOdd || C::kShort>(smem, 0, task, coming, p);
           Chip::commit();
         }
       };
@@ -285,12 +286,12 @@ __device__ __forceinline__ void bwd_queries(BwdState<C>& t, uint32_t smem, BwdTa
 #pragma unroll 1
   while (exists(block)) {
     const Needs here = needs();
-    if (here == Needs::kNothing) {
-      run(std::integral_constant<Needs, Needs::kNothing>());
-    } else if (here == Needs::kAnything) {
+    if (here == Needs::kAnything) {
       run(std::integral_constant<Needs, Needs::kAnything>());
-    } else {
+    } else if (here == Needs::kMask) {
       run(std::integral_constant<Needs, Needs::kMask>());
+    } else if constexpr (!C::kShort) {
+      run(std::integral_constant<Needs, Needs::kNothing>());
     }
   }
   Chip::template wait<0>();
@@ -315,12 +316,14 @@ __device__ __forceinline__ void attention_bwd(const AttentionBwdParams& p) {
     return;
   }
   if (task.key_block * C::kBlockK >= task.stored_keys) return;
-  if constexpr (C::kBias) {
+  if constexpr (C::kBias && !C::kShort) {
     if (p.grad_bias) fill_bias_gradient<C>(task, 0, p);
   }
 
   BwdState<C> t;
-  if (C::kBias || p.deterministic) {
+  if constexpr (C::kShort) {  // nobody adds to anything
+    bwd_queries<C, false>(t, smem, task, p);
+  } else if (C::kBias || p.deterministic) {
     bwd_queries<C, true>(t, smem, task, p);
   } else if constexpr (!C::kBias) {
     bwd_queries<C, false>(t, smem, task, p);
@@ -335,9 +338,15 @@ __device__ __forceinline__ void attention_bwd(const AttentionBwdParams& p) {
   }
 }
 
-// dQ from its sums: one CTA for each block of queries of one (batch, head).
+// dQ of one block of queries of one (batch, head): from its sums or, with short sequences, from the
+// keys once more.
 template <class C>
 __device__ __forceinline__ void attention_bwd_finish(const AttentionBwdParams& p) {
+  if constexpr (C::kShort) {
+    attention_bwd_query<FwdConfig<typename C::Chip, typename C::Type, C::kQueryTile, C::kBias, 2>>(
+        p);
+    return;
+  }
   extern __shared__ __align__(1024) char shared[];
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const QueryRows rows = find_query_rows(p);
@@ -352,7 +361,7 @@ __device__ __forceinline__ void attention_bwd_finish(const AttentionBwdParams& p
               rows.kind == RaggedKind::kRest ? 0 : C::Type::kNan);
     return;
   }
-  if (block.first >= seq.len_q || writes_directly(seq, p)) return;
+  if (block.first >= seq.len_q) return;
   BwdTask task;
   task.round_row = workspace_row(p, seq, rows.batch) - round_rows(p);
 

@@ -11,7 +11,9 @@
 //                  sK, sV    stages x block_k x D
 //                  sTerms    stages x block_q     lse and delta of the rows
 //                  sBias     block_q x block_k
-//                  steps     what is to be done next; at the end the tile itself, in fp32
+//                  steps     what is to be done next
+//                  task
+// At the end the tile itself, in fp32, takes the place of all but the task.
 #pragma once
 
 #include <type_traits>
@@ -59,14 +61,18 @@ struct BiasSumConfig {
   static constexpr uint32_t kSmemBias = kSmemV + kStages * kKeyBytes;
   static constexpr uint32_t kSmemTerms = kSmemBias + Bias::kBytes;
   static constexpr uint32_t kSmemSteps = kSmemTerms + kStages * kTermBytes;
+  static constexpr uint32_t kSmemTask = kTile.shared_bytes() - kTaskBytes;
   static_assert(sizeof(BiasStep) <= kStepBytes && kKnownSteps <= kThreads);
-  static_assert(kSmemSteps + kKnownSteps * kStepBytes <= kTile.shared_bytes());
+  static_assert(kSmemSteps + kKnownSteps * kStepBytes <= kSmemTask);
   static constexpr int kAhead = kStages > 1 ? kStages - 1 : 1;  // steps that are on their way
   static constexpr int kPitch = kBlockK * 4 + 16;               // of the tile in fp32, in bytes
 };
 
 template <class C>
 using BiasSums = float[C::kM][C::kN][4];
+// The tile's bias, two numbers in a register.
+template <class C>
+using PackedBias = uint32_t[C::kM][C::kN][2];
 
 // A tile of the gradient.
 struct SumTile {
@@ -79,6 +85,7 @@ struct SumTile {
 template <class C>
 class SharedSteps {
  public:
+  SharedSteps() = default;
   // `slot` is null in a dense batch.
   __device__ __forceinline__ SharedSteps(const AttentionBwdParams& p, const RaggedBlock* slot)
       : slot_(slot),
@@ -89,6 +96,7 @@ class SharedSteps {
     key_blocks_ = own_keys_ ? 1 : blocks(p.len_k, C::kBlockK);
     heads_ = own_head_ ? 1 : p.heads_q;
     batches_ = 1;
+#pragma unroll 1
     for (int i = 0; i < p.batch_dims && !slot; ++i) {
       if (p.grad_bias_strides.batch[i] == 0) batches_ *= p.batch_sizes[i];
     }
@@ -126,13 +134,13 @@ class SharedSteps {
     const Sequence& seq = s.seq;
     const int last_query = min(s.first_query + C::kBlockQ, seq.len_q) - 1;
     const int last_key = min(s.first_key + C::kBlockK, seq.len_k) - 1;
-    s.seen = seq.valid && s.first_query <= last_query && s.first_key <= last_key &&
+    s.seen = s.first_query <= last_query && s.first_key <= last_key &&
              seq.begin(s.first_query, p) <= last_key && seq.end(last_query, p) > s.first_key;
     // Of keys that the gradient does not have the sum does not matter.
     const bool all_keys =
         last_key - s.first_key + 1 == C::kBlockK || (own_keys_ && seq.len_k == tile.len_k);
-    s.plain = !late_bias(p) && all_keys && seq.begin(last_query, p) <= s.first_key &&
-              seq.end(s.first_query, p) > last_key;
+    s.plain = s.seen && seq.valid && !late_bias(p) && all_keys &&
+              seq.begin(last_query, p) <= s.first_key && seq.end(s.first_query, p) > last_key;
     const int key_head = head / p.group;
     s.query = rows_of(p.query, p, p.query_strides, batch, head, seq.token_q);
     s.grad_out = rows_of(p.grad_out, p, p.grad_out_strides, batch, head, seq.token_q);
@@ -152,6 +160,7 @@ class SharedSteps {
   static __device__ __forceinline__ int join_batch(const AttentionBwdParams& p, int own,
                                                    int shared) {
     int batch = 0, unit = 1;
+#pragma unroll 1
     for (int i = p.batch_dims - 1; i >= 0; --i) {
       const int size = max(p.batch_sizes[i], 1);
       const bool sums = p.grad_bias_strides.batch[i] == 0;
@@ -208,79 +217,139 @@ __device__ __forceinline__ int sum_col() {
   return ptx::opaque_thread() / 32 % C::kCols * (C::kN * 8);
 }
 
-// sums += P * (dP - delta) of one step, whose tiles are in shared memory.
-template <class C, bool kPlain>
-__device__ __forceinline__ void add_step(BiasSums<C>& sums, const BiasSums<C>& start, uint32_t smem,
-                                         int stage, const BiasStep& step, const BiasRows& bias,
-                                         const AttentionBwdParams& p) {
-  using Layout = typename C::Layout;
-  using Type = typename C::Type;
-  constexpr int kUnroll = C::kDim / 16 < 4 ? C::kDim / 16 : 4;
-  constexpr int kAtOnce = kPlain && C::kM == 2 ? 2 : 1;  // fragments of rows
-  const int lane = ptx::opaque_thread() % 32, col = sum_col<C>();
-  const AlongB<Layout> k{lane_cols<Layout>(smem + C::kSmemK + stage * C::kKeyBytes, col, 0)};
-  const AlongB<Layout> v{lane_cols<Layout>(smem + C::kSmemV + stage * C::kKeyBytes, col, 0)};
-  // Rows and keys past the end would cost as much as the others.
-  if (step.first_query + sum_row<C>() >= step.seq.len_q || step.first_key + col >= step.seq.len_k) {
-    return;
+// Rows and keys past the end would cost as much as the others.
+template <class C>
+__device__ __forceinline__ bool sum_idle(const BiasStep& step) {
+  return step.first_query + sum_row<C>() >= step.seq.len_q ||
+         step.first_key + sum_col<C>() >= step.seq.len_k;
+}
+
+// lse and delta of the two rows of a fragment that a lane holds.
+template <class C>
+__device__ __forceinline__ void load_sum_terms(float2 (&terms)[2], uint32_t smem, int stage,
+                                               int row) {
+  const uint32_t from = smem + C::kSmemTerms + stage * C::kTermBytes;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    terms[half] =
+        ptx::ld_shared_v2_f32(from + (row + 8 * half + ptx::opaque_thread() % 32 / 4) * 8);
   }
+}
+
+// The operands of S = Q K^T and dP = dO V^T in shared memory, from a row and a key of the tile on.
+template <class C>
+struct SumOperands {
+  using Layout = typename C::Layout;
+  AlongA<Layout> q, dO;
+  AlongB<Layout> k, v;
+  __device__ __forceinline__ SumOperands(uint32_t smem, int stage, int row, int key)
+      : q{lane_rows<Layout>(smem + C::kSmemQ + stage * C::kQueryBytes, row, 0)},
+        dO{lane_rows<Layout>(smem + C::kSmemGradOut + stage * C::kQueryBytes, row, 0)},
+        k{lane_cols<Layout>(smem + C::kSmemK + stage * C::kKeyBytes, key, 0)},
+        v{lane_cols<Layout>(smem + C::kSmemV + stage * C::kKeyBytes, key, 0)} {}
+};
+
+// sums += P * (dP - delta) of one step, whose tiles are in shared memory: a fragment of 16 rows at
+// a time.
+template <class C>
+__device__ __forceinline__ void add_plain_step(BiasSums<C>& sums, const PackedBias<C>& bias,
+                                               uint32_t smem, int stage, const BiasStep& step,
+                                               const AttentionBwdParams& p) {
+  using Type = typename C::Type;
+  constexpr int kSteps = C::kDim / 16, kUnroll = kSteps < 4 ? kSteps : 4;
+  if (sum_idle<C>(step)) return;
 #pragma unroll
-  for (int first = 0; first < C::kM; first += kAtOnce) {
-    const int row = sum_row<C>() + 16 * first;
-    const AlongA<Layout> q{lane_rows<Layout>(smem + C::kSmemQ + stage * C::kQueryBytes, row, 0)};
-    const AlongA<Layout> dO{
-        lane_rows<Layout>(smem + C::kSmemGradOut + stage * C::kQueryBytes, row, 0)};
-    float2 terms[kAtOnce][2];
-    float s[kAtOnce][C::kN][4], dp[kAtOnce][C::kN][4], minus_delta[kAtOnce][4];
+  for (int m = 0; m < C::kM; ++m) {
+    const int row = sum_row<C>() + 16 * m;
+    const SumOperands<C> operands(smem, stage, row, sum_col<C>());
+    float2 terms[2];
+    load_sum_terms<C>(terms, smem, stage, row);
+    float minus_delta[4];
 #pragma unroll
-    for (int m = 0; m < kAtOnce; ++m) {
+    for (int i = 0; i < 4; ++i) minus_delta[i] = -terms[i / 2].y;
+    float s[1][C::kN][4], dp[1][C::kN][4];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        terms[m][half] = ptx::ld_shared_v2_f32(smem + C::kSmemTerms + stage * C::kTermBytes +
-                                               (row + 16 * m + 8 * half + lane / 4) * 8);
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) minus_delta[m][i] = -terms[m][i / 2].y;
+    for (int n = 0; n < C::kN; ++n) {
+      // Unpacked once and for all, it would take twice the registers.
+      const uint32_t two[2] = {ptx::opaque(bias[m][n][0]), ptx::opaque(bias[m][n][1])};
+      C::Bias::start(s[0][n], two, p.bias_scale);
     }
-    if (!kPlain) set_zero(s);
-    multiply_from<Type, C::kDim / 16, kUnroll>(s, q, k, [&](int m, int n) -> const float(&)[4] {
-      if constexpr (kPlain) return start[first + m][n];
-      return s[m][n];
-    });
-    multiply_from<Type, C::kDim / 16, kUnroll>(
-        dp, dO, v, [&](int m, int) -> const float(&)[4] { return minus_delta[m]; });
+    multiply<Type, kSteps, kUnroll>(s, operands.q, operands.k);
+    multiply_from<Type, kSteps, kUnroll>(
+        dp, operands.dO, operands.v, [&](int, int) -> const float(&)[4] { return minus_delta; });
 #pragma unroll
-    for (int m = 0; m < kAtOnce; ++m) {
+    for (int i = 0; i < C::kN * 4; ++i) {
+      const float weight =
+          ptx::ex2_approx_ftz(s[0][i / 4][i % 4] * p.scale_log2 - terms[i % 4 / 2].x);
+      sums[m][i / 4][i % 4] += weight * dp[0][i / 4][i % 4];
+    }
+  }
+}
+
+// The same for anything that a call can ask for, pair by pair. One fragment after the other, with
+// one code for all: it must not take registers or instruction cache from the step above.
+template <class C>
+__device__ __forceinline__ void add_any_step(BiasSums<C>& sums, uint32_t smem, int stage,
+                                             const BiasStep& step, const BiasRows& bias,
+                                             const AttentionBwdParams& p) {
+  using Type = typename C::Type;
+  const int lane = ptx::opaque_thread() % 32;
+  const Sequence& seq = step.seq;
+  if (!step.seen || sum_idle<C>(step)) return;
+#pragma unroll 1
+  for (int i = 0; i < C::kM * C::kN; ++i) {
+    const int row = sum_row<C>() + 16 * (i / C::kN), col = sum_col<C>() + 8 * (i % C::kN);
+    const SumOperands<C> operands(smem, stage, row, col);
+    float2 terms[2];
+    load_sum_terms<C>(terms, smem, stage, row);
+    float s[1][1][4], dp[1][1][4], gradient[4];
+    set_zero(s);
+    set_zero(dp);
+    multiply<Type, C::kDim / 16, 1>(s, operands.q, operands.k);
+    multiply<Type, C::kDim / 16, 1>(dp, operands.dO, operands.v);
 #pragma unroll
-      for (int i = 0; i < C::kN * 4; ++i) {
-        float& x = s[m][i / 4][i % 4];
-        const float gradient = dp[m][i / 4][i % 4], lse = terms[m][i % 4 / 2].x;
-        float& sum = sums[first + m][i / 4][i % 4];
-        if (kPlain) {
-          sum += ptx::ex2_approx_ftz(x * p.scale_log2 - lse) * gradient;
-          continue;
-        }
-        const int query = row + 16 * m + i % 4 / 2 * 8 + lane / 4;
-        const int key = col + i / 4 * 8 + lane % 4 * 2 + i % 2;
-        const int r = step.first_query + query, j = step.first_key + key;
-        if (p.softcap_scale) x = tanh_and_derivative(x * p.softcap_scale).value;
-        const float b = C::Bias::read(smem + C::kSmemBias, bias, query, key, step.first_query,
-                                      step.first_key, step.seq);
-        x = add_bias(x, b, p.scale_log2);
-        const bool seen = r < step.seq.len_q && j >= step.seq.begin(r, p) &&
-                          j < step.seq.end(r, p) && b != -INFINITY && x != -INFINITY &&
-                          lse != INFINITY;
-        if (seen) sum += ptx::ex2_approx_ftz(x - lse) * gradient;
+    for (int e = 0; e < 4; ++e) {
+      const int query = row + e / 2 * 8 + lane / 4, key = col + lane % 4 * 2 + e % 2;
+      const int r = step.first_query + query, j = step.first_key + key;
+      float x = s[0][0][e];
+      if (p.softcap_scale) x = tanh_and_derivative(x * p.softcap_scale).value;
+      const float b = C::Bias::read(smem + C::kSmemBias, bias, query, key, step.first_query,
+                                    step.first_key, seq);
+      x = add_bias(x, b, p.scale_log2);
+      const float2 term = terms[e / 2];
+      const bool seen = r < seq.len_q && j >= seq.begin(r, p) && j < seq.end(r, p) &&
+                        b != -INFINITY && x != -INFINITY && term.x != INFINITY;
+      gradient[e] = !seq.valid ? NAN
+                    : seen     ? ptx::ex2_approx_ftz(x - term.x) * (dp[0][0][e] - term.y)
+                               : 0;
+    }
+#pragma unroll
+    for (int f = 0; f < C::kM * C::kN; ++f) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (f == i) sums[f / C::kN][f % C::kN][e] += gradient[e];
       }
     }
   }
 }
 
-// The steps [begin, end) of the tile. What they are is found for many at a time, a thread for each.
+// The tile of one CTA and its share of the steps. Kept in shared memory, like all tasks.
 template <class C>
-__device__ __forceinline__ void add_steps(BiasSums<C>& sums, const BiasSums<C>& start, char* shared,
-                                          const SharedSteps<C>& steps, int begin, int end,
-                                          const SumTile& tile, const BiasRows& bias, bool contain,
+struct SumTask {
+  SharedSteps<C> steps;
+  SumTile tile;
+  Sequence all;  // every query and key of the bias
+  BiasRows bias, grad;
+  int number, split;  // of the tile, and of its splits
+  int begin, end;     // of the steps
+  int next;           // that is yet to be found
+  bool contain;       // something may be hidden that is not finite
+};
+
+// All steps of the task. What they are is found for many at a time, a thread for each.
+template <class C>
+__device__ __forceinline__ void add_steps(BiasSums<C>& sums, const PackedBias<C>& bias,
+                                          char* shared, SumTask<C>& task,
                                           const AttentionBwdParams& p) {
   using Chip = typename C::Chip;
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
@@ -289,8 +358,8 @@ __device__ __forceinline__ void add_steps(BiasSums<C>& sums, const BiasSums<C>& 
   };
   const bool odd = odd_rows(p.head_dim) || odd_rows(p.head_dim_v);
 #pragma unroll 1
-  for (; begin < end; begin += kKnownSteps) {
-    const int count = min(end - begin, kKnownSteps);
+  while (task.next < task.end) {
+    const int count = min(task.end - task.next, kKnownSteps);
     const auto load = [&](int i) {
       if (i < count && known(i).seen) {
         if (odd) {
@@ -302,27 +371,41 @@ __device__ __forceinline__ void add_steps(BiasSums<C>& sums, const BiasSums<C>& 
       Chip::commit();
     };
     __syncthreads();  // the steps before are done with
-    if (threadIdx.x < count) known(threadIdx.x) = steps.find(begin + threadIdx.x, tile, p);
+    if (const int thread = ptx::opaque_thread(); thread < count) {
+      known(thread) = task.steps.find(task.next + thread, task.tile, p);
+    }
     __syncthreads();  // these are known
-#pragma unroll
-    for (int i = 0; i < C::kAhead; ++i) load(i);
+    if (ptx::opaque_thread() == 0) task.next += count;
 #pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-      Chip::template wait<C::kAhead - 1>();
-      __syncthreads();  // the step is there for everyone, and everyone is done with the one before
-      if (C::kStages > 1) load(i + C::kAhead);
-      const BiasStep& step = known(i);
-      if (!step.seq.valid) {
-#pragma unroll
-        for (int x = 0; x < C::kM * C::kN * 4; ++x) sums[x / 4 / C::kN][x / 4 % C::kN][x % 4] = NAN;
-      } else if (step.seen && step.plain && !contain) {
-        add_step<C, true>(sums, start, smem, i % C::kStages, step, bias, p);
-      } else if (step.seen) {
-        add_step<C, false>(sums, start, smem, i % C::kStages, step, bias, p);
-      }
-      if (C::kStages == 1) {
-        __syncthreads();  // everyone is done with its tiles
-        load(i + 1);
+    for (int i = 0; i < C::kAhead; ++i) load(i);
+    int i = 0;
+    const auto plain = [&] { return known(i).plain && !task.contain; };
+    // The steps from this one on that are alike.
+    const auto run = [&](auto constant) {
+      constexpr bool kPlain = decltype(constant)::value;
+      do {
+        Chip::template wait<C::kAhead - 1>();
+        __syncthreads();  // the step is there for everyone, and everyone is done with the one
+                          // before
+        if (C::kStages > 1) load(i + C::kAhead);
+        if constexpr (kPlain) {
+          add_plain_step<C>(sums, bias, smem, i % C::kStages, known(i), p);
+        } else {
+          add_any_step<C>(sums, smem, i % C::kStages, known(i), task.bias, p);
+        }
+        if (C::kStages == 1) {
+          __syncthreads();  // everyone is done with its tiles
+          load(i + 1);
+        }
+        ++i;
+      } while (i < count && plain() == kPlain);
+    };
+#pragma unroll 1
+    while (i < count) {
+      if (plain()) {
+        run(std::true_type());
+      } else {
+        run(std::false_type());
       }
     }
   }
@@ -335,7 +418,7 @@ __device__ __forceinline__ void store_sums(uint32_t sTile, const BiasRows& grad,
   const bool sum_rows = grad.row == 0, sum_keys = grad.column == 0;
   const int rows = sum_rows ? 1 : min(C::kBlockQ, tile.len_q - tile.first_query);
   const int keys = sum_keys ? 1 : min(C::kBlockK, tile.len_k - tile.first_key);
-  for (int i = threadIdx.x; i < rows * keys; i += C::kThreads) {
+  for (int i = ptx::opaque_thread(); i < rows * keys; i += C::kThreads) {
     const int row = i / keys, key = i % keys;
     float sum = 0;
     for (int r = row; r < (sum_rows ? C::kBlockQ : row + 1); ++r) {
@@ -352,34 +435,41 @@ template <class C>
 __device__ __forceinline__ float4* split_sums(int tile, int split, const AttentionBwdParams& p) {
   const int tiles = gridDim.x / (p.bias_sum_last ? 1 : p.bias_sum_splits);
   const int64_t at = ((int64_t{blockIdx.z} * gridDim.y + blockIdx.y) * tiles + tile);
-  return reinterpret_cast<float4*>(p.bias_sums) + threadIdx.x +
+  return reinterpret_cast<float4*>(p.bias_sums) + ptx::opaque_thread() +
          (at * p.bias_sum_splits + split) * (C::kBlockQ * C::kBlockK / 4);
+}
+
+template <class C>
+__device__ __forceinline__ void find_task(SumTask<C>& task, const AttentionBwdParams& p) {
+  task.steps = SharedSteps<C>(p, p.blocks ? p.sum_blocks + blockIdx.x : nullptr);
+  task.tile = task.steps.tile(task.number, p);
+  task.contain = false;
+  const int64_t count = task.steps.count();
+  task.begin = static_cast<int>(count * task.split / p.bias_sum_splits);
+  task.end = static_cast<int>(count * (task.split + 1) / p.bias_sum_splits);
+  task.next = task.begin;
+  task.all = task.steps.find(0, task.tile, p).seq;
+  task.all.len_q = task.tile.len_q;
+  task.all.len_k = task.tile.len_k;
+  task.bias = find_bias(p, task.all, task.tile.batch, task.tile.head);
+  task.grad = find_grad_bias(p, task.all, task.tile.batch, task.tile.head);
 }
 
 // The sum of one split over its steps.
 template <class C>
-__device__ __forceinline__ void sum_split(BiasSums<C>& sums, char* shared,
-                                          const SharedSteps<C>& steps, const SumTile& tile,
-                                          int split, const AttentionBwdParams& p) {
+__device__ __forceinline__ void sum_split(BiasSums<C>& sums, char* shared, SumTask<C>& task,
+                                          const AttentionBwdParams& p) {
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  const int64_t count = steps.count();
-  const int begin = static_cast<int>(count * split / p.bias_sum_splits);
-  const int end = static_cast<int>(count * (split + 1) / p.bias_sum_splits);
-  Sequence all = steps.find(0, tile, p).seq;  // the bias is there for every key
-  all.len_q = tile.len_q;
-  all.len_k = tile.len_k;
-  const BiasRows bias = find_bias(p, all, tile.batch, tile.head);
-  C::Bias::template load<typename C::Chip>(smem + C::kSmemBias, bias, tile.first_query,
-                                           tile.first_key, all);
+  C::Bias::template load<typename C::Chip>(smem + C::kSmemBias, task.bias, task.tile.first_query,
+                                           task.tile.first_key, task.all);
   C::Chip::commit();
   C::Chip::template wait<0>();
   __syncthreads();  // the bias is there
-  BiasSums<C> start;
-  C::Bias::start(start, smem + C::kSmemBias, sum_row<C>(), sum_col<C>(), p.bias_scale);
-  bool contain = false;
+  PackedBias<C> bias;
+  C::Bias::read(bias, smem + C::kSmemBias, sum_row<C>(), sum_col<C>());
   while (true) {
     set_zero(sums);
-    add_steps<C>(sums, start, shared, steps, begin, end, tile, bias, contain, p);
+    add_steps<C>(sums, bias, shared, task, p);
     C::Chip::template wait<0>();
     bool finite = true;
 #pragma unroll
@@ -387,23 +477,27 @@ __device__ __forceinline__ void sum_split(BiasSums<C>& sums, char* shared,
       finite &= isfinite(sums[i / 4 / C::kN][i / 4 % C::kN][i % 4]);
     }
     // Something not finite may have been hidden: once more, pair by pair.
-    if (!__syncthreads_or(!finite) || contain) return;
-    contain = true;
+    if (!__syncthreads_or(!finite) || task.contain) return;
+    __syncthreads();  // everyone has looked
+    if (ptx::opaque_thread() == 0) {
+      task.contain = true;
+      task.next = task.begin;
+    }
+    __syncthreads();  // everyone knows
   }
 }
 
 // One tile, through shared memory to where it belongs, or to the workspace where it is split.
 template <class C>
-__device__ __forceinline__ void sum_tile(char* shared, const SharedSteps<C>& steps, int number,
-                                         int split, const AttentionBwdParams& p) {
+__device__ __forceinline__ void sum_tile(char* shared, SumTask<C>& task,
+                                         const AttentionBwdParams& p) {
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  const SumTile tile = steps.tile(number, p);
   BiasSums<C> sums;
   if (p.bias_sum_last) {
     set_zero(sums);
 #pragma unroll 1
     for (int i = 0; i < p.bias_sum_splits; ++i) {
-      const float4* from = split_sums<C>(number, i, p);
+      const float4* from = split_sums<C>(task.number, i, p);
 #pragma unroll
       for (int j = 0; j < C::kM * C::kN; ++j) {
         const float4 x = from[j * C::kThreads];
@@ -412,9 +506,9 @@ __device__ __forceinline__ void sum_tile(char* shared, const SharedSteps<C>& ste
       }
     }
   } else {
-    sum_split<C>(sums, shared, steps, tile, split, p);
+    sum_split<C>(sums, shared, task, p);
     if (p.bias_sum_splits > 1) {
-      float4* to = split_sums<C>(number, split, p);
+      float4* to = split_sums<C>(task.number, task.split, p);
 #pragma unroll
       for (int j = 0; j < C::kM * C::kN; ++j) {
         const float(&sum)[4] = sums[j / C::kN][j % C::kN];
@@ -435,9 +529,7 @@ __device__ __forceinline__ void sum_tile(char* shared, const SharedSteps<C>& ste
                        sums[m][n][i % 4]);
   }
   __syncthreads();  // the tile is written
-  Sequence seq;
-  if (p.blocks) seq = find_sequence(p.sum_blocks[blockIdx.x]);
-  store_sums<C>(smem, find_grad_bias(p, seq, tile.batch, tile.head), tile);
+  store_sums<C>(smem, task.grad, task.tile);
 }
 
 // The grid is (tiles of the gradient x splits, its heads, its batches); the last of the two
@@ -445,6 +537,7 @@ __device__ __forceinline__ void sum_tile(char* shared, const SharedSteps<C>& ste
 template <class C>
 __device__ __forceinline__ void attention_bwd_bias_sum(const AttentionBwdParams& p) {
   extern __shared__ __align__(1024) char shared[];
+  SumTask<C>& task = *reinterpret_cast<SumTask<C>*>(shared + C::kSmemTask);
   const RaggedBlock* slot = p.blocks ? p.sum_blocks + blockIdx.x : nullptr;
   if (slot && slot->kind != RaggedKind::kBlock) {
     const BiasRows grad = find_grad_bias(p, find_sequence(*slot), 0, 0);
@@ -454,15 +547,21 @@ __device__ __forceinline__ void attention_bwd_bias_sum(const AttentionBwdParams&
     }
     return;
   }
-  const SharedSteps<C> steps(p, slot);
-  const int splits = p.bias_sum_last ? 1 : p.bias_sum_splits;
-  int tile = slot ? 0 : blockIdx.x / splits;
-  const int end = slot ? (slot->len_q + C::kBlockQ - 1) / C::kBlockQ : tile + 1;
-#pragma unroll 1
-  for (; tile < end; ++tile) {
-    __syncthreads();  // the tile before is stored
-    sum_tile<C>(shared, steps, tile, slot ? 0 : blockIdx.x % splits, p);
+  if (ptx::opaque_thread() == 0) {
+    const int splits = p.bias_sum_last ? 1 : p.bias_sum_splits;
+    task.number = p.blocks ? 0 : blockIdx.x / splits;
+    task.split = p.blocks ? 0 : blockIdx.x % splits;
   }
+#pragma unroll 1
+  do {
+    if (ptx::opaque_thread() == 0) find_task<C>(task, p);
+    __syncthreads();  // the task is known
+    sum_tile<C>(shared, task, p);
+    if (!p.blocks) return;
+    __syncthreads();  // the tile is stored
+    if (ptx::opaque_thread() == 0) ++task.number;
+    __syncthreads();  // everyone knows
+  } while (task.number * C::kBlockQ < task.tile.len_q);
 }
 
 }  // namespace flashmoe::cuda

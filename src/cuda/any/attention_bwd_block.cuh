@@ -221,20 +221,24 @@ __device__ __forceinline__ bool bwd_block(BwdState<C>& t, uint32_t smem, int sta
   }
   between();
   turn.pass_on(task, block, p);
-  if constexpr (C::kBias) {
+  if constexpr (C::kBias && !C::kShort) {
     if (p.grad_bias && !each) store_bias_gradient<C>(sdS, task, block, p);
   }
 
+  // dQ of short sequences has a kernel of its own.
   if (!contain) {
     accumulate_key<C, kNeeds>(t.gV, sP + lanes.key_left(), sdO + lanes.key_right());
     accumulate_key<C, kNeeds>(t.gK, sdS + lanes.key_left(), sQ + lanes.key_right());
+    if constexpr (C::kShort) return true;
     add_query_gradient<C>(task, block, p, [&](QueryPart<C>& acc, int part) {
       query_gradient<C, kNeeds>(acc, part, sdS + lanes.query_left(), sK + lanes.query_right());
     });
   } else if constexpr (kAnything) {
-    const ContainedProducts<C> products{seq, block.first, first_key, p, bias_of(task, block, p)};
+    const ContainedProducts<C> products{seq, block.first, first_key, p,
+                                        packed_bias_of(task, block, p)};
     products.accumulate_key(t.gV, sP, sdO, 0, C::kBlockQ);
     products.accumulate_key(t.gK, sdS, sQ, 0, C::kBlockQ);
+    if constexpr (C::kShort) return true;
     add_query_gradient<C>(task, block, p, [&](QueryPart<C>& acc, int part) {
       products.query_gradient(acc, part, sdS, sK);
     });

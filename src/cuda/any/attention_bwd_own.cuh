@@ -178,7 +178,7 @@ __device__ __forceinline__ bool bwd_block_own(BwdState<C>& t, uint32_t smem, int
   const uint32_t sTerms = smem + C::kSmemTerms + stage * C::kTermBytes;
   const uint32_t sBias = bias_place<C>(smem, stage);
   const ContainedProducts<C> contained{task.seq, block.first, task.key_block * C::kBlockK, p,
-                                       bias_of(task, block, p)};
+                                       packed_bias_of(task, block, p)};
   if (may_contain<C, kNeeds>() && terms_not_finite<C>(sTerms)) return false;
   bool contain = false;
   // With a bias, pair by pair: one that comes late, or that hides something not finite.
@@ -232,13 +232,14 @@ __device__ __forceinline__ bool bwd_block_own(BwdState<C>& t, uint32_t smem, int
       __syncwarp();  // dS is written
       contained.accumulate_key(t.gK, sdS, sQ, first, first + C::kOwnQueries);
     } else {
-      store_own_pairs<C>(sdS + lanes.pairs(), first, dp);
+      if (!C::kShort) store_own_pairs<C>(sdS + lanes.pairs(), first, dp);
       multiply<Type, C::kOwnQueries / 16>(t.gV, OwnPairs<C>{s},
                                           AcrossB<Layout>{sdO + rows + lanes.key_right()});
       multiply<Type, C::kOwnQueries / 16>(t.gK, OwnPairs<C>{dp},
                                           AcrossB<Layout>{sQ + rows + lanes.key_right()});
     }
   }
+  if constexpr (C::kShort) return true;  // dQ has a kernel of its own
   turn.wait(task, block, p);
   // dS is written.
   if (kAnything) {

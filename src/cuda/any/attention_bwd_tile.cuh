@@ -66,6 +66,8 @@ struct BwdConfig {
   static_assert(kQueryM * 16 * kQueryRows == kBlockQ && kQueryN * 8 * kQueryCols == kDim);
   static_assert(kKeyN % 2 == 0 && kPartN % 2 == 0 && (!kOwnKeys || kKeyCols == 1));
 
+  static constexpr FwdTile kQueryTile = kTile.query_tile();
+
   using Layout = Swizzled<kDim>;
   using PairLayout = Swizzled<kBlockK>;  // of P and dS: queries x keys
   using OwnLayout = Swizzled<kBlockQ>;   // of dS with own keys: keys x queries
@@ -85,7 +87,7 @@ struct BwdConfig {
   static_assert(kSmemTask + kTaskBytes == kTile.shared_bytes(kBias));
   static_assert(sizeof(BwdTask) <= kTaskBytes);
   // Queries at once with own keys: at D = 32 fewer, which leaves registers for a third CTA.
-  static constexpr int kOwnQueries = kDim == 32 ? 16 : 32;
+  static constexpr int kOwnQueries = kDim == 32 || kShort ? 16 : 32;
   static_assert(!kOwnKeys || kBlockQ % kOwnQueries == 0);
   static_assert(kKeyBytes % 128 == 0 && kQueryBytes % 128 == 0 && kPairBytes % 128 == 0);
 };
@@ -119,6 +121,11 @@ __device__ __forceinline__ BiasRows of_head(const BiasRows& first, const Strides
 __device__ __forceinline__ BiasRows bias_of(const BwdTask& task, const QueryBlock& block,
                                             const AttentionBwdParams& p) {
   return of_head(task.bias, p.bias_strides, task, block, p);
+}
+// The bias itself: its copy may be overwritten.
+__device__ __forceinline__ BiasRows packed_bias_of(const BwdTask& task, const QueryBlock& block,
+                                                   const AttentionBwdParams& p) {
+  return find_packed_bias(p, task.seq, task.batch, block.head);
 }
 __device__ __forceinline__ BiasRows grad_bias_of(const BwdTask& task, const QueryBlock& block,
                                                  const AttentionBwdParams& p) {
@@ -332,7 +339,7 @@ __device__ __forceinline__ void differentiate_any(float& s, float& dp, float2 te
                     bias != -INFINITY && s != -INFINITY && row < task.seq.len_q;
   s = seen ? ptx::ex2_approx_ftz(s - term.x) : 0;
   dp = seen ? (dp - (term.x == INFINITY ? 0 : term.y)) * s : 0;
-  if (p.grad_bias && row < task.seq.len_q && column < task.stored_keys) {
+  if (!C::kShort && p.grad_bias && row < task.seq.len_q && column < task.stored_keys) {
     write_bias<typename C::Type>(grad_bias_of(task, block, p), row, column, dp);
   }
   dp *= slope;
@@ -358,38 +365,6 @@ inline constexpr int kUnroll = kNeeds == Needs::kAnything ||
 template <class C>
 using QueryPart = float[C::kQueryM][C::kPartN][4];
 
-// Rounded to where it belongs, by the only block of keys of a short sequence.
-template <class C>
-__device__ __forceinline__ void store_query_gradient(const QueryPart<C>& acc, const BwdTask& task,
-                                                     const QueryBlock& block,
-                                                     const AttentionBwdParams& p) {
-  static_assert(C::kQueryParts == 1);
-  const int thread = ptx::opaque_thread(), warp = thread / 32, lane = thread % 32;
-  const char* to =
-      rows_of(p.grad_query, p, p.grad_query_strides, task.batch, block.head, task.seq.token_q);
-#pragma unroll
-  for (int m = 0; m < C::kQueryM; ++m) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = block.first + query_row<C>(warp / C::kQueryCols, m) + lane / 4 + 8 * half;
-      if (row >= task.seq.len_q) continue;
-      const char* at = to + row * p.grad_query_strides.row * 2;
-#pragma unroll
-      for (int n = 0; n < C::kQueryN; ++n) {
-        const int chunk = 2 * (n / 2 * C::kQueryCols + warp % C::kQueryCols) + n % 2;
-        const int column = chunk * 8 + lane % 4 * 2;
-        const uint32_t two =
-            C::Type::pack(acc[m][n][2 * half] * p.scale, acc[m][n][2 * half + 1] * p.scale);
-        if (column + 1 < p.head_dim) {
-          *reinterpret_cast<uint32_t*>(const_cast<char*>(at) + column * 2) = two;
-        } else if (column < p.head_dim) {
-          *reinterpret_cast<uint16_t*>(const_cast<char*>(at) + column * 2) = two & 0xffff;
-        }
-      }
-    }
-  }
-}
-
 template <class C, class Product>
 __device__ __forceinline__ void add_query_gradient(const BwdTask& task, const QueryBlock& block,
                                                    const AttentionBwdParams& p,
@@ -399,14 +374,7 @@ __device__ __forceinline__ void add_query_gradient(const BwdTask& task, const Qu
     QueryPart<C> acc;
     set_zero(acc);
     product(acc, part);
-    if (!p.grad_query) continue;
-    if constexpr (C::kShort) {
-      if (writes_directly(task.seq, p)) {
-        store_query_gradient<C>(acc, task, block, p);
-        continue;
-      }
-    }
-    add_sums(query_sums<C>(task, block, part, p), acc);
+    if (p.grad_query) add_sums(query_sums<C>(task, block, part, p), acc);
   }
 }
 

@@ -47,12 +47,13 @@ struct FwdTask {
   BiasRows bias;
 };
 
-template <class Chip_, class T, FwdTile kTile_, bool kBias_ = false>
+// kRowTensors: the queries alone, or also dO, as the gradient of the queries needs it.
+template <class Chip_, class T, FwdTile kTile_, bool kBias_ = false, int kRowTensors = 1>
 struct FwdConfig {
   using Chip = Chip_;
   using Type = T;
   static constexpr FwdTile kTile = kTile_;
-  static constexpr bool kBias = kBias_;
+  static constexpr bool kBias = kBias_, kShort = kTile.for_short();
   static constexpr int kDim = kTile.head_dim, kStages = kTile.stages, kQSteps = kTile.q_steps;
   static constexpr int kBlockQ = kTile.block_q, kBlockK = kTile.block_k;
   static constexpr int kThreads = kTile.threads();
@@ -66,12 +67,13 @@ struct FwdConfig {
 
   // Byte offsets in shared memory.
   static constexpr uint32_t kSmemQ = 0;
-  static constexpr uint32_t kSmemK = kBlockQ * kDim * 2;
+  static constexpr uint32_t kRowBytes = kBlockQ * kDim * 2;
+  static constexpr uint32_t kSmemK = kRowTensors * kRowBytes;
   static constexpr uint32_t kSmemV = kSmemK + kStages * kTileBytes;
   using Bias = BiasTile<T, kBlockQ, kBlockK, kThreads>;
   static constexpr uint32_t kSmemBias = kSmemV + kStages * kTileBytes;
   static constexpr uint32_t kSmemTask = kSmemBias + (kBias ? 2 * Bias::kBytes : 0);
-  static_assert(kSmemTask + kTaskBytes == kTile.shared_bytes(kBias));
+  static_assert(kSmemTask + kTaskBytes == kTile.shared_bytes(kBias, kRowTensors));
   static_assert(sizeof(FwdTask) <= kTaskBytes);
   static_assert(kBlockQ % (16 * kTile.warps) == 0 && kBlockK % 16 == 0 && kDim % 16 == 0);
   // With one stage K and V take turns: one arrives while the other is used.
@@ -160,7 +162,7 @@ __device__ __forceinline__ void transform_scores(float (&s)[C::kRowTiles][C::kKe
 template <class C, Side kSide>
 __device__ __forceinline__ void mask_scores(float (&s)[C::kRowTiles][C::kKeyTiles][4], int row,
                                             int first_key, const Sequence& seq,
-                                            const AttentionFwdParams& p) {
+                                            const AttentionParams& p) {
   const int lane = ptx::opaque_thread() % 32;
 #pragma unroll
   for (int m = 0; m < C::kRowTiles; ++m) {
@@ -192,19 +194,21 @@ __device__ __forceinline__ void drop_not_finite(uint32_t sV) {
   __syncthreads();  // the tile is finite
 }
 
-// And then what was left out is added to the rows that see it.
+// And then what was left out is added to the rows that see it, times `factor`.
 template <class C>
 __device__ __forceinline__ void add_not_finite(float (&o)[C::kRowTiles][C::kDimTiles][4],
-                                               const FwdTask& task, const AttentionFwdParams& p) {
+                                               const char* keys, const Strides& strides, int dim,
+                                               float factor, const FwdTask& task,
+                                               const AttentionParams& p) {
   const Sequence& seq = task.seq;
   const int lane = ptx::opaque_thread() % 32, row = task.first_row + warp_row<C>() + lane / 4;
   const int end = min(task.key_end * C::kBlockK, seq.len_k);
 #pragma unroll 1
   for (int key = task.key_begin * C::kBlockK; key < end; ++key) {
-    const char* values = task.value + int64_t{key} * p.value_strides.row_bytes();
+    const char* values = keys + int64_t{key} * strides.row_bytes();
 #pragma unroll
     for (int d = 0; d < C::kDimTiles; ++d) {
-      const int column = 8 * d + lane % 4 * 2, there = p.head_dim_v - column;
+      const int column = 8 * d + lane % 4 * 2, there = dim - column;
       if (there <= 0) continue;
       uint32_t two = *reinterpret_cast<const uint32_t*>(values + column * 2);
       if (there == 1) two &= 0xffff;
@@ -216,8 +220,8 @@ __device__ __forceinline__ void add_not_finite(float (&o)[C::kRowTiles][C::kDimT
           const int r = row + 16 * m + 8 * half;
           if (key < seq.begin(r, p) || key >= seq.end(r, p)) continue;
           if (C::kBias && (r >= seq.len_q || hidden<typename C::Type>(task.bias, r, key))) continue;
-          o[m][d][2 * half] += infinity_or_nan<typename C::Type>(two & 0xffff);
-          o[m][d][2 * half + 1] += infinity_or_nan<typename C::Type>(two >> 16);
+          o[m][d][2 * half] += factor * infinity_or_nan<typename C::Type>(two & 0xffff);
+          o[m][d][2 * half + 1] += factor * infinity_or_nan<typename C::Type>(two >> 16);
         }
       }
     }
@@ -323,7 +327,7 @@ __device__ __forceinline__ void load_bias(uint32_t smem, int block, const FwdTas
 template <class C>
 __device__ __forceinline__ void each_bias(float (&s)[C::kRowTiles][C::kKeyTiles][4], uint32_t sBias,
                                           int first_key, bool late, const FwdTask& task,
-                                          const AttentionFwdParams& p) {
+                                          const AttentionParams& p) {
   const int lane = ptx::opaque_thread() % 32, row = warp_row<C>() + lane / 4;
 #pragma unroll
   for (int m = 0; m < C::kRowTiles; ++m) {
@@ -383,14 +387,14 @@ __device__ __forceinline__ void fwd_block(FwdState<C>& t, const FwdLanes<C>& lan
 // One block of K or V to a stage.
 template <class C, bool kMaybeOdd = true>
 __device__ __forceinline__ void load_keys(uint32_t smem, int stage, int block, const FwdTask& task,
-                                          const AttentionFwdParams& p) {
+                                          const AttentionParams& p) {
   load_tile<typename C::Chip, typename C::Layout, C::kBlockK, C::kThreads, kMaybeOdd>(
       smem + C::kSmemK + stage * C::kTileBytes, task.key, p.key_strides.row_bytes(),
       block * C::kBlockK, task.seq.len_k, p.head_dim);
 }
 template <class C, bool kMaybeOdd = true>
 __device__ __forceinline__ void load_values(uint32_t smem, int stage, int block,
-                                            const FwdTask& task, const AttentionFwdParams& p) {
+                                            const FwdTask& task, const AttentionParams& p) {
   load_tile<typename C::Chip, typename C::Layout, C::kBlockK, C::kThreads, kMaybeOdd>(
       smem + C::kSmemV + stage * C::kTileBytes, task.value, p.value_strides.row_bytes(),
       block * C::kBlockK, task.seq.len_k, p.head_dim_v);
@@ -417,7 +421,7 @@ __device__ __forceinline__ void fwd_blocks(FwdState<C>& t, uint32_t smem, int& n
       load_keys<C, kMaybeOdd>(smem, to, coming, task, p);
       load_values<C, kMaybeOdd>(smem, to, coming, task, p);
     }
-    if constexpr (C::kBias) load_bias<C, kMaybeOdd>(smem, n - 1, task);
+    if constexpr (C::kBias) load_bias<C, kMaybeOdd || C::kShort>(smem, n - 1, task);
     Chip::commit();
     const auto between = [&] {
       if (!C::kTurns) return;
@@ -469,6 +473,10 @@ __device__ __forceinline__ void fwd_keys(FwdState<C>& t, uint32_t smem, const Fw
     fwd_blocks<C, Needs::kAnything>(t, smem, n, task.key_begin, task, contain, p);
     return;
   }
+  if constexpr (C::kShort) {  // one loop for all: its code is run through once
+    fwd_blocks<C, Needs::kMask>(t, smem, n, task.key_begin, task, false, p);
+    return;
+  }
   // Masked blocks, full ones, and masked ones again where the window ends on the left.
   const bool some_full = task.full_begin < task.full_end;
 #pragma unroll 1
@@ -492,36 +500,49 @@ __device__ __forceinline__ RowResult row_result(const RowState& state, int half)
   return {1.f / sum, state.reference[half] + __log2f(sum)};
 }
 
-// O / sum through Q's place in shared memory to 16-byte stores, and lse.
-template <class C>
-__device__ __forceinline__ void store_output(FwdState<C>& t, uint32_t sO, const FwdTask& task,
-                                             const AttentionFwdParams& p) {
+// Rows times factor(m, half) through Q's place in shared memory to 16-byte stores.
+template <class C, class Factor>
+__device__ __forceinline__ void store_rows(const float (&o)[C::kRowTiles][C::kDimTiles][4],
+                                           const Factor& factor, uint32_t smem, char* to,
+                                           const Strides& strides, int dim, const FwdTask& task) {
   using Layout = typename C::Layout;
-  const Sequence& seq = task.seq;
   const int lane = threadIdx.x % 32, row = warp_row<C>();
-  float* gLse =
-      p.lse ? p.lse + offset(p, p.lse_strides, task.batch, task.head, seq.token_q) : nullptr;
-  const uint32_t to = sO + Layout::at(row + lane / 4, 0) + lane % 4 * 4;
+  const uint32_t shared = smem + C::kSmemQ;
+  const uint32_t at = shared + Layout::at(row + lane / 4, 0) + lane % 4 * 4;
 #pragma unroll
   for (int m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const RowResult result = row_result(t.rows[m], half);
+      const float times = factor(m, half);
 #pragma unroll
       for (int d = 0; d < C::kDimTiles; ++d) {
-        ptx::st_shared_u32(Layout::along(to, d) + (16 * m + 8 * half) * Layout::kRowBytes,
-                           C::Type::pack(t.o[m][d][2 * half] * result.inverse,
-                                         t.o[m][d][2 * half + 1] * result.inverse));
+        ptx::st_shared_u32(Layout::along(at, d) + (16 * m + 8 * half) * Layout::kRowBytes,
+                           C::Type::pack(o[m][d][2 * half] * times, o[m][d][2 * half + 1] * times));
       }
-      const int r = task.first_row + row + 16 * m + 8 * half + lane / 4;
-      if (gLse && lane % 4 == 0 && r < seq.len_q) gLse[r * p.lse_strides.row] = result.lse * kLn2;
     }
   }
   __syncwarp();  // a warp stores the rows it wrote
+  store_tile<Layout, C::kRowTiles * 16, 32>(shared + row * Layout::kRowBytes, lane, to,
+                                            strides.row_bytes(), task.first_row + row,
+                                            task.seq.len_q, dim);
+}
+
+// O / sum, and lse.
+template <class C>
+__device__ __forceinline__ void store_output(const FwdState<C>& t, uint32_t smem,
+                                             const FwdTask& task, const AttentionFwdParams& p) {
+  const Sequence& seq = task.seq;
+  const int lane = threadIdx.x % 32;
+  float* gLse =
+      p.lse ? p.lse + offset(p, p.lse_strides, task.batch, task.head, seq.token_q) : nullptr;
+  const auto inverse = [&](int m, int half) {
+    const RowResult result = row_result(t.rows[m], half);
+    const int r = task.first_row + warp_row<C>() + 16 * m + 8 * half + lane / 4;
+    if (gLse && lane % 4 == 0 && r < seq.len_q) gLse[r * p.lse_strides.row] = result.lse * kLn2;
+    return result.inverse;
+  };
   const char* gO = rows_of(p.out, p, p.out_strides, task.batch, task.head, seq.token_q);
-  store_tile<Layout, C::kRowTiles * 16, 32>(sO + row * Layout::kRowBytes, lane,
-                                            const_cast<char*>(gO), p.out_strides.row_bytes(),
-                                            task.first_row + row, seq.len_q, p.head_dim_v);
+  store_rows<C>(t.o, inverse, smem, const_cast<char*>(gO), p.out_strides, p.head_dim_v, task);
 }
 
 // The result of one split, in fp32, to where the combining kernel looks for it.
@@ -565,6 +586,31 @@ __device__ __forceinline__ void fill_output(const FwdTask& task, uint16_t out, f
   }
 }
 
+// Which keys the task's rows see, and what that takes; of those, the share of one of `splits`.
+template <class C>
+__device__ __forceinline__ void find_keys(FwdTask& task, int splits, const AttentionParams& p) {
+  const Sequence& seq = task.seq;
+  const int last_row = min(task.first_row + C::kBlockQ, seq.len_q) - 1;
+  task.key_begin = seq.begin(task.first_row, p) / C::kBlockK;
+  task.key_end = (max(seq.end(last_row, p), 0) + C::kBlockK - 1) / C::kBlockK;
+  if (splits > 1) {
+    const int share = (max(task.key_end - task.key_begin, 0) + splits - 1) / splits;
+    task.key_begin += task.split * share;
+    task.key_end = min(task.key_end, task.key_begin + share);
+  }
+  // All keys are there, and all rows see them.
+  task.full_begin = max((seq.begin(last_row, p) + C::kBlockK - 1) / C::kBlockK, task.key_begin);
+  task.full_end = min(max(seq.end(task.first_row, p), 0) / C::kBlockK, task.key_end);
+  task.plain = !p.softcap_scale && !odd_rows(p.head_dim) && !odd_rows(p.head_dim_v);
+  if constexpr (C::kBias) {
+    task.bias = find_bias(p, seq, task.batch, task.head);
+    task.plain &= plain_bias<C::kShort>(task.bias, p);
+  }
+  const int key_head = p.group == 1 ? task.head : task.head / p.group;
+  task.key = rows_of(p.key, p, p.key_strides, task.batch, key_head, seq.token_k);
+  task.value = rows_of(p.value, p, p.value_strides, task.batch, key_head, seq.token_k);
+}
+
 // Which block of queries this CTA takes, and which keys; found by one thread.
 template <class C>
 __device__ __forceinline__ void find_task(FwdTask& task, const AttentionFwdParams& p) {
@@ -572,7 +618,7 @@ __device__ __forceinline__ void find_task(FwdTask& task, const AttentionFwdParam
   if (p.blocks) {
     const RaggedBlock block = p.blocks[blockIdx.x / p.heads];
     task.batch = block.sequence;
-    task.head = blockIdx.x % p.heads;
+    task.head = p.first_head + blockIdx.x % p.heads;
     task.kind = block.kind;
     task.first_row = block.block * C::kBlockQ;
     seq = find_sequence(block);
@@ -597,26 +643,8 @@ __device__ __forceinline__ void find_task(FwdTask& task, const AttentionFwdParam
   }
   task.seq = seq;
   if (task.kind != RaggedKind::kBlock) return;
-  // Blocks of keys that these queries may see, and of those this split's share.
-  const int last_row = min(task.first_row + C::kBlockQ, seq.len_q) - 1;
-  task.key_begin = seq.begin(task.first_row, p) / C::kBlockK;
-  task.key_end = (max(seq.end(last_row, p), 0) + C::kBlockK - 1) / C::kBlockK;
-  if (p.splits > 1) {
-    const int share = (max(task.key_end - task.key_begin, 0) + p.splits - 1) / p.splits;
-    task.key_begin += task.split * share;
-    task.key_end = min(task.key_end, task.key_begin + share);
-  }
-  // All keys are there, and all rows see them.
-  task.full_begin = max((seq.begin(last_row, p) + C::kBlockK - 1) / C::kBlockK, task.key_begin);
-  task.full_end = min(max(seq.end(task.first_row, p), 0) / C::kBlockK, task.key_end);
-  task.plain = p.sign == 1 && !p.softcap_scale && !odd_rows(p.head_dim) && !odd_rows(p.head_dim_v);
-  if constexpr (C::kBias) {
-    task.bias = find_bias(p, seq, task.batch, task.head);
-    task.plain &= plain_bias(task.bias, p);
-  }
-  const int key_head = p.group == 1 ? task.head : task.head / p.group;
-  task.key = rows_of(p.key, p, p.key_strides, task.batch, key_head, seq.token_k);
-  task.value = rows_of(p.value, p, p.value_strides, task.batch, key_head, seq.token_k);
+  find_keys<C>(task, p.splits, p);
+  task.plain &= p.sign == 1;
 }
 
 template <class C>
@@ -652,11 +680,13 @@ __device__ __forceinline__ void attention_fwd(const AttentionFwdParams& p) {
     if (!__syncthreads_or(!finite) || contain) break;
     contain = true;
   }
-  if (contain) add_not_finite<C>(t.o, task, p);
+  if (contain) {
+    add_not_finite<C>(t.o, task.value, p.value_strides, p.head_dim_v, 1, task, p);
+  }
   if (p.splits > 1) {
     store_partial<C>(t, task, p);
   } else {
-    store_output<C>(t, smem + C::kSmemQ, task, p);
+    store_output<C>(t, smem, task, p);
   }
 }
 

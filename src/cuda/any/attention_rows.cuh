@@ -10,14 +10,16 @@
 namespace flashmoe::cuda {
 
 inline constexpr int kRowThreads = 128;
-inline constexpr int kRowLanes = 8;  // threads of a row: 128 bytes at once
 
-// The sum of the products of two rows, over the kRowLanes threads of the row.
+// How many threads a row has, each with chunks of 16 bytes: up to 128 bytes at once.
+__device__ __forceinline__ int row_lanes(int dim) { return dim > 32 ? 8 : dim > 16 ? 4 : 2; }
+
+// The sum of the products of two rows, over the threads of the row.
 template <class T>
-__device__ __forceinline__ float row_product(const char* left, const char* right, int dim,
-                                             int lane) {
+__device__ __forceinline__ float row_product(const char* left, const char* right, int dim, int lane,
+                                             int lanes) {
   float sum = 0;
-  for (int chunk = lane; chunk * 8 < dim; chunk += kRowLanes) {
+  for (int chunk = lane; chunk * 8 < dim; chunk += lanes) {
     if (chunk * 8 + 8 <= dim) {
       const uint4 a = reinterpret_cast<const uint4*>(left)[chunk];
       const uint4 b = reinterpret_cast<const uint4*>(right)[chunk];
@@ -34,55 +36,66 @@ __device__ __forceinline__ float row_product(const char* left, const char* right
       }
     }
   }
-#pragma unroll
-  for (int step = 1; step < kRowLanes; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+#pragma unroll 1
+  for (int step = 1; step < lanes; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
   return sum;
 }
 
 // lse in base 2 and delta = out.dO - grad_lse of every row, and zeros where dQ will be summed. The
-// grid is that of attention_bwd_finish: see find_query_rows().
+// grid is that of attention_bwd_finish, of prepare_heads heads at once: see find_query_rows().
 template <class T>
 __device__ __forceinline__ void attention_bwd_prepare(const AttentionBwdParams& p) {
   if (p.deterministic && blockIdx.x + blockIdx.y + blockIdx.z + threadIdx.x == 0) *p.tickets = 0;
-  const auto [seq, kind, batch, head, first] = find_query_rows(p);
+  const int heads = p.prepare_heads;
+  const auto [seq, kind, batch, first_head, first] = find_query_rows(p, heads);
   if (kind != RaggedKind::kBlock || first >= seq.len_q) return;
   const int64_t sequence_row = workspace_row(p, seq, batch) + first;
-  const int64_t block_row = head * p.rows + sequence_row;
-  const int64_t round_row = head * p.sum_rows + sequence_row - round_rows(p);
 
-  const char* gO = rows_of(p.out, p, p.out_strides, batch, head, seq.token_q);
-  const char* gQ = rows_of(p.query, p, p.query_strides, batch, head, seq.token_q);
-  const char* gdO = rows_of(p.grad_out, p, p.grad_out_strides, batch, head, seq.token_q);
-  const float* lse = p.lse + offset(p, p.lse_strides, batch, head, seq.token_q);
+  const char* gO = rows_of(p.out, p, p.out_strides, batch, first_head, seq.token_q);
+  const char* gQ = rows_of(p.query, p, p.query_strides, batch, first_head, seq.token_q);
+  const char* gdO = rows_of(p.grad_out, p, p.grad_out_strides, batch, first_head, seq.token_q);
+  const float* lse = p.lse + offset(p, p.lse_strides, batch, first_head, seq.token_q);
   const float* grad_lse =
-      p.grad_lse ? p.grad_lse + offset(p, p.grad_lse_strides, batch, head, seq.token_q) : nullptr;
-  const int lane = threadIdx.x % kRowLanes;
-#pragma unroll 2
-  for (int r = threadIdx.x / kRowLanes; r < p.block_q; r += kRowThreads / kRowLanes) {
+      p.grad_lse ? p.grad_lse + offset(p, p.grad_lse_strides, batch, first_head, seq.token_q)
+                 : nullptr;
+  const int lanes = row_lanes(max(p.head_dim, p.head_dim_v)), lane = threadIdx.x % lanes;
+  const auto at = [](const Strides& strides, int64_t row, int64_t head) {
+    return row * strides.row + head * strides.head;
+  };
+#pragma unroll 4
+  for (int i = threadIdx.x / lanes; i < p.block_q * heads; i += kRowThreads / lanes) {
+    const int r = i / heads, head = i % heads;
     const int64_t row = min(first + r, seq.len_q - 1);  // past the end, the last once more
     float delta = 0;
     if (p.grad_out) {
-      delta = row_product<T>(gO + row * p.out_strides.row * 2,
-                             gdO + row * p.grad_out_strides.row * 2, p.head_dim_v, lane);
+      delta =
+          row_product<T>(gO + at(p.out_strides, row, head) * 2,
+                         gdO + at(p.grad_out_strides, row, head) * 2, p.head_dim_v, lane, lanes);
     }
-    if (grad_lse) delta -= grad_lse[row * p.grad_lse_strides.row];
-    const float natural = lse[row * p.lse_strides.row];
+    if (grad_lse) delta -= grad_lse[at(p.grad_lse_strides, row, head)];
+    const float natural = lse[at(p.lse_strides, row, head)];
     // A row that sees no key has probabilities 2^(s - inf) = 0. Where lse and delta would not show
     // that its Q is not finite, a NaN does.
     float2 terms = {natural == -INFINITY ? INFINITY : natural * kLog2e, delta};
     if (__any_sync(0xffffffffu, natural == -INFINITY)) {
-      const char* q = gQ + row * p.query_strides.row * 2;
-      const float square = row_product<T>(q, q, p.head_dim, lane);
+      const char* q = gQ + at(p.query_strides, row, head) * 2;
+      const float square = row_product<T>(q, q, p.head_dim, lane, lanes);
       if (natural == -INFINITY && !(square < INFINITY)) terms.y = NAN;
     }
     if (natural == INFINITY) terms.y = NAN;
     if (first + r >= seq.len_q) terms = {INFINITY, 0};
-    if (lane == 0) reinterpret_cast<float2*>(p.row_terms)[block_row + r] = terms;
+    if (lane == 0) {
+      reinterpret_cast<float2*>(p.row_terms)[(first_head + head) * p.rows + sequence_row + r] =
+          terms;
+    }
   }
-  if (!p.grad_query || writes_directly(seq, p)) return;
-  float4* sums = reinterpret_cast<float4*>(p.grad_query_sums + round_row * p.dim);
-  for (int i = threadIdx.x; i < p.block_q * p.dim / 4; i += kRowThreads) sums[i] = {0, 0, 0, 0};
-  if (p.deterministic && threadIdx.x == 0) p.turns[round_row / p.block_q] = 0;
+  if (!p.grad_query_sums) return;
+  for (int head = first_head; head < first_head + heads; ++head) {
+    const int64_t round_row = head * p.sum_rows + sequence_row - round_rows(p);
+    float4* sums = reinterpret_cast<float4*>(p.grad_query_sums + round_row * p.dim);
+    for (int i = threadIdx.x; i < p.block_q * p.dim / 4; i += kRowThreads) sums[i] = {0, 0, 0, 0};
+    if (p.deterministic && threadIdx.x == 0) p.turns[round_row / p.block_q] = 0;
+  }
 }
 
 // The results of all splits as one: a CTA for each row, grid (len_q, heads, batch). Each warp goes

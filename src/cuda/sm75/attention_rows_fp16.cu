@@ -24,3 +24,8 @@ extern "C" __global__ void __launch_bounds__(kBiasRowThreads)
     sm75_attention_bias_rows_fp16(const __grid_constant__ AttentionBiasRowsParams p) {
   attention_bias_rows(p);
 }
+
+extern "C" __global__ void __launch_bounds__(kBiasRowThreads)
+    sm75_attention_bias_heads_fp16(const __grid_constant__ AttentionBiasHeadsParams p) {
+  attention_bias_heads(p);
+}

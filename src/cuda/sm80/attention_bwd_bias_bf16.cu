@@ -13,7 +13,8 @@
     constexpr BwdTile kTile = {D, BLOCK_Q, BLOCK_K, WARPS, STAGES, CTAS, S, GK, GQ}; \
     attention_bwd<BwdConfig<sm80::Chip, Bf16, kTile, true>>(p);                      \
   }                                                                                  \
-  extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS)                     \
+  extern "C" __global__ void __launch_bounds__(                                      \
+      WARPS * 32, flashmoe::cuda::finish_ctas(D, BLOCK_Q, BLOCK_K, CTAS))            \
       sm80_attention_bwd_bias_finish_bf16_d##D##_##BLOCK_Q##x##BLOCK_K(              \
           const __grid_constant__ flashmoe::cuda::AttentionBwdParams p) {            \
     using namespace flashmoe::cuda;                                                  \

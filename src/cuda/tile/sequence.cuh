@@ -54,6 +54,7 @@ __device__ __forceinline__ int64_t batch_offset(const AttentionParams& p,
                                                 const int64_t (&strides)[kMaxBatchDims],
                                                 int batch) {
   int64_t offset = 0;
+#pragma unroll 1
   for (int i = p.batch_dims - 1; i > 0; --i) {
     offset += batch % p.batch_sizes[i] * strides[i];
     batch /= p.batch_sizes[i];
@@ -110,11 +111,6 @@ __device__ __forceinline__ int64_t workspace_row(const AttentionBwdParams& p, co
   return int64_t{batch} * ((p.len_q + p.block_q - 1) / p.block_q) * p.block_q;
 }
 
-// Whether dQ of the sequence is written by its only block of keys, without sums.
-__device__ __forceinline__ bool writes_directly(const Sequence& seq, const AttentionBwdParams& p) {
-  return seq.len_k > 0 && seq.len_k <= p.direct_keys;
-}
-
 // The rows before this round's, for which the sums have no room.
 __device__ __forceinline__ int64_t round_rows(const AttentionBwdParams& p) {
   const int64_t heads = p.first_head * p.group * p.sum_rows;
@@ -123,21 +119,23 @@ __device__ __forceinline__ int64_t round_rows(const AttentionBwdParams& p) {
 
 // The block of queries of a CTA before or after the backward pass, whose grid is (blocks of block_q
 // rows, heads, batch), or ragged (slots x heads).
+// Ragged, a CTA may have several heads: this is the first.
 struct QueryRows {
   Sequence seq;
   RaggedKind kind;
   int batch, head, first;
 };
-__device__ __forceinline__ QueryRows find_query_rows(const AttentionBwdParams& p) {
+__device__ __forceinline__ QueryRows find_query_rows(const AttentionBwdParams& p,
+                                                     int heads_of_cta = 1) {
   QueryRows r;
   const int first_head = p.first_head * p.group;
   if (p.blocks) {
-    const int heads = p.heads * p.group;
+    const int heads = p.heads * p.group / heads_of_cta;
     const RaggedBlock block = p.query_blocks[blockIdx.x / heads];
     r.seq = find_sequence(block);
     r.kind = block.kind;
     r.batch = block.sequence;
-    r.head = first_head + blockIdx.x % heads;
+    r.head = first_head + blockIdx.x % heads * heads_of_cta;
     r.first = block.block * p.block_q;
   } else {
     r.batch = p.first_batch + blockIdx.z;

@@ -1,0 +1,50 @@
+// Boxes of a tensor between global and shared memory, by the copy engine of sm_90.
+#pragma once
+
+#include "cuda/params.h"
+
+namespace flashmoe::cuda::ptx {
+
+// PTX ISA, "cp.async.bulk.tensor": the box that begins at (column, row, head, batch). Its bytes are
+// counted by `barrier`; what lies beyond the tensor is zeros, and counted as well.
+__device__ __forceinline__ void tma_load(uint32_t shared, const TensorMap& map, uint32_t barrier,
+                                         int column, int row, int head, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared),
+      "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
+
+// And back; what lies beyond the tensor is not written.
+__device__ __forceinline__ void tma_store(uint32_t shared, const TensorMap& map, int column,
+                                          int row, int head, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%1, {%2, %3, %4, %5}], [%0];" ::"r"(
+          shared),
+      "l"(&map), "r"(column), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
+__device__ __forceinline__ void tma_commit_group() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Until all that this thread committed has been read, or is done.
+__device__ __forceinline__ void tma_wait_group_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+__device__ __forceinline__ void tma_wait_group() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+// PTX ISA, "fence.proxy": what this thread wrote to shared memory is there for the copy engine and
+// the tensor cores.
+__device__ __forceinline__ void fence_proxy_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// PTX ISA, "prefetch": the map itself.
+__device__ __forceinline__ void prefetch_tensormap(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+}  // namespace flashmoe::cuda::ptx

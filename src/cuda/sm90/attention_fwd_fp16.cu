@@ -1,0 +1,14 @@
+// Compiled once for each head dim: FLASHMOE_HEAD_DIM.
+#include "cuda/any/instantiate.h"
+#include "cuda/sm90/attention_fwd.cuh"
+#include "cuda/sm90/variants.h"
+
+#define KERNEL(D, BLOCK_Q, BLOCK_K, STAGES)                                                    \
+  extern "C" __global__ void __launch_bounds__((BLOCK_Q / 64 + 1) * 128, 1)                    \
+      sm90_attention_fwd_fp16_d##D##_##BLOCK_Q##x##BLOCK_K(                                    \
+          const __grid_constant__ flashmoe::cuda::HopperFwdParams p) {                         \
+    using namespace flashmoe::cuda;                                                            \
+    sm90::attention_fwd<sm90::FwdConfig<Fp16, HopperFwdTile{D, BLOCK_Q, BLOCK_K, STAGES}>>(p); \
+  }
+
+FLASHMOE_VARIANTS(FLASHMOE_SM90_ATTENTION_FWD, FLASHMOE_HEAD_DIM)(KERNEL)

@@ -290,6 +290,12 @@ struct Around {
   size_t copied = 0;  // bytes of the copy, where it is copied first
 };
 
+// The bias of a ragged batch with several heads is copied to pairs side by side.
+bool copies_pairs(const AttentionProblem& p) {
+  return p.ragged && p.bias && p.bias->dtype != DType::kFloat32 && p.bias->shape[1] > 1 &&
+         p.bias->stride[0] != 1;
+}
+
 void check_names(const AttentionPlan& plan, const std::vector<std::string>& names,
                  const std::vector<std::string>& roles) {
   CHECK_EQ(names.size(), roles.size());
@@ -304,8 +310,9 @@ void check_grid(const AttentionPlan& plan, const Sizes& s) {
   if (plan.problem.ragged) {  // all that there may be, the tokens after the last sequence counted
     const int64_t slots = backward ? s.batch * s.len_k / plan.block_k + s.batch + 1
                                    : s.batch * s.len_q / plan.block_q + s.batch + 1;
-    CHECK_EQ(s.heads_k % plan.rounds, 0);
-    CHECK_EQ(int64_t{plan.grid[0]}, slots * (backward ? s.heads_k / plan.rounds : s.heads_q));
+    const int64_t heads = backward ? s.heads_k : s.heads_q;
+    CHECK_EQ(heads % plan.rounds, 0);
+    CHECK_EQ(int64_t{plan.grid[0]}, slots * (heads / plan.rounds));
     CHECK_EQ(plan.grid[1], 1u);
     CHECK_EQ(plan.grid[2], 1u);
     CHECK_EQ(plan.work_items, int64_t{plan.grid[0]} * plan.rounds);
@@ -362,32 +369,41 @@ void check_plan(const AttentionPlan& plan, const Chip& chip, const Sizes& s,
 
   check_grid(plan, s);
   CHECK(plan.splits == 1 || (!backward && !p.ragged));
-  CHECK(plan.rounds == 1 || (backward && (p.bias || p.ragged)));
+  CHECK(plan.rounds == 1 || copies_pairs(p) ||
+        (backward && (p.bias || p.ragged) && !for_short(*kernel)));
   CHECK(plan.bias_splits == 1 || (around.sums && !p.ragged));
   if (!backward) {
     const size_t partial = s.batch * s.heads_q * s.len_q * (kernel->head_dim + 1) * sizeof(float);
-    const size_t list = p.ragged ? plan.grid[0] / s.heads_q * 48 : 0;
+    const int64_t heads = s.heads_q / plan.rounds;
+    const size_t list = p.ragged ? ceil_div(plan.grid[0] / heads * 48, 256) * 256 : 0;
+    const size_t pairs =
+        copies_pairs(p) ? ceil_div(heads * (p.bias->shape[0] / 8 * 8 + 8) * 2, 256) * 256 : 0;
     CHECK_EQ(plan.workspace_bytes,
-             list + around.copied + (plan.splits > 1 ? plan.splits * partial : 0));
+             list + pairs + around.copied + (plan.splits > 1 ? plan.splits * partial : 0));
   }
 
   std::vector<std::string> before, after;
   if (p.ragged) before.push_back("attention_ragged_blocks");
+  if (copies_pairs(p)) before.push_back("attention_bias_heads");
   if (around.copied > 0) before.push_back("attention_bias_rows");
   if (backward) before.push_back("attention_bwd_prepare");
   if (plan.splits > 1) after.push_back("attention_combine");
-  if (backward && p.grad_query) after.push_back("attention_bwd_finish");
+  // Of short sequences it also makes the gradient of a bias that is not shared.
+  const bool finishes =
+      backward && (p.grad_query || (for_short(*kernel) && p.grad_bias && !around.sums));
+  if (finishes) after.push_back(p.bias ? "attention_bwd_bias_finish" : "attention_bwd_finish");
   if (around.sums) after.push_back("attention_bwd_bias_sum");
+  if (backward && p.grad_bias && copies_pairs(p)) after.push_back("attention_bias_heads");
   check_names(plan, plan.before, before);
   check_names(plan, plan.after, after);
   if (plan.after.size() != after.size()) return;  // reported
-  if (backward && p.grad_query) {                 // of the same tile: it knows how the sums lie
+  if (finishes) {                                 // of the same tile: it knows how the sums lie
     const CudaKernel* finish = find(plan.after[0]);
     CHECK_EQ(finish->image, kernel->image);
     CHECK_EQ(finish->block_q, kernel->block_q);
     CHECK_EQ(finish->block_k, kernel->block_k);
     CHECK_EQ(finish->threads, kernel->threads);
-    CHECK(finish->shared_bytes <= kernel->shared_bytes);
+    CHECK(static_cast<size_t>(finish->shared_bytes) <= chip.shared_bytes, finish->shared_bytes);
   }
   if (around.sums) {
     const CudaKernel* sum = find(plan.after.back());
@@ -650,10 +666,9 @@ TEST(cuda_the_sum_of_a_small_gradient_is_split) {
   CHECK_CONTAINS(flashmoe::explain(plan.problem), "\n  splits     what shares the bias, in 15\n");
   CHECK_EQ(plan_for(64, 132, 256, false).bias_splits, 15);
   CHECK_EQ(plan_for(64, 72).bias_splits, 9);  // 8 x 16 are 0.89 of 144
-  // The terms of the rows, the parts in fp32, a counter for each block of queries, and one for all.
+  // The terms of the rows, the parts in fp32, and a counter.
   const size_t terms = 64 * 4 * 256 * 8, parts = 15 * 256 * 256 * 4;
-  const size_t turns = 64 * 4 * 256 / plan.block_q * 4;
-  CHECK_EQ(plan.workspace_bytes, terms + parts + turns + 256);
+  CHECK_EQ(plan.workspace_bytes, terms + parts + 256);
 
   CHECK_EQ(plan_for(64, 1).bias_splits, 1);  // the tiles alone fill it
   CHECK_EQ(plan_for(64, 132, 4096).bias_splits, 1);
@@ -817,6 +832,42 @@ TEST(cuda_backward_needs_little_beside_its_tensors) {
   }
 }
 
+// The bias of a ragged batch is copied by heads, of which a round has as many as the workspace has
+// room for; where pairs lie side by side already, it stays where it is.
+TEST(cuda_packed_bias_is_copied_by_heads) {
+  if (!all_families()) return;
+  const Sizes s{.batch = 4096, .heads_q = 8, .heads_k = 8, .len_q = 32, .len_k = 32};
+  const int64_t pairs = s.batch * 32 * 32;
+  const auto plan_with = [&](Pass pass, const TensorSpec& bias) {
+    AttentionProblem p = cuda_problem(90, pass, DType::kBFloat16, 64, 64, s, true);
+    p.device.multiprocessors = 132;
+    p.bias = bias;
+    if (pass == Pass::kBackward) p.grad_bias = bias;
+    return plan_of(p);
+  };
+  const double rows = 2. * 4096 * 32 * 8 * 64, numbers = 2. * static_cast<double>(pairs) * 8;
+  const TensorSpec packed = contiguous(DType::kBFloat16, {pairs, 8});
+  const AttentionPlan forward = plan_with(Pass::kForward, packed);
+  check_plan(forward, kChips[5], s);
+  CHECK_EQ(forward.rounds, 2);
+  CHECK(static_cast<double>(forward.workspace_bytes) <= 0.099 * (4 * rows + numbers));
+  const AttentionPlan backward = plan_with(Pass::kBackward, packed);
+  check_plan(backward, kChips[5], s);
+  CHECK_EQ(backward.rounds, 1);
+  CHECK(static_cast<double>(backward.workspace_bytes) <= 0.099 * (8 * rows + 2 * numbers));
+
+  TensorSpec apart = packed;
+  apart.stride[0] = 1;
+  apart.stride[1] = pairs;
+  for (const TensorSpec& bias :
+       {apart, contiguous(DType::kBFloat16, {pairs, 1}), contiguous(DType::kFloat32, {pairs, 8})}) {
+    const AttentionPlan plan = plan_with(Pass::kForward, bias);
+    CHECK_EQ(plan.before.size(), 1u);
+    CHECK_EQ(plan.rounds, 1);
+    CHECK_EQ(plan_with(Pass::kBackward, bias).before.size(), 2u);
+  }
+}
+
 // Two blocks of keys for each SM are work enough for a round. Where the rounds that would be needed
 // have less, there is one.
 TEST(cuda_a_round_fills_the_chip) {
@@ -959,6 +1010,14 @@ TEST(cuda_a_forward_tile_with_a_bias_fills_the_last_round) {
   }
   CHECK_CONTAINS(flashmoe::explain(plan_for(131, true).problem),
                  "_128x64: passed over: 131 blocks would leave some of 132 SMs idle\n");
+}
+
+TEST(cuda_short_sequences_are_reproducible) {
+  if (!all_families()) return;
+  const Sizes s{.batch = 600, .len_q = 20, .len_k = 20};
+  const AttentionProblem p = cuda_problem(90, Pass::kBackward, DType::kFloat16, 64, 64, s);
+  CHECK(for_short(*find(plan_of(p).kernel)));
+  CHECK_CONTAINS(flashmoe::explain(p), "\n  bitwise reproducible\n");
 }
 
 TEST(cuda_explain_tells_what_is_reproducible) {

@@ -128,6 +128,7 @@ class Call:
 
 
 CAUSAL = {"causal": True}
+SHORT = tuple((1 + i % 37, 1 + i % 37) for i in range(300))
 MIXED = ((17, 17), (0, 5), (70, 33), (1, 1), (3, 0))
 
 # Each runs in every family and dtype; every other one deterministically.
@@ -210,6 +211,23 @@ CALLS = [
     Call(128, (2, 2), ragged=((65, 72), (2, 3), (8, 8)), bias=Bias("h", wide=True)),
     Call(20, (2, 1), ragged=MIXED, bias=Bias("", layout=rows_apart), options={"softcap": 5.0}),
     Call(256, (2, 1), ragged=((5, 40), (33, 7)), bias=Bias("h", layout=transposed), needs="qkv"),
+    # Many short sequences, which have tiles of their own.
+    Call(64, (2, 2), (31, 17), lead=(270,), options=CAUSAL),
+    Call(32, (2, 2), (20, 31), lead=(270,), bias=Bias(masked=True)),
+    Call(20, (2, 2), (32, 32), lead=(270,), bias=Bias(wide=True), options={"softcap": 5.0}),
+    Call(16, (2, 2), ragged=SHORT),
+    Call(64, (2, 2), ragged=SHORT, bias=Bias("h", masked=True)),
+    Call(48, (4, 2), ragged=SHORT, bias=Bias("h"), options=CAUSAL),
+]
+
+# The forward pass of the sm90 family, on its own chip.
+HOPPER_CALLS = [
+    Call(64, (4, 2), (200, 300), lead=(2,), options=CAUSAL, needs=""),
+    Call(96, (2, 1), (129, 257), layout=rows_first, needs=""),
+    Call(128, (3, 3), (300, 300), lead=(30,), options={"window": (50, 7)}, needs=""),
+    Call(128, (2, 1), (70, 200), lead=(3,), key_lengths=(0, 129, 200), needs=""),
+    Call(192, (2, 2), (65, 113), layout=rows_apart, options=CAUSAL, needs=""),
+    Call(256, (2, 1), (130, 70), dv=200, needs=""),
 ]
 
 
@@ -246,9 +264,12 @@ def on_device(call: Call, case: oracle.Case) -> oracle.Case:
 def main() -> int:
     torch.manual_seed(0)
     failures = 0
-    for family, dtypes in FAMILIES.items():
+    families = [(family, dtypes, CALLS) for family, dtypes in FAMILIES.items()]
+    if DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0):
+        families.append(("sm90", tuple(DTYPES), HOPPER_CALLS))
+    for family, dtypes, calls in families:
         os.environ["FLASHMOE_FAMILY"] = family
-        for i, call in enumerate(CALLS):
+        for i, call in enumerate(calls):
             name = dtypes[i // 2 % len(dtypes)]
             case = call.case(DTYPES[name], deterministic=bool(i % 2))
             got = oracle.ours(on_device(call, case))

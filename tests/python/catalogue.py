@@ -45,6 +45,7 @@ FAMILIES = {
 }
 FORWARD = {"attention_fwd", "attention_fwd_bias"}
 BACKWARD = {"attention_bwd", "attention_bwd_bias"}
+FINISH = {"attention_bwd_finish", "attention_bwd_bias_finish"}
 BIAS_SUM = "attention_bwd_bias_sum"
 TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 

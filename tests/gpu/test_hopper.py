@@ -1,0 +1,136 @@
+"""The sm90 family's forward pass against the float64 oracle. It is taken where it is asked for."""
+
+from __future__ import annotations
+
+import re
+from math import inf, nan
+
+import pytest
+import torch
+from families import DTYPES
+from helpers import (
+    IN_PLACE,
+    attend,
+    check,
+    every_mask,
+    integers,
+    on_a_gpu,
+    put,
+    qkv,
+    same,
+)
+
+import flashmoe_science as fm
+
+HEAD_DIMS = [64, 96, 128, 192, 256]
+LENGTHS = [1, 2, 63, 64, 65, 111, 112, 113, 127, 128, 129, 191, 192, 193, 255, 257, 300, 517, 1025]
+
+pytestmark = [
+    on_a_gpu,
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+        reason="needs Hopper",
+    ),
+]
+
+
+@pytest.fixture(params=DTYPES)
+def dtype(request, monkeypatch) -> torch.dtype:
+    monkeypatch.setenv("FLASHMOE_FAMILY", "sm90")
+    return DTYPES[request.param]
+
+
+@pytest.mark.parametrize("d", [8, 64, 65, 96, 97, 128, 192, 200, 256])
+def test_it_is_the_kernel_that_runs(d, dtype):
+    text = fm.explain(*qkv(300, d=d, dtype=dtype), causal=True)
+    bucket = min(x for x in HEAD_DIMS if x >= d)
+    assert re.search(rf"kernel +sm90_attention_fwd_\w+_d{bucket}_", text), text
+
+
+@every_mask
+@pytest.mark.parametrize("d", HEAD_DIMS)
+def test_lengths(d, causal, dtype):
+    for i, n in enumerate(LENGTHS):
+        for m in (n, LENGTHS[(7 * i + 3) % len(LENGTHS)]):
+            check(*qkv(n, m, lead=(2,), hq=2, hk=1, d=d, dtype=dtype), causal=causal)
+
+
+@every_mask
+@pytest.mark.parametrize("d", HEAD_DIMS)
+def test_more_work_than_sms(d, causal, dtype):
+    """Blocks that follow each other on an SM, and heads that do not divide what goes together."""
+    check(*qkv(700, 900, lead=(5,), hq=12, hk=4, d=d, dtype=dtype), causal=causal)
+
+
+@pytest.mark.parametrize("d", [1, 7, 16, 20, 33, 64, 72, 80, 100, 128, 136, 160, 192, 250, 256])
+def test_head_dims(d, dtype):
+    for dv in (d, max(d // 2, 1), min(d + 9, 256)):
+        check(*qkv(131, 197, d=d, dv=dv, dtype=dtype), causal=bool(d % 2))
+
+
+@pytest.mark.parametrize("window", [(0, 0), (0, -1), (63, 64), (128, 0), (200, 100), (-1, 300)])
+def test_windows(window, dtype):
+    for d in (64, 128):
+        check(*qkv(600, 500, d=d, dtype=dtype), window=window)
+        check(*qkv(200, 900, d=d, dtype=dtype), window=window)
+
+
+@every_mask
+def test_key_lengths(causal, dtype):
+    for d in (64, 128):
+        q, k, v = qkv(200, 400, lead=(5,), hq=4, hk=2, d=d, dtype=dtype)
+        check(q, k, v, key_lengths=integers(0, 1, 129, 256, 400), causal=causal)
+        check(q, k, v, key_lengths=integers(0, 1, 129, 256, 400, dtype=torch.int64), causal=causal)
+
+
+def test_wrong_key_lengths_are_nan(dtype):
+    q, k, v = qkv(200, 300, lead=(3,), dtype=dtype)
+    out, lse = attend(q, k, v, key_lengths=integers(300, 301, -1))
+    assert out[1:].isnan().all() and lse[1:].isnan().all()
+    assert same((out[:1], lse[:1]), attend(q[:1], k[:1], v[:1], key_lengths=integers(300)))
+
+
+@pytest.mark.parametrize("layout", IN_PLACE)
+def test_strides(layout, dtype):
+    """Heads after rows, gaps between rows: read where they lie."""
+    for d in (64, 128):
+        tensors = qkv(150, 260, lead=(2,), hq=4, hk=2, d=d, dtype=dtype)
+        want = attend(*tensors, causal=True)
+        assert same(attend(*(IN_PLACE[layout](x) for x in tensors), causal=True), want)
+
+
+@pytest.mark.parametrize("value", [nan, inf, -inf])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_what_a_mask_hides_stays_hidden(d, value, dtype):
+    q, k, v = qkv(300, lead=(2,), hq=2, hk=1, d=d, dtype=dtype)
+    out, lse = attend(q, k, v, causal=True)
+    bad = put(v, (0, 0, 170, 3), value)
+    got, got_lse = attend(q, k, bad, causal=True)
+    assert same((got[0, :, :170], got[1]), (out[0, :, :170], out[1])) and same(got_lse, lse)
+    assert not got[0, :, 170:, 3].isfinite().any()
+    lengths = integers(170, 300)
+    clean = attend(q, k, v, key_lengths=lengths)
+    assert same(attend(q, put(k, (0, 0, 171, 5), value), bad, key_lengths=lengths), clean)
+
+
+def test_the_bits_are_the_same(dtype):
+    tensors = qkv(1000, lead=(4,), hq=8, hk=8, d=128, dtype=dtype)
+    want = attend(*tensors, causal=True)
+    assert all(same(attend(*tensors, causal=True), want) for _ in range(5))
+
+
+@pytest.mark.parametrize(
+    "options, why",
+    [
+        ({"softcap": 5.0}, "softcap"),
+        ({"scale": -1.0}, "scale"),
+        ({"bias": True}, "bias"),
+        ({"backward": True}, "backward"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(options, why, dtype):
+    q, k, v = qkv(100, dtype=dtype)
+    if "bias" in options:
+        options = {"bias": torch.zeros(100, 100, dtype=dtype, device=q.device)}
+    with pytest.raises(RuntimeError, match=rf"(?s)sm90: .*{why}"):
+        fm.explain(q, k, v, **options)

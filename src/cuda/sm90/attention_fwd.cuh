@@ -339,7 +339,7 @@ class FwdRows {
     const Sequence& seq = work_.seq;
     const uint32_t sO = smem_ + C::kSmemO;
     float inverse[2];
-    bool finite = true;
+    bool finite[2] = {true, true};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = quad_sum(rows_.sum[half]);
@@ -348,7 +348,7 @@ class FwdRows {
       write_lse(first_row_ + row() + 8 * half, lse, lane() % 4 == 0);
     }
 #pragma unroll
-    for (float x : o_) finite &= isfinite(x);
+    for (int i = 0; i < C::kDim / 2; ++i) finite[i % 4 / 2] &= isfinite(o_[i]);
     if (!C::kSharesOutput) {
       if (thread_ == 0) ptx::tma_wait_group_read();
       ptx::bar_sync(kStore + group_, 128);  // the output before has left
@@ -366,7 +366,9 @@ class FwdRows {
     }
     // Where something hidden may have got through.
     const bool hides = p_.left < kNoLimit || p_.right < kNoLimit || p_.key_lengths;
-    if (!seq.valid || (hides && __any_sync(0xffffffffu, !finite))) store_again(sO);
+    const uint32_t upper = __ballot_sync(0xffffffffu, !seq.valid || (hides && !finite[0]));
+    const uint32_t lower = __ballot_sync(0xffffffffu, !seq.valid || (hides && !finite[1]));
+    if (upper | lower) store_again(sO, upper, lower);
     ptx::fence_proxy_async();
     ptx::bar_sync(kStore + group_, 128);  // the output is there
     if (thread_ == 0) {
@@ -387,9 +389,10 @@ class FwdRows {
     p_.lse[offset(p_, p_.lse_strides, work_.batch, work_.head, 0) + r * p_.lse_strides.row] = lse;
   }
 
-  // The warp's rows once more, key by key, from what each row really sees: a probability of 0 times
-  // a hidden NaN is NaN. Slow, and rarely needed. Wrong lengths give NaN everywhere.
-  __device__ void store_again(uint32_t sO) const {
+  // Rows of the warp once more, key by key, from what each really sees: a probability of 0 times a
+  // hidden NaN is NaN. `upper` has four bits for each of the first eight rows, `lower` for the
+  // others. Slow, and rarely needed. Wrong lengths give NaN everywhere.
+  __device__ void store_again(uint32_t sO, uint32_t upper, uint32_t lower) const {
     constexpr int kEach = (C::kDim + 31) / 32;  // columns of a lane
     __syncwarp();                               // the rows are written
     const auto number = [&](const void* tensor, const Strides& strides, int head, int at, int dim,
@@ -403,6 +406,7 @@ class FwdRows {
     for (int i = 0; i < 16; ++i) {
       const int r = first_row_ + thread_ / 32 * 16 + i;
       if (r >= work_.seq.len_q) break;
+      if (((i < 8 ? upper : lower) >> (i % 8 * 4) & 0xf) == 0) continue;
       float o[kEach] = {}, reference = -INFINITY, sum = 0;
       const int end = work_.seq.valid ? work_.seq.end(r, p_) : 0;
 #pragma unroll 1

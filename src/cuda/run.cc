@@ -1,6 +1,7 @@
 // From a plan and its tensors to launches.
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <vector>
 
 #include "attention/problem.h"
@@ -339,6 +340,22 @@ Status run_forward(const AttentionPlan& plan, const AttentionTensors& t, void* w
   return {};
 }
 
+// Heads whose blocks follow each other: their keys and values should leave the second-level cache
+// room for the rest. Their blocks are twice as many as there are CTAs, or a multiple of that: each
+// CTA goes forth and back through them, and has as much as the others. Where that would be too many
+// heads, all go together.
+int64_t heads_together(const AttentionPlan& plan) {
+  constexpr int64_t kCached = 32 << 20;
+  const int64_t bytes = 2 * plan.len_k * (plan.head_dim + plan.head_dim_v);
+  const int64_t cached = std::max<int64_t>(kCached / bytes, 1) * (plan.heads_q / plan.heads_k);
+  const int64_t blocks = (plan.len_q + plan.block_q - 1) / plan.block_q;
+  const int64_t both_ways = 2 * int64_t{plan.grid[0]};
+  const int64_t unit = both_ways / std::gcd(both_ways, std::max<int64_t>(blocks, 1));
+  const int64_t heads = plan.heads_q * plan.batch;
+  if (unit > 2 * cached || unit >= heads) return std::max<int64_t>(heads, 1);
+  return std::max<int64_t>(cached / unit, 1) * unit;
+}
+
 Status run_hopper_forward(const AttentionPlan& plan, const AttentionTensors& t,
                           const Launch& launch) {
   const AttentionProblem& problem = plan.problem;
@@ -351,11 +368,7 @@ Status run_hopper_forward(const AttentionPlan& plan, const AttentionTensors& t,
   p.heads = static_cast<int32_t>(plan.heads_q);
   p.query_blocks = static_cast<int32_t>((plan.len_q + plan.block_q - 1) / plan.block_q);
   p.works = static_cast<int32_t>(plan.work_items);
-  // The keys and values of as many heads as leave the second-level cache room for the rest.
-  constexpr int64_t kCached = 32 << 20;
-  const int64_t bytes = 2 * plan.len_k * (plan.head_dim + plan.head_dim_v);
-  const int64_t heads = std::max<int64_t>(kCached / bytes, 1) * p.group;
-  p.heads_together = static_cast<int32_t>(std::min(heads, plan.heads_q * plan.batch));
+  p.heads_together = static_cast<int32_t>(heads_together(plan));
   const auto encode = [](TensorMap& map, const TensorSpec& spec, const void* data, int64_t rows) {
     TensorSpec four;
     if (!four_dimensions(spec, four)) return invalid("a tensor that no tensor map describes");

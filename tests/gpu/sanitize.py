@@ -266,7 +266,7 @@ def main() -> int:
     failures = 0
     families = [(family, dtypes, CALLS) for family, dtypes in FAMILIES.items()]
     if DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0):
-        families.append(("sm90", tuple(DTYPES), HOPPER_CALLS))
+        families.insert(0, ("sm90", tuple(DTYPES), HOPPER_CALLS))
     for family, dtypes, calls in families:
         os.environ["FLASHMOE_FAMILY"] = family
         for i, call in enumerate(calls):

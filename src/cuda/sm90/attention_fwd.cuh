@@ -8,6 +8,7 @@
 //                   sO   block_q x D            on its way out; in Q's place where there is no room
 //                   sK   stages x block_k x D
 //                   sV   stages x block_k x D
+//                   the work: which block of queries it is
 //                   barriers: full and empty, for Q and each stage of K and V
 //
 //   warpgroup 1   S(n) O(n+1) |softmax(n)      | S(n-1) O(n)   | ...
@@ -32,6 +33,13 @@
 
 namespace flashmoe::cuda::sm90 {
 
+// A block of queries, and the blocks of keys that it sees.
+struct alignas(8) FwdWork {
+  Sequence seq;
+  int batch, head, first_row;
+  int key_begin, key_end;
+};
+
 template <class T, HopperFwdTile kTile_>
 struct FwdConfig {
   using Type = T;
@@ -45,9 +53,11 @@ struct FwdConfig {
   static constexpr uint32_t kSmemQ = 0, kSmemO = kSharesOutput ? 0 : Rows::kBytes;
   static constexpr uint32_t kSmemK = kSmemO + Rows::kBytes;
   static constexpr uint32_t kSmemV = kSmemK + kStages * Keys::kBytes;
-  static constexpr uint32_t kSmemBarriers = kSmemV + kStages * Keys::kBytes;
-  static_assert(kSmemBarriers + kBarrierBytes == kTile.shared_bytes());
-  static_assert((2 + 4 * kStages) * 8 <= kBarrierBytes && kBlockQ % 64 == 0 && kBlockK % 16 == 0);
+  static constexpr uint32_t kSmemWork = kSmemV + kStages * Keys::kBytes;
+  static constexpr uint32_t kSmemBarriers = kSmemWork + sizeof(FwdWork);
+  static_assert(kSmemWork + kBarrierBytes == kTile.shared_bytes());
+  static_assert(sizeof(FwdWork) % 8 == 0 && kBlockQ % 64 == 0 && kBlockK % 16 == 0);
+  static_assert(sizeof(FwdWork) + (2 + 4 * kStages) * 8 <= kBarrierBytes);
   static_assert(Rows::kBytes % 1024 == 0 && Keys::kBytes % 1024 == 0);
   // An SM has 65,536 registers; what the first warpgroup gives away the others share.
   static constexpr int kLoaderRegisters = kGroups == 3 ? 32 : 40;
@@ -88,13 +98,6 @@ struct Ring {
   }
 };
 
-// A block of queries, and the blocks of keys that it sees.
-struct FwdWork {
-  Sequence seq;
-  int batch, head, first_row;
-  int key_begin, key_end;
-};
-
 // Number `number` of all blocks. Heads go together as far as the second-level cache holds their
 // keys, and of these the blocks that see most go first.
 template <class C>
@@ -130,33 +133,36 @@ __device__ __forceinline__ void for_each_work(const HopperFwdParams& p, const F&
   }
 }
 
-// The thread that fills shared memory.
+// The thread that fills shared memory. It also finds out what the others are to work on: that
+// takes divisions, for which they would have to wait.
 template <class C>
-__device__ __forceinline__ void load_all(uint32_t smem, const Slots<C>& slots,
+__device__ __forceinline__ void load_all(char* shared, const Slots<C>& slots,
                                          const HopperFwdParams& p) {
-  Ring<C> ring;
-  int q_parity = 1;  // the first turn finds every place empty
-  const auto fill = [&](const Slot& slot, int parity, uint32_t to, const TensorMap& map, auto tile,
-                        int row, int head, int batch) {
+  const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const auto fill = [&](const Slot& slot, uint32_t to, const TensorMap& map, auto tile, int row,
+                        int head, int batch) {
     using Tile = decltype(tile);
-    ptx::mbarrier_wait(slot.empty, parity);
     ptx::mbarrier_arrive_expect_tx(slot.full, Tile::kBytes);
 #pragma unroll
     for (int i = 0; i < Tile::kBlocks; ++i) {
       ptx::tma_load(smem + to + i * Tile::kBlockBytes, map, slot.full, 64 * i, row, head, batch);
     }
   };
+  Ring<C> ring;
+  int q_parity = 1;  // the first turn finds every place empty
   for_each_work(p, [&](int number) {
     const FwdWork w = find_work<C>(number, p);
     const int key_head = w.head / p.group;
-    fill(slots.q(), q_parity, C::kSmemQ, p.query_map, typename C::Rows(), w.first_row, w.head,
-         w.batch);
+    ptx::mbarrier_wait(slots.q().empty, q_parity);
+    *reinterpret_cast<FwdWork*>(shared + C::kSmemWork) = w;
+    fill(slots.q(), C::kSmemQ, p.query_map, typename C::Rows(), w.first_row, w.head, w.batch);
     for (int n = w.key_end - 1; n >= w.key_begin; --n, ring = ring.next()) {
       const uint32_t at = ring.stage * C::Keys::kBytes;
-      fill(slots.k(ring.stage), ring.parity ^ 1, C::kSmemK + at, p.key_map, typename C::Keys(),
-           n * C::kBlockK, key_head, w.batch);
-      fill(slots.v(ring.stage), ring.parity ^ 1, C::kSmemV + at, p.value_map, typename C::Keys(),
-           n * C::kBlockK, key_head, w.batch);
+      const Slot k = slots.k(ring.stage), v = slots.v(ring.stage);
+      ptx::mbarrier_wait(k.empty, ring.parity ^ 1);
+      fill(k, C::kSmemK + at, p.key_map, typename C::Keys(), n * C::kBlockK, key_head, w.batch);
+      ptx::mbarrier_wait(v.empty, ring.parity ^ 1);
+      fill(v, C::kSmemV + at, p.value_map, typename C::Keys(), n * C::kBlockK, key_head, w.batch);
     }
     q_parity ^= 1;
   });
@@ -166,14 +172,20 @@ __device__ __forceinline__ void load_all(uint32_t smem, const Slots<C>& slots,
 template <class C>
 class FwdRows {
  public:
-  __device__ __forceinline__ FwdRows(uint32_t smem, const Slots<C>& slots, int group,
+  __device__ __forceinline__ FwdRows(const char* shared, const Slots<C>& slots, int group,
                                      const HopperFwdParams& p)
-      : smem_(smem), slots_(slots), p_(p), group_(group), thread_(threadIdx.x % 128) {}
+      : smem_(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+        found_(*reinterpret_cast<const FwdWork*>(shared + C::kSmemWork)),
+        slots_(slots),
+        p_(p),
+        group_(group),
+        thread_(threadIdx.x % 128) {}
 
   __device__ __forceinline__ void run() {
     if (C::kGroups > 1 && group_ == C::kGroups - 1) ptx::bar_arrive(kTurn, kTwoGroups);
-    for_each_work(p_, [&](int number) {
-      work_ = find_work<C>(number, p_);
+    for_each_work(p_, [&](int) {
+      ptx::mbarrier_wait(slots_.q().full, q_parity_);
+      work_ = found_;
       first_row_ = work_.first_row + group_ * 64;
       compute();
       store();
@@ -299,7 +311,9 @@ class FwdRows {
 #pragma unroll
     for (float& x : o_) x = 0;
     rows_ = RowState();
-    ptx::mbarrier_wait(slots_.q().full, q_parity_);
+    // Of these 64 rows: blocks [full_begin, full_end) need no mask.
+    const int full_begin = (work_.seq.begin(first_row_ + 63, p_) + C::kBlockK - 1) / C::kBlockK;
+    const int full_end = max(work_.seq.end(first_row_, p_), 0) / C::kBlockK;
     int n = work_.key_end - 1;
     if (n >= work_.key_begin) {
       ptx::mbarrier_wait(slots_.k(ring_.stage).full, ring_.parity);
@@ -309,19 +323,17 @@ class FwdRows {
       pass_turn();
       ptx::wgmma_wait_group<0>(s_);
       release(slots_.k(ring_.stage));
-      mask(n);
+      if (n >= full_end || n < full_begin) mask(n);
       softmax<true>();
       pack_pairs();
-      // Of these 64 rows: blocks [full_begin, full_end) need no mask.
-      const int last_row = first_row_ + 63;
-      const int full_begin = (work_.seq.begin(last_row, p_) + C::kBlockK - 1) / C::kBlockK;
-      const int full_end = max(work_.seq.end(first_row_, p_), 0) / C::kBlockK;
 #pragma unroll 1
       for (--n; n >= max(work_.key_begin, full_end); --n) step<true>(n);
 #pragma unroll 1
       for (; n >= max(work_.key_begin, full_begin); --n) step<false>(n);
 #pragma unroll 1
       for (; n >= work_.key_begin; --n) step<true>(n);
+    } else {
+      ptx::bar_sync(kStore + group_, 128);  // everyone knows the work
     }
     if (!C::kSharesOutput) release(slots_.q());
     if (work_.key_end > work_.key_begin) {
@@ -445,6 +457,7 @@ class FwdRows {
   }
 
   const uint32_t smem_;
+  const FwdWork& found_;  // by the loading thread
   const Slots<C> slots_;
   const HopperFwdParams& p_;
   const int group_, thread_;
@@ -472,11 +485,11 @@ __device__ __forceinline__ void attention_fwd(const HopperFwdParams& p) {
       for (const TensorMap* map : {&p.query_map, &p.key_map, &p.value_map, &p.out_map}) {
         ptx::prefetch_tensormap(*map);
       }
-      load_all<C>(smem, slots, p);
+      load_all<C>(shared, slots, p);
     }
   } else {
     ptx::setmaxnreg_inc<C::kRegisters>();
-    FwdRows<C>(smem, slots, group - 1, p).run();
+    FwdRows<C>(shared, slots, group - 1, p).run();
   }
 }
 

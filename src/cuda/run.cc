@@ -340,11 +340,13 @@ Status run_forward(const AttentionPlan& plan, const AttentionTensors& t, void* w
   return {};
 }
 
-// Heads whose blocks follow each other: their keys and values should leave the second-level cache
-// room for the rest. Their blocks are twice as many as there are CTAs, or a multiple of that: each
-// CTA goes forth and back through them, and has as much as the others. Where that would be too many
-// heads, all go together.
-int64_t heads_together(const AttentionPlan& plan) {
+// Heads whose blocks are mixed. Where all blocks see as many keys, none: those of a head follow
+// each other and share its keys. Else their keys and values should leave the second-level cache
+// room for the rest, and their blocks are twice as many as there are CTAs, or a multiple of that:
+// each CTA goes forth and back through them, and has as much as the others. Where that would be too
+// many heads, all go together.
+int64_t heads_together(const AttentionPlan& plan, const AttentionParams& p) {
+  if (p.right >= kNoLimit) return 1;
   constexpr int64_t kCached = 32 << 20;
   const int64_t bytes = 2 * plan.len_k * (plan.head_dim + plan.head_dim_v);
   const int64_t cached = std::max<int64_t>(kCached / bytes, 1) * (plan.heads_q / plan.heads_k);
@@ -368,7 +370,7 @@ Status run_hopper_forward(const AttentionPlan& plan, const AttentionTensors& t,
   p.heads = static_cast<int32_t>(plan.heads_q);
   p.query_blocks = static_cast<int32_t>((plan.len_q + plan.block_q - 1) / plan.block_q);
   p.works = static_cast<int32_t>(plan.work_items);
-  p.heads_together = static_cast<int32_t>(heads_together(plan));
+  p.heads_together = static_cast<int32_t>(heads_together(plan, p));
   const auto encode = [](TensorMap& map, const TensorSpec& spec, const void* data, int64_t rows) {
     TensorSpec four;
     if (!four_dimensions(spec, four)) return invalid("a tensor that no tensor map describes");

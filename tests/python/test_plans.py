@@ -589,6 +589,7 @@ def test_a_tile_can_be_forced(monkeypatch):
             continue
         chip = "sm_75" if kernel["family"] == "sm75" else "sm_90"
         monkeypatch.setenv("FLASHMOE_TILE", f"{kernel['block_q']}x{kernel['block_k']}")
+        monkeypatch.setenv("FLASHMOE_FAMILY", kernel["family"])
         tensors = problem(dtype_of(Path(kernel["image"])), kernel["head_dim"])
         bias = spec(300, 517, dtype=torch.float32) if kernel["role"].endswith("_bias") else None
         assert told(fm.explain(*tensors, bias=bias, device=chip))["kernel"] == name

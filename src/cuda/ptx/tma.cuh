@@ -1,28 +1,29 @@
-// Boxes of a tensor between global and shared memory, by the copy engine of sm_90.
+// Boxes of a tensor between global and shared memory, by the copy engine of sm_90. Maps are tensor
+// maps, in constant memory.
 #pragma once
 
-#include "cuda/params.h"
+#include <cstdint>
 
 namespace flashmoe::cuda::ptx {
 
 // PTX ISA, "cp.async.bulk.tensor": the box that begins at (column, row, head, batch). Its bytes are
 // counted by `barrier`; what lies beyond the tensor is zeros, and counted as well.
-__device__ __forceinline__ void tma_load(uint32_t shared, const TensorMap& map, uint32_t barrier,
+__device__ __forceinline__ void tma_load(uint32_t shared, const void* map, uint32_t barrier,
                                          int column, int row, int head, int batch) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
       " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared),
-      "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch)
+      "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
 
 // And back; what lies beyond the tensor is not written.
-__device__ __forceinline__ void tma_store(uint32_t shared, const TensorMap& map, int column,
-                                          int row, int head, int batch) {
+__device__ __forceinline__ void tma_store(uint32_t shared, const void* map, int column, int row,
+                                          int head, int batch) {
   asm volatile(
       "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%1, {%2, %3, %4, %5}], [%0];" ::"r"(
           shared),
-      "l"(&map), "r"(column), "r"(row), "r"(head), "r"(batch)
+      "l"(map), "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
 __device__ __forceinline__ void tma_commit_group() {
@@ -43,8 +44,8 @@ __device__ __forceinline__ void fence_proxy_async() {
 }
 
 // PTX ISA, "prefetch": the map itself.
-__device__ __forceinline__ void prefetch_tensormap(const TensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+__device__ __forceinline__ void prefetch_tensormap(const void* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 }  // namespace flashmoe::cuda::ptx

@@ -2,7 +2,7 @@
 // in registers as mma.sync lays them out. Asynchronous: see wgmma_wait.
 #pragma once
 
-#include "cuda/tile/dtype.cuh"
+#include <cstdint>
 
 namespace flashmoe::cuda::ptx {
 
@@ -40,8 +40,8 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t shared, const uint32_t (&x)
 }
 
 // PTX ISA, "wgmma.mma_async": sums = A B, or sums += A B where `add`. Matrices in shared memory are
-// given by descriptors (see sm90/operand.cuh).
-template <class T, int kN>
+// given by descriptors (see sm90/operand.cuh). Operands are bf16, or fp16.
+template <bool kBf16, int kN>
 struct Wgmma;
 
 // Registers %0 to %(n - 1), and what comes after them.
@@ -91,9 +91,9 @@ struct Wgmma;
       FLASHMOE_FLOATS_8(120)
 
 // COUNT is N / 2, the registers of a thread; P0 to P5 are the numbers from COUNT on.
-#define FLASHMOE_WGMMA(T, TYPE, N, COUNT, P0, P1, P2, P3, P4, P5)                                  \
+#define FLASHMOE_WGMMA(BF16, TYPE, N, COUNT, P0, P1, P2, P3, P4, P5)                               \
   template <>                                                                                      \
-  struct Wgmma<T, N> {                                                                             \
+  struct Wgmma<BF16, N> {                                                                          \
     /* Both in shared memory, rows along the depth. */                                             \
     static __device__ __forceinline__ void shared(float (&sums)[COUNT], uint64_t a, uint64_t b,    \
                                                   bool add) {                                      \
@@ -116,9 +116,9 @@ struct Wgmma;
           : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                   \
     }                                                                                              \
   };
-#define FLASHMOE_WGMMA_TYPES(...)          \
-  FLASHMOE_WGMMA(Fp16, "f16", __VA_ARGS__) \
-  FLASHMOE_WGMMA(Bf16, "bf16", __VA_ARGS__)
+#define FLASHMOE_WGMMA_TYPES(...)           \
+  FLASHMOE_WGMMA(false, "f16", __VA_ARGS__) \
+  FLASHMOE_WGMMA(true, "bf16", __VA_ARGS__)
 
 FLASHMOE_WGMMA_TYPES(64, 32, "%32", "%33", "%34", "%35", "%36", "%37")
 FLASHMOE_WGMMA_TYPES(80, 40, "%40", "%41", "%42", "%43", "%44", "%45")

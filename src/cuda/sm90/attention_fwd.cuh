@@ -27,6 +27,7 @@
 #include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/sm90/operand.cuh"
+#include "cuda/tile/dtype.cuh"
 #include "cuda/tile/sequence.cuh"
 #include "cuda/tile/softmax.cuh"
 #include "cuda/tiles.h"
@@ -43,6 +44,7 @@ struct alignas(8) FwdWork {
 template <class T, HopperFwdTile kTile_>
 struct FwdConfig {
   using Type = T;
+  static constexpr bool kBf16 = std::is_same_v<T, Bf16>;
   static constexpr HopperFwdTile kTile = kTile_;
   static constexpr int kDim = kTile.head_dim, kStages = kTile.stages;
   static constexpr int kBlockQ = kTile.block_q, kBlockK = kTile.block_k;
@@ -145,7 +147,7 @@ __device__ __forceinline__ void load_all(char* shared, const Slots<C>& slots,
     ptx::mbarrier_arrive_expect_tx(slot.full, Tile::kBytes);
 #pragma unroll
     for (int i = 0; i < Tile::kBlocks; ++i) {
-      ptx::tma_load(smem + to + i * Tile::kBlockBytes, map, slot.full, 64 * i, row, head, batch);
+      ptx::tma_load(smem + to + i * Tile::kBlockBytes, &map, slot.full, 64 * i, row, head, batch);
     }
   };
   Ring<C> ring;
@@ -217,8 +219,9 @@ class FwdRows {
     const uint32_t sK = smem_ + C::kSmemK + stage * C::Keys::kBytes;
 #pragma unroll
     for (int step = 0; step < C::kDim / 16; ++step) {
-      ptx::Wgmma<Type, C::kBlockK>::shared(s_, C::Rows::along(smem_ + C::kSmemQ, group_ * 64, step),
-                                           C::Keys::along(sK, 0, step), step > 0);
+      ptx::Wgmma<C::kBf16, C::kBlockK>::shared(s_,
+                                               C::Rows::along(smem_ + C::kSmemQ, group_ * 64, step),
+                                               C::Keys::along(sK, 0, step), step > 0);
     }
     ptx::wgmma_commit_group();
   }
@@ -226,7 +229,7 @@ class FwdRows {
     const uint32_t sV = smem_ + C::kSmemV + stage * C::Keys::kBytes;
 #pragma unroll
     for (int step = 0; step < C::kBlockK / 16; ++step) {
-      ptx::Wgmma<Type, C::kDim>::registers(o_, pairs_[step], C::Keys::across(sV, step));
+      ptx::Wgmma<C::kBf16, C::kDim>::registers(o_, pairs_[step], C::Keys::across(sV, step));
     }
     ptx::wgmma_commit_group();
   }
@@ -386,7 +389,7 @@ class FwdRows {
     if (thread_ == 0) {
 #pragma unroll
       for (int i = 0; i < C::Rows::kBlocks; ++i) {
-        ptx::tma_store(sO + i * C::Rows::kBlockBytes + group_ * 64 * 128, p_.out_map, 64 * i,
+        ptx::tma_store(sO + i * C::Rows::kBlockBytes + group_ * 64 * 128, &p_.out_map, 64 * i,
                        first_row_, work_.head, work_.batch);
       }
       ptx::tma_commit_group();
@@ -483,7 +486,7 @@ __device__ __forceinline__ void attention_fwd(const HopperFwdParams& p) {
     ptx::setmaxnreg_dec<C::kLoaderRegisters>();
     if (threadIdx.x == 0) {
       for (const TensorMap* map : {&p.query_map, &p.key_map, &p.value_map, &p.out_map}) {
-        ptx::prefetch_tensormap(*map);
+        ptx::prefetch_tensormap(map);
       }
       load_all<C>(shared, slots, p);
     }

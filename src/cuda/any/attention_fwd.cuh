@@ -21,6 +21,8 @@
 // most of the chip idle, the keys are split over several CTAs, and attention_rows.cuh adds up.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/params.h"
 #include "cuda/tile/bias.cuh"
 #include "cuda/tile/copy.cuh"
@@ -42,6 +44,7 @@ struct FwdTask {
   int key_begin, key_end;    // its keys, in blocks of block_k
   int full_begin, full_end;  // of these, blocks that need no mask
   bool plain;                // no block needs more than a mask
+  bool contain;              // something not finite may be hidden
   RaggedKind kind;
   const char *key, *value;  // where the sequence's begin
   BiasRows bias;
@@ -95,6 +98,11 @@ struct FwdLanes {
   uint32_t k = lane_cols<typename C::Layout>(0, 0, 0);
   uint32_t v = lane_rows<typename C::Layout>(0, 0, 0);
 };
+
+// Whether something not finite is to be contained. At D = 256 there is no register for that: it is
+// read in shared memory.
+template <class C>
+using Contain = std::conditional_t<C::kDim == 256, const bool&, bool>;
 
 // The accumulators of one warp.
 template <class C>
@@ -348,7 +356,7 @@ __device__ __forceinline__ void each_bias(float (&s)[C::kRowTiles][C::kKeyTiles]
 template <class C, Needs kNeeds, class Between>
 __device__ __forceinline__ void fwd_block(FwdState<C>& t, const FwdLanes<C>& lanes, uint32_t smem,
                                           int stage, const FwdTask& task, int first_key,
-                                          bool contain, const AttentionFwdParams& p,
+                                          Contain<C> contain, const AttentionFwdParams& p,
                                           const Between& between) {
   const uint32_t sQ = smem + C::kSmemQ, sK = smem + C::kSmemK + stage * C::kTileBytes;
   const uint32_t sV = smem + C::kSmemV + stage * C::kTileBytes;
@@ -404,7 +412,7 @@ __device__ __forceinline__ void load_values(uint32_t smem, int stage, int block,
 // first of what comes after them are when it returns.
 template <class C, Needs kNeeds>
 __device__ __forceinline__ void fwd_blocks(FwdState<C>& t, uint32_t smem, int& n, int last,
-                                           const FwdTask& task, bool contain,
+                                           const FwdTask& task, Contain<C> contain,
                                            const AttentionFwdParams& p) {
   using Chip = typename C::Chip;
   constexpr bool kMaybeOdd = kNeeds == Needs::kAnything;
@@ -437,7 +445,7 @@ __device__ __forceinline__ void fwd_blocks(FwdState<C>& t, uint32_t smem, int& n
 // O of all the keys of the task.
 template <class C>
 __device__ __forceinline__ void fwd_keys(FwdState<C>& t, uint32_t smem, const FwdTask& task,
-                                         bool contain, const AttentionFwdParams& p) {
+                                         Contain<C> contain, const AttentionFwdParams& p) {
   using Layout = typename C::Layout;
   using Chip = typename C::Chip;
   const uint32_t sQ = smem + C::kSmemQ;
@@ -642,6 +650,7 @@ __device__ __forceinline__ void find_task(FwdTask& task, const AttentionFwdParam
     task.first_row = (p.right < kNoLimit ? blocks - 1 - block : block) * C::kBlockQ;
   }
   task.seq = seq;
+  if (C::kDim == 256) task.contain = false;
   if (task.kind != RaggedKind::kBlock) return;
   find_keys<C>(task, p.splits, p);
   task.plain &= p.sign == 1;
@@ -665,7 +674,9 @@ __device__ __forceinline__ void attention_fwd(const AttentionFwdParams& p) {
   FwdState<C> t;
   // Whether a block may have keys that some rows see and others do not, or that none sees.
   const bool masked = C::kBias || p.left < kNoLimit || (p.right < kNoLimit && !p.one_query);
-  bool contain = false;
+  bool here = false;
+  std::conditional_t<C::kDim == 256, bool&, bool> contain =
+      *(C::kDim == 256 ? &task.contain : &here);
   while (true) {
     fwd_keys<C>(t, smem, task, contain, p);
     // Q arrived, even if there was no key to wait for, and no warp still reads it.
@@ -678,7 +689,9 @@ __device__ __forceinline__ void attention_fwd(const AttentionFwdParams& p) {
       }
     }
     if (!__syncthreads_or(!finite) || contain) break;
-    contain = true;
+    if (C::kDim == 256) __syncthreads();  // everyone has looked
+    if (C::kDim != 256 || threadIdx.x == 0) contain = true;
+    if (C::kDim == 256) __syncthreads();  // everyone knows
   }
   if (contain) {
     add_not_finite<C>(t.o, task.value, p.value_strides, p.head_dim_v, 1, task, p);

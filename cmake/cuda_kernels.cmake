@@ -19,7 +19,8 @@ set(flashmoe_head_dims_sm80 ${flashmoe_head_dims_sm75})
 set(flashmoe_head_dims_sm90 64 96 128 192 256)
 
 target_sources(flashmoe PRIVATE
-  src/cuda/catalogue.cc src/cuda/choose.cc src/cuda/driver.cc src/cuda/launch.cc src/cuda/run.cc src/cuda/tensor_map.cc)
+  src/cuda/catalogue.cc src/cuda/choose.cc src/cuda/driver.cc src/cuda/hopper.cc src/cuda/launch.cc src/cuda/run.cc
+  src/cuda/tensor_map.cc)
 target_link_libraries(flashmoe PRIVATE ${CMAKE_DL_LIBS})
 
 if(FLASHMOE_CUDA STREQUAL "OFF")
@@ -45,7 +46,8 @@ endif()
 
 # Fatbins and sources must belong together: the hash of all device sources goes with the fatbins.
 file(GLOB_RECURSE device_sources RELATIVE ${PROJECT_SOURCE_DIR} CONFIGURE_DEPENDS
-  src/cuda/*.cu src/cuda/*.cuh src/cuda/params.h src/cuda/tiles.h src/cuda/any/*.h src/cuda/*/variants.h)
+  src/cuda/*.cu src/cuda/*.cuh src/cuda/params.h src/cuda/tiles.h src/cuda/any/*.h src/cuda/sm75/variants.h
+  src/cuda/sm80/variants.h src/cuda/sm90/*.h)
 list(SORT device_sources)
 set(hashes "")
 foreach(source IN LISTS device_sources)

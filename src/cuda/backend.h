@@ -23,10 +23,6 @@ Status run(const AttentionPlan& plan, const AttentionTensors& tensors, void* wor
 // 16-byte aligned.
 bool in_place(const TensorSpec& spec);
 
-// The tensor as (batch, heads, length, D), as a tensor map wants it: its leading dimensions as one.
-// False where no map describes it, because they lie otherwise or something is broadcast.
-bool four_dimensions(const TensorSpec& spec, TensorSpec& four);
-
 // Whether this build has kernels of the family.
 bool has_family(std::string_view family);
 

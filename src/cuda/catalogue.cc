@@ -52,6 +52,7 @@ class Lister {
                   tile.block_k,    tile.threads(), shared_bytes(role, tile),
                   tile.ctas};
     if constexpr (requires { tile.for_short(); }) kernel.for_short = tile.for_short();
+    if constexpr (requires { tile.any_score; }) kernel.any_score = tile.any_score;
     add(image, kernel);
   }
   void add(const char* family, DType dtype, const char* image, const char* name, Role role) {
@@ -110,9 +111,13 @@ std::vector<Kernel> list_kernels() {
            Role::kBiasRows);                                                                       \
   list.add(FAMILY, DTYPE, FAMILY "_attention_rows_" TYPE, FAMILY "_attention_bias_heads_" TYPE,    \
            Role::kBiasHeads);
-#define HOPPER_FWD(...) TILED(kForward, "fwd", "fwd", HopperFwdTile, __VA_ARGS__)
-#define SM90_FP16_FWD(...) HOPPER_FWD("sm90", "fp16", DType::kFloat16, __VA_ARGS__)
-#define SM90_BF16_FWD(...) HOPPER_FWD("sm90", "bf16", DType::kBFloat16, __VA_ARGS__)
+#define SM90_FWD(...) TILED(kForward, "fwd", "fwd", HopperFwdTile, "sm90", __VA_ARGS__, false)
+#define SM90_FWD_ANY(...) \
+  TILED(kForward, "fwd_any", "fwd", HopperFwdTile, "sm90", __VA_ARGS__, true)
+#define SM90_FP16_FWD(...) SM90_FWD("fp16", DType::kFloat16, __VA_ARGS__)
+#define SM90_BF16_FWD(...) SM90_FWD("bf16", DType::kBFloat16, __VA_ARGS__)
+#define SM90_FP16_FWD_ANY(...) SM90_FWD_ANY("fp16", DType::kFloat16, __VA_ARGS__)
+#define SM90_BF16_FWD_ANY(...) SM90_FWD_ANY("bf16", DType::kBFloat16, __VA_ARGS__)
 #define SM80_FP16(PASS, ...) PASS("sm80", "fp16", DType::kFloat16, __VA_ARGS__)
 #define SM80_BF16(PASS, ...) PASS("sm80", "bf16", DType::kBFloat16, __VA_ARGS__)
 #define SM75_FP16(PASS, ...) PASS("sm75", "fp16", DType::kFloat16, __VA_ARGS__)
@@ -133,6 +138,14 @@ std::vector<Kernel> list_kernels() {
 #define SM75_FP16_BIAS_SUM(...) SM75_FP16(BIAS_SUM, __VA_ARGS__)
   FLASHMOE_SM90_ATTENTION_FWD(SM90_FP16_FWD)
   FLASHMOE_SM90_ATTENTION_FWD(SM90_BF16_FWD)
+  FLASHMOE_SM90_ATTENTION_FWD_ANY(SM90_FP16_FWD_ANY)
+  FLASHMOE_SM90_ATTENTION_FWD_ANY(SM90_BF16_FWD_ANY)
+  for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
+    const bool fp16 = dtype == DType::kFloat16;
+    list.add("sm90", dtype, fp16 ? "sm90_attention_rows_fp16" : "sm90_attention_rows_bf16",
+             fp16 ? "sm90_attention_ragged_blocks_fp16" : "sm90_attention_ragged_blocks_bf16",
+             Role::kRaggedBlocks);
+  }
   FLASHMOE_SM80_ATTENTION_FWD(SM80_FP16_FWD)
   FLASHMOE_SM80_ATTENTION_FWD(SM80_BF16_FWD)
   FLASHMOE_SM80_ATTENTION_FWD_BIAS(SM80_FP16_FWD_BIAS)

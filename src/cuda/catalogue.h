@@ -38,6 +38,7 @@ struct Kernel {
   int shared_bytes = 0;
   int ctas = 0;            // that the registers of an SM hold
   bool for_short = false;  // for thousands of short sequences
+  bool any_score = true;   // takes a softcap, and a scale that is not positive
 };
 
 // Grouped by family and role, and there best tile first.

@@ -8,6 +8,7 @@
 #include "cuda/backend.h"
 #include "cuda/catalogue.h"
 #include "cuda/chips.h"
+#include "cuda/hopper.h"
 #include "cuda/params.h"
 
 namespace flashmoe::cuda {
@@ -57,32 +58,6 @@ std::string missing_option(const AttentionPlan& plan) {
     return text(name,
                 " cannot be addressed where it lies (its last dimension must have stride 1, "
                 "its rows must be 16-byte aligned); call .contiguous() on it");
-  }
-  return {};
-}
-
-// What the sm90 family cannot do of the problem; empty when there is nothing.
-std::string missing_on_hopper(const AttentionPlan& plan, bool asked) {
-  const AttentionProblem& p = plan.problem;
-  if (p.device.compute_capability != 90) {
-    return text("is for sm_90 alone, the device is ", chip_name(p.device.compute_capability));
-  }
-  if (p.pass == Pass::kBackward) return "has no backward pass yet";
-  if (!asked) return "does not have every option yet; FLASHMOE_FAMILY=sm90 asks for it";
-  if (p.bias) return "takes no bias";
-  if (p.ragged) return "takes no ragged batch yet";
-  const Geometry g = geometry(p);
-  if (g.softcap > 0 || !(g.scale > 0)) return "takes no softcap yet, and no scale of 0 or less";
-  if (plan.len_k == 0) return "there are no keys";
-  const std::pair<const char*, const TensorSpec*> tensors[] = {
-      {"query", &p.query}, {"key", &p.key}, {"value", &p.value}, {"out", &p.out}};
-  for (const auto& [name, spec] : tensors) {
-    TensorSpec four;
-    if (!four_dimensions(*spec, four) || four.shape[0] != plan.batch) {
-      return text(name,
-                  " is broadcast, or its leading dimensions do not lie densely behind each "
-                  "other");
-    }
   }
   return {};
 }
@@ -156,6 +131,8 @@ class Chooser {
                                                : (p.bias ? Role::kBackwardBias : Role::kBackward);
     const int64_t dim = std::max(plan_.head_dim, plan_.head_dim_v);
     const bool short_sequences = !forced && many_short_sequences() && dim <= kShortDim;
+    const Geometry g = geometry(p);
+    const bool any_score = g.softcap > 0 || !(g.scale > 0);
     int bucket = 0;
     std::string tiles;
     const Kernel *chosen = nullptr, *roomy = nullptr;
@@ -169,10 +146,13 @@ class Chooser {
       tiles += text(tiles.empty() ? "" : ", ", k.block_q, "x", k.block_k);
       if (chosen) continue;
       if (forced) {
-        if (k.block_q == forced->block_q && k.block_k == forced->block_k) chosen = &k;
+        const bool same = k.block_q == forced->block_q && k.block_k == forced->block_k;
+        if (same && (k.any_score || !any_score)) chosen = &k;
         continue;
       }
-      if (k.for_short != short_sequences) {
+      if (any_score && !k.any_score) {
+        pass_over(k.id.name, "takes no softcap, and no scale of 0 or less");
+      } else if (k.for_short != short_sequences) {
         pass_over(k.id.name, short_sequences
                                  ? "made for longer sequences"
                                  : "made for many sequences of at most a few dozen tokens");
@@ -204,6 +184,21 @@ class Chooser {
     return nullptr;
   }
 
+  // Why the sm80 family is faster than the sm90 family; empty where it is not.
+  std::string slower_on_hopper() const {
+    constexpr int64_t kRows = 128;
+    if (many_short_sequences()) return "sequences of a few dozen tokens have smaller tiles in sm80";
+    if (plan_.problem.ragged) return {};
+    const int pack = hopper_pack(plan_, kRows);
+    const int64_t rows = plan_.len_q << pack;
+    if (rows <= 32) return text(rows, " rows would leave most of a tile empty");
+    const int64_t blocks = ceil_div(rows, kRows) * (plan_.heads_q >> pack) * plan_.batch;
+    if (2 * blocks <= multiprocessors_) {
+      return text(blocks, " blocks would leave most of ", multiprocessors_, " SMs idle");
+    }
+    return {};
+  }
+
   void cut(const Kernel& k) {
     const AttentionProblem& p = plan_.problem;
     plan_.kernel = k.id.name;
@@ -213,12 +208,12 @@ class Chooser {
     plan_.threads = k.threads;
     plan_.shared_bytes = k.shared_bytes;
     plan_.grid[1] = plan_.grid[2] = 1;
-    if (k.family == std::string_view("sm90")) return cut_hopper_forward(k);
     if (p.ragged) {
       plan_.before.push_back(find_kernel(Role::kRaggedBlocks, k.family, p.query.dtype)->id.name);
     } else {
       plan_.grid[2] = static_cast<uint32_t>(std::min(plan_.batch, kMaxGridYZ));
     }
+    if (k.family == std::string_view("sm90")) return cut_hopper_forward(plan_, multiprocessors_);
     if (copies_pairs(plan_)) {
       plan_.before.push_back(find_kernel(Role::kBiasHeads, k.family, p.query.dtype)->id.name);
     }
@@ -283,14 +278,6 @@ class Chooser {
       return text(blocks, " blocks would leave much of the last round of SMs idle");
     }
     return {};
-  }
-
-  // One block on each SM, which goes through blocks of queries.
-  void cut_hopper_forward(const Kernel& k) {
-    const int64_t works = ceil_div(plan_.len_q, k.block_q) * plan_.heads_q * plan_.batch;
-    plan_.work_items = works;
-    plan_.grid[0] = static_cast<uint32_t>(std::min(works, multiprocessors_));
-    plan_.grid[1] = plan_.grid[2] = 1;
   }
 
   void cut_forward(const Kernel& k) {
@@ -426,30 +413,6 @@ bool in_place(const TensorSpec& spec) {
     }
   }
   return true;
-}
-
-bool four_dimensions(const TensorSpec& spec, TensorSpec& four) {
-  if (spec.rank < 3) return false;
-  four = TensorSpec{};
-  four.dtype = spec.dtype;
-  four.rank = 4;
-  for (int i = 1; i < 4; ++i) {
-    four.shape[i] = spec.size(i - 4);
-    four.stride[i] = spec.step(i - 4);
-  }
-  int64_t count = 1, stride = 0;  // of the leading dimensions, innermost first
-  for (int i = spec.rank - 4; i >= 0; --i) {
-    if (spec.shape[i] == 1) continue;
-    if (count == 1) stride = spec.stride[i];
-    if (spec.stride[i] != stride * count) return false;
-    count *= spec.shape[i];
-  }
-  four.shape[0] = count;
-  four.stride[0] = stride;
-  for (int i = 0; i < 3; ++i) {
-    if (four.shape[i] == 0 || (four.shape[i] > 1 && four.stride[i] <= 0)) return false;
-  }
-  return four.shape[3] > 0;
 }
 
 bool shares_bias(const AttentionPlan& plan) {
@@ -605,11 +568,12 @@ Status choose(AttentionPlan& plan) {
                  chip_name(p.device.compute_capability));
     } else if (!missing.empty()) {
       why = missing;
-    } else if (std::string here = missing_on_hopper(plan, forced);
-               !std::strcmp(family.name, "sm90") && !here.empty()) {
-      why = here;
     } else {
-      chosen = chooser.find(family.name, forced_tile, why);
+      if (!std::strcmp(family.name, "sm90")) {
+        why = missing_on_hopper(plan);
+        if (why.empty() && !forced) why = chooser.slower_on_hopper();
+      }
+      if (why.empty()) chosen = chooser.find(family.name, forced_tile, why);
     }
     if (chosen) break;
     plan.candidates.push_back({family.name, "passed over: " + why});

@@ -66,6 +66,7 @@ struct AttentionRaggedParams {
   int32_t batch;
   int32_t wide_lengths;  // whether cu_seqlens is int64
   RaggedList lists[3];   // grid.y of them
+  int32_t* tickets;      // set to 0, for a kernel that gives out its work by counting; or null
 };
 
 // The problem, as every kernel of it sees it.
@@ -155,19 +156,6 @@ struct AttentionFwdParams : AttentionParams {
   int32_t dim;         // the kernel's head dim: D rounded up
   float* partial_out;  // (splits, batch, heads, len_q, dim)
   float* partial_lse;  // (splits, batch, heads, len_q), base 2
-};
-
-// What the copy engine of sm_90 reads of a tensor: see tensor_map.h. By value, in constant memory.
-struct alignas(64) TensorMap {
-  uint64_t opaque[16];
-};
-
-// Of the sm90 family. The grid is as many CTAs as the chip holds at once; each takes every
-// gridDim.x-th of `works` blocks of queries.
-struct HopperFwdParams : AttentionFwdParams {
-  TensorMap query_map, key_map, value_map, out_map;  // (batch, heads, length, D)
-  int32_t query_blocks, works;
-  int32_t heads_together;  // (batch, head) whose blocks follow each other
 };
 
 struct AttentionBwdParams : AttentionParams {

@@ -1,7 +1,8 @@
 // From a plan and its tensors to launches.
+#include "cuda/run.h"
+
 #include <algorithm>
 #include <cmath>
-#include <numeric>
 #include <vector>
 
 #include "attention/problem.h"
@@ -9,8 +10,8 @@
 #include "cuda/backend.h"
 #include "cuda/catalogue.h"
 #include "cuda/driver.h"
+#include "cuda/hopper.h"
 #include "cuda/params.h"
-#include "cuda/tensor_map.h"
 #include "cuda/tiles.h"
 
 namespace flashmoe::cuda {
@@ -39,7 +40,8 @@ Strides strides_of(const TensorSpec& spec, bool has_col, const Geometry& g) {
   return s;
 }
 
-// Leading dimensions that every tensor walks with one stride become one: dividing is dear on a GPU.
+}  // namespace
+
 void merge_batch(AttentionParams& p, std::initializer_list<int64_t*> tensors) {
   int kept = 0;
   for (int i = 0; i < p.batch_dims; ++i) {
@@ -55,6 +57,8 @@ void merge_batch(AttentionParams& p, std::initializer_list<int64_t*> tensors) {
   p.batch_dims = std::max(kept, 1);
   if (kept == 0) p.batch_sizes[0] = 1;
 }
+
+namespace {
 
 // The strides of a bias, 0 where it is broadcast, and that of its keys.
 Strides bias_strides(const TensorSpec& spec, const Geometry& g, int64_t& column) {
@@ -74,6 +78,8 @@ Strides bias_strides(const TensorSpec& spec, const Geometry& g, int64_t& column)
   lead_strides(spec, 3, g, s.batch);
   return s;
 }
+
+}  // namespace
 
 void fill_problem(AttentionParams& p, const AttentionPlan& plan, const AttentionTensors& t,
                   const Geometry& g) {
@@ -121,28 +127,16 @@ void fill_problem(AttentionParams& p, const AttentionPlan& plan, const Attention
   p.scale_log2 = static_cast<float>((capped ? g.softcap : g.scale) * M_LOG2E);
 }
 
-Status check_aligned(const char* name, const void* data) {
-  if (reinterpret_cast<uintptr_t>(data) % 16 == 0) return {};
-  return invalid(name,
-                 " begins at an address that is not a multiple of 16 bytes; call .clone() on it");
+void fill_sign(AttentionFwdParams& p, const Geometry& g) {
+  p.sign = 1;
+  if (p.softcap_scale == 0 && g.scale <= 0) {
+    p.sign = g.scale < 0 ? -1.f : 0.f;
+    p.scale_log2 = g.scale < 0 ? -p.scale_log2 : 1.f;
+  }
 }
 
-// One kernel, for the part of the batch that begins at p.first_batch.
-template <class Params>
-Status launch_part(const std::string& name, const uint32_t (&grid)[3], const AttentionPlan& plan,
-                   const Launch& launch, const Params& p) {
-  const Kernel* kernel = find_kernel(name);
-  if (!kernel) return invalid("the plan names kernel ", name, ", which is not in this build");
-  LaunchShape shape;
-  for (int i = 0; i < 3; ++i) shape.grid[i] = grid[i];
-  shape.threads = static_cast<uint32_t>(kernel->threads);
-  shape.shared_bytes = static_cast<uint32_t>(kernel->shared_bytes);
-  return cuda::launch(kernel->id, shape, plan.problem.device.ordinal, launch.stream, &p, sizeof(p));
-}
-
-// Lists the blocks of a ragged batch.
 Status launch_ragged(const AttentionPlan& plan, const AttentionTensors& t, const Launch& launch,
-                     const std::vector<RaggedList>& lists) {
+                     const std::vector<RaggedList>& lists, int32_t* tickets) {
   const AttentionProblem& problem = plan.problem;
   const Ragged& ragged = *problem.ragged;
   const auto side = [](const void* cu_seqlens, const TensorSpec& spec, const TensorSpec& rows,
@@ -156,6 +150,7 @@ Status launch_ragged(const AttentionPlan& plan, const AttentionTensors& t, const
   p.batch = static_cast<int32_t>(plan.batch);
   p.wide_lengths = ragged.cu_seqlens_q.dtype == DType::kInt64;
   std::copy(lists.begin(), lists.end(), p.lists);
+  p.tickets = tickets;
   // Each goes over all sequences; more than a few have too little to write.
   constexpr int32_t kSlotsOfOne = 256, kMost = 64;
   int32_t ctas = 1;
@@ -164,6 +159,14 @@ Status launch_ragged(const AttentionPlan& plan, const AttentionTensors& t, const
       plan.before[0],
       {static_cast<uint32_t>(std::min(ctas, kMost)), static_cast<uint32_t>(lists.size()), 1}, plan,
       launch, p);
+}
+
+namespace {
+
+Status check_aligned(const char* name, const void* data) {
+  if (reinterpret_cast<uintptr_t>(data) % 16 == 0) return {};
+  return invalid(name,
+                 " begins at an address that is not a multiple of 16 bytes; call .clone() on it");
 }
 
 // A grid's third dimension is 16-bit; a larger batch takes several rounds. `round` launches the
@@ -285,12 +288,7 @@ Status run_forward(const AttentionPlan& plan, const AttentionTensors& t, void* w
   fill_problem(p, plan, t, g);
   if (Status status = copy_bias(plan, p, workspace, launch); !status.ok()) return status;
   workspace = static_cast<char*>(workspace) + bias_copy_bytes(plan);
-  // The kernel wants a positive scale: see AttentionFwdParams::sign.
-  p.sign = 1;
-  if (p.softcap_scale == 0 && g.scale <= 0) {
-    p.sign = g.scale < 0 ? -1.f : 0.f;
-    p.scale_log2 = g.scale < 0 ? -p.scale_log2 : 1.f;
-  }
+  fill_sign(p, g);
   const bool ragged = plan.problem.ragged.has_value();
   if (!ragged && plan.grid[1] != plan.heads_q) {  // one query: a group's heads are its rows
     p.one_query = 1;
@@ -338,54 +336,6 @@ Status run_forward(const AttentionPlan& plan, const AttentionTensors& t, void* w
     if (!status.ok()) return status;
   }
   return {};
-}
-
-// Heads whose blocks are mixed. Where all blocks see as many keys, none: those of a head follow
-// each other and share its keys. Else their keys and values should leave the second-level cache
-// room for the rest, and their blocks are twice as many as there are CTAs, or a multiple of that:
-// each CTA goes forth and back through them, and has as much as the others. Where that would be too
-// many heads, all go together.
-int64_t heads_together(const AttentionPlan& plan, const AttentionParams& p) {
-  if (p.right >= kNoLimit) return 1;
-  constexpr int64_t kCached = 32 << 20;
-  const int64_t bytes = 2 * plan.len_k * (plan.head_dim + plan.head_dim_v);
-  const int64_t cached = std::max<int64_t>(kCached / bytes, 1) * (plan.heads_q / plan.heads_k);
-  const int64_t blocks = (plan.len_q + plan.block_q - 1) / plan.block_q;
-  const int64_t both_ways = 2 * int64_t{plan.grid[0]};
-  const int64_t unit = both_ways / std::gcd(both_ways, std::max<int64_t>(blocks, 1));
-  const int64_t heads = plan.heads_q * plan.batch;
-  if (unit > 2 * cached || unit >= heads) return std::max<int64_t>(heads, 1);
-  return std::max<int64_t>(cached / unit, 1) * unit;
-}
-
-Status run_hopper_forward(const AttentionPlan& plan, const AttentionTensors& t,
-                          const Launch& launch) {
-  const AttentionProblem& problem = plan.problem;
-  HopperFwdParams p{};
-  fill_problem(p, plan, t, geometry(problem));
-  p.sign = 1;
-  p.splits = 1;
-  merge_batch(p, {p.query_strides.batch, p.key_strides.batch, p.value_strides.batch,
-                  p.out_strides.batch, p.lse_strides.batch, p.key_lengths_strides});
-  p.heads = static_cast<int32_t>(plan.heads_q);
-  p.query_blocks = static_cast<int32_t>((plan.len_q + plan.block_q - 1) / plan.block_q);
-  p.works = static_cast<int32_t>(plan.work_items);
-  p.heads_together = static_cast<int32_t>(heads_together(plan, p));
-  const auto encode = [](TensorMap& map, const TensorSpec& spec, const void* data, int64_t rows) {
-    TensorSpec four;
-    if (!four_dimensions(spec, four)) return invalid("a tensor that no tensor map describes");
-    const int box[4] = {1, 1, static_cast<int>(rows), 64};
-    const Result<CUtensorMap> encoded = encode_tensor_map(four, data, box);
-    if (!encoded.ok()) return encoded.status();
-    std::copy(std::begin(encoded.value().opaque), std::end(encoded.value().opaque), map.opaque);
-    return Status();
-  };
-  Status status = encode(p.query_map, problem.query, t.query, plan.block_q);
-  if (status.ok()) status = encode(p.key_map, problem.key, t.key, plan.block_k);
-  if (status.ok()) status = encode(p.value_map, problem.value, t.value, plan.block_k);
-  if (status.ok()) status = encode(p.out_map, problem.out, t.out, 64);  // by each warpgroup
-  if (!status.ok() || plan.work_items == 0) return status;
-  return launch_part(plan.kernel, {plan.grid[0], 1, 1}, plan, launch, p);
 }
 
 // One block for each tile of the gradient; what shares a tile is summed by its block. Where that
@@ -530,7 +480,7 @@ Status run(const AttentionPlan& plan, const AttentionTensors& t, void* workspace
   for (const auto& [name, data] : aligned) {
     if (Status status = check_aligned(name, data); !status.ok()) return status;
   }
-  if (plan.family == "sm90") return run_hopper_forward(plan, t, launch);
+  if (plan.family == "sm90") return run_hopper_forward(plan, t, workspace, launch);
   return plan.problem.pass == Pass::kForward ? run_forward(plan, t, workspace, launch)
                                              : run_backward(plan, t, workspace, launch);
 }

@@ -46,26 +46,6 @@ struct FwdTile {
   }
 };
 
-// A forward pass of the sm90 family. Shared memory for its barriers.
-inline constexpr int kBarrierBytes = 256;
-
-struct HopperFwdTile {
-  int head_dim;
-  int block_q, block_k;  // a warpgroup for each 64 rows, and one more
-  int stages;            // blocks of K and V in shared memory
-  int ctas = 1;          // on an SM: it takes all there is
-
-  constexpr int threads() const { return (block_q / 64 + 1) * 128; }
-  // Whether the output leaves through Q's place, for want of room; the next Q has to wait for it.
-  constexpr bool shares_output() const { return bytes(2) > 227 * 1024; }
-  constexpr int shared_bytes() const { return bytes(shares_output() ? 1 : 2); }
-  // Q and the output, the stages of K and V in blocks of 64 columns, and barriers.
-  constexpr int bytes(int row_tensors) const {
-    const int row = (head_dim + 63) / 64 * 128;
-    return (row_tensors * block_q + 2 * stages * block_k) * row + kBarrierBytes;
-  }
-};
-
 struct BwdTile {
   int head_dim;
   int block_q, block_k;

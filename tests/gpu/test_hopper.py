@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from math import inf, nan
 
 import pytest
@@ -10,13 +11,18 @@ import torch
 from families import DTYPES
 from helpers import (
     IN_PLACE,
+    OPTIONS,
     attend,
     check,
+    check_case,
     every_mask,
+    every_option,
     integers,
     on_a_gpu,
     put,
     qkv,
+    ragged,
+    results,
     same,
 )
 
@@ -132,11 +138,86 @@ def test_the_bits_are_the_same(dtype):
     assert all(same(attend(*tensors, causal=True), want) for _ in range(5))
 
 
+@every_option
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
+def test_options(option, d, dtype):
+    for n, m in ((300, 300), (130, 700)):
+        check(*qkv(n, m, lead=(2,), hq=2, hk=1, d=d, dtype=dtype), **OPTIONS[option])
+
+
+@every_mask
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_maxima_that_jump(d, causal, dtype):
+    """Scores that grow from block to block, in all rows, in some, and past what fp16 holds."""
+    for std, growth in ((1, 0.2), (8, 1), (30, 4)):
+        q, k, v = qkv(700, lead=(1,), hq=2, hk=2, d=d, dtype=torch.float32)
+        ramp = 1 + growth * torch.arange(700, device=q.device).flip(0)[:, None] / 64
+        check(*((std * q).to(dtype), (k * ramp).to(dtype), v.to(dtype)), causal=causal)
+        some = torch.where(torch.arange(700, device=q.device)[:, None] % 97 == 0, 40.0, 1.0)
+        check(*((q * some).to(dtype), (k * ramp).to(dtype), v.to(dtype)), causal=causal)
+
+
+@every_mask
+@pytest.mark.parametrize("hq, hk", [(8, 1), (12, 1), (16, 2), (64, 1), (6, 2), (5, 5), (96, 1)])
+def test_heads_that_share_a_tile(hq, hk, causal, dtype):
+    for n, m in ((1, 300), (3, 100), (16, 16), (17, 400), (65, 129), (130, 131)):
+        for d in (64, 128):
+            check(*qkv(n, m, lead=(2,), hq=hq, hk=hk, d=d, dtype=dtype), causal=causal)
+
+
+def test_heads_that_share_a_tile_with_options(dtype):
+    q, k, v = qkv(20, 300, lead=(3,), hq=16, hk=2, d=128, dtype=dtype)
+    lengths = integers(0, 7, 300)
+    for options in ({"window": (9, 3)}, {"softcap": 3.0}, {"causal": True, "window": (40, -1)}):
+        check(q, k, v, key_lengths=lengths, **options)
+    for layout in IN_PLACE:
+        want = attend(q, k, v, causal=True)
+        assert same(attend(*(layout(x) for x in (q, k, v)), causal=True), want)
+    out, _ = attend(q, k, put(v, (2, 1, 299, 3), nan), causal=True)
+    assert out[:, :, :19].isfinite().all() and not out[2, 8:, 19, 3].isfinite().any()
+
+
+RAGGED = {
+    "empty ends": ((0, 0), (5, 5), (0, 0)),
+    "edges": tuple((n, n) for n in (1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 257)),
+    "cross": ((128, 64), (64, 128), (65, 127), (1, 300), (300, 1), (17, 0), (0, 9)),
+    "long": ((3, 3), (1025, 1025), (2, 2), (700, 900)),
+}
+
+
+@every_mask
+@pytest.mark.parametrize("d", HEAD_DIMS)
+@pytest.mark.parametrize("lengths", RAGGED)
+def test_ragged(lengths, d, causal, dtype):
+    shape = {"d": d, "dtype": dtype, "hq": 4, "hk": 2, "needs": "", "grad_lse": False}
+    check_case(ragged(RAGGED[lengths], options={"causal": causal}, **shape))
+    check_case(ragged(RAGGED[lengths], rest=(70, 9), options={"causal": causal}, **shape))
+
+
+@every_option
+def test_ragged_options(option, dtype):
+    shape = {"dtype": dtype, "needs": "", "grad_lse": False}
+    check_case(ragged(RAGGED["cross"], options=OPTIONS[option], d=128, **shape))
+    check_case(ragged(RAGGED["edges"], options=OPTIONS[option], d=40, dv=23, **shape))
+
+
+def test_more_ragged_work_than_sms(dtype):
+    lengths = tuple((100 + 37 * i % 900, 100 + 37 * i % 900) for i in range(30))
+    shape = {"dtype": dtype, "needs": "", "grad_lse": False, "hq": 8, "hk": 8}
+    for d in (64, 128):
+        check_case(ragged(lengths, d=d, options={"causal": True}, **shape))
+
+
+def test_wrong_cumulative_lengths_are_nan(dtype):
+    case = ragged(((200, 200), (100, 100)), dtype=dtype, needs="", grad_lse=False)
+    case.cu_k[1] += 7  # longer than stated
+    got = results(replace(case, max_k=200))
+    assert got["out"][:200].isnan().all() and got["lse"][:200].isnan().all()
+
+
 @pytest.mark.parametrize(
     "options, why",
     [
-        ({"softcap": 5.0}, "softcap"),
-        ({"scale": -1.0}, "scale"),
         ({"bias": True}, "bias"),
         ({"backward": True}, "backward"),
     ],

@@ -151,6 +151,7 @@ __device__ __forceinline__ void attention_ragged_blocks(const AttentionRaggedPar
   RaggedTwo* const warps = reinterpret_cast<RaggedTwo*>(shared);
   static_assert(2 * 32 * sizeof(RaggedTwo) == kRaggedSharedBytes);
   const RaggedList list = p.lists[blockIdx.y];
+  if (p.tickets && blockIdx.x + blockIdx.y + threadIdx.x == 0) *p.tickets = 0;
   const int64_t share = (list.slots + gridDim.x - 1) / gridDim.x;
   const int64_t begin = blockIdx.x * share, end = min(begin + share, int64_t{list.slots});
 

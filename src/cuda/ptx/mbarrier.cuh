@@ -44,5 +44,18 @@ __device__ __forceinline__ void bar_sync(int name, int threads) {
 __device__ __forceinline__ void bar_arrive(int name, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
+// The same, and whether any of them said so.
+__device__ __forceinline__ bool bar_any(int name, int threads, bool mine) {
+  int any;
+  asm volatile(
+      "{ .reg .pred mine, any;\n"
+      "setp.ne.b32 mine, %3, 0;\n"
+      "bar.red.or.pred any, %1, %2, mine;\n"
+      "selp.b32 %0, 1, 0, any; }"
+      : "=r"(any)
+      : "r"(name), "r"(threads), "r"(int{mine})
+      : "memory");
+  return any;
+}
 
 }  // namespace flashmoe::cuda::ptx

@@ -6,24 +6,33 @@
 
 namespace flashmoe::cuda::ptx {
 
-// PTX ISA, "cp.async.bulk.tensor": the box that begins at (column, row, head, batch). Its bytes are
-// counted by `barrier`; what lies beyond the tensor is zeros, and counted as well.
-__device__ __forceinline__ void tma_load(uint32_t shared, const void* map, uint32_t barrier,
-                                         int column, int row, int head, int batch) {
+// PTX ISA, "cp.async.bulk.tensor": the box that begins there, of a tensor with four dimensions or
+// with five. Its bytes are counted by `barrier`; what lies beyond the tensor is zeros, and counted
+// as well.
+__device__ __forceinline__ void tma_load(uint32_t shared, const void* map, uint32_t barrier, int c0,
+                                         int c1, int c2, int c3) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
       " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared),
-      "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch)
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+__device__ __forceinline__ void tma_load(uint32_t shared, const void* map, uint32_t barrier, int c0,
+                                         int c1, int c2, int c3, int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
       : "memory");
 }
 
 // And back; what lies beyond the tensor is not written.
-__device__ __forceinline__ void tma_store(uint32_t shared, const void* map, int column, int row,
-                                          int head, int batch) {
+__device__ __forceinline__ void tma_store(uint32_t shared, const void* map, int c0, int c1, int c2,
+                                          int c3, int c4) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%1, {%2, %3, %4, %5}], [%0];" ::"r"(
-          shared),
-      "l"(map), "r"(column), "r"(row), "r"(head), "r"(batch)
+      "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%1, {%2, %3, %4, %5, %6}], [%0];" ::
+          "r"(shared),
+      "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
       : "memory");
 }
 __device__ __forceinline__ void tma_commit_group() {

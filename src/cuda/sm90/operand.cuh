@@ -18,20 +18,24 @@ struct Tile {
   }
 
   // PTX ISA, "matrix descriptor": in units of 16 bytes where it begins, from one block of columns
-  // to the next, and from eight rows to the next eight; and the swizzle.
-  static __device__ __forceinline__ uint64_t descriptor(uint32_t shared) {
-    constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
-    constexpr uint64_t kNextBlock = uint64_t{kBlockBytes / 16} << 16;
-    constexpr uint64_t kNextRows = uint64_t{8 * 128 / 16} << 32;
-    return shared / 16 | kNextBlock | kNextRows | kSwizzle128;
+  // to the next, and from eight rows to the next eight; and the swizzle. The second half is the
+  // same for all.
+  static __device__ __forceinline__ uint32_t descriptor(uint32_t shared) {
+    return shared / 16 | kBlockBytes / 16 << 16;
   }
-  // Columns [16 step, 16 step + 16) of rows from `row` on: the depth along the rows.
-  static __device__ __forceinline__ uint64_t along(uint32_t tile, int row, int step) {
-    return descriptor(tile + step / 4 * kBlockBytes + row * 128 + step % 4 * 32);
+  // Columns [16 step, 16 step + 16) of the rows: the depth along the rows.
+  static __device__ __forceinline__ uint64_t along(uint32_t tile, int step) {
+    return whole(tile + (step / 4 * kBlockBytes + step % 4 * 32) / 16);
   }
   // Rows [16 step, 16 step + 16) of all columns: a row for each of the depth.
   static __device__ __forceinline__ uint64_t across(uint32_t tile, int step) {
-    return descriptor(tile + step * 16 * 128);
+    return whole(tile + step * 16 * 128 / 16);
+  }
+
+ private:
+  static __device__ __forceinline__ uint64_t whole(uint32_t descriptor) {
+    constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kNextRows = uint64_t{8 * 128 / 16} << 32;
+    return kSwizzle128 | kNextRows | descriptor;
   }
 };
 

@@ -1,15 +1,16 @@
 // The sm90 family's kernels, listed once: see sm80/variants.h.
 #pragma once
 
-#include "cuda/tiles.h"
+#include "cuda/sm90/tiles.h"
 
-// X(head_dim, block_q, block_k, stages)
+// X(head_dim, block_q, block_k, stages): best first.
 //
-// As many rows as registers allow: three warpgroups at D = 64, two above.
-#define FLASHMOE_SM90_ATTENTION_FWD_64(X) X(64, 192, 128, 2)
+// As many rows as registers allow, three warpgroups at D = 64, two above; 128 where fewer fill a
+// tile.
+#define FLASHMOE_SM90_ATTENTION_FWD_64(X) X(64, 192, 128, 4) X(64, 128, 128, 4)
 #define FLASHMOE_SM90_ATTENTION_FWD_96(X) X(96, 128, 128, 2)
 #define FLASHMOE_SM90_ATTENTION_FWD_128(X) X(128, 128, 128, 2)
-#define FLASHMOE_SM90_ATTENTION_FWD_192(X) X(192, 128, 112, 2)
+#define FLASHMOE_SM90_ATTENTION_FWD_192(X) X(192, 128, 96, 2)
 #define FLASHMOE_SM90_ATTENTION_FWD_256(X) X(256, 128, 64, 2)
 
 #define FLASHMOE_SM90_ATTENTION_FWD(X) \
@@ -18,3 +19,18 @@
   FLASHMOE_SM90_ATTENTION_FWD_128(X)   \
   FLASHMOE_SM90_ATTENTION_FWD_192(X)   \
   FLASHMOE_SM90_ATTENTION_FWD_256(X)
+
+// With a softcap, or a scale that is not positive: what that takes of registers leaves two
+// warpgroups at D = 64 as well.
+#define FLASHMOE_SM90_ATTENTION_FWD_ANY_64(X) X(64, 128, 128, 2)
+#define FLASHMOE_SM90_ATTENTION_FWD_ANY_96(X) X(96, 128, 128, 2)
+#define FLASHMOE_SM90_ATTENTION_FWD_ANY_128(X) X(128, 128, 128, 2)
+#define FLASHMOE_SM90_ATTENTION_FWD_ANY_192(X) X(192, 128, 96, 2)
+#define FLASHMOE_SM90_ATTENTION_FWD_ANY_256(X) X(256, 128, 64, 2)
+
+#define FLASHMOE_SM90_ATTENTION_FWD_ANY(X) \
+  FLASHMOE_SM90_ATTENTION_FWD_ANY_64(X)    \
+  FLASHMOE_SM90_ATTENTION_FWD_ANY_96(X)    \
+  FLASHMOE_SM90_ATTENTION_FWD_ANY_128(X)   \
+  FLASHMOE_SM90_ATTENTION_FWD_ANY_192(X)   \
+  FLASHMOE_SM90_ATTENTION_FWD_ANY_256(X)

@@ -1,0 +1,189 @@
+#include "cuda/hopper.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "attention/problem.h"
+#include "attention/text.h"
+#include "cuda/backend.h"
+#include "cuda/run.h"
+#include "cuda/sm90/params.h"
+#include "cuda/tensor_map.h"
+
+namespace flashmoe::cuda {
+namespace {
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// The tensor as (batch, heads, length, D), as a tensor map wants it: its leading dimensions as one.
+// False where no map describes it, because they lie otherwise or something is broadcast. Ragged, it
+// is (tokens, heads, D).
+bool four_dimensions(const TensorSpec& spec, bool ragged, TensorSpec& four) {
+  if (spec.rank < 3) return false;
+  four = TensorSpec{};
+  four.dtype = spec.dtype;
+  four.rank = 4;
+  for (int i = 1; i < 4; ++i) {
+    const int from = ragged && i < 3 ? 2 - i : spec.rank + i - 4;
+    four.shape[i] = spec.shape[from];
+    four.stride[i] = spec.stride[from];
+  }
+  int64_t count = 1, stride = 0;  // of the leading dimensions, innermost first
+  for (int i = spec.rank - 4; i >= 0; --i) {
+    if (spec.shape[i] == 1) continue;
+    if (count == 1) stride = spec.stride[i];
+    if (spec.stride[i] != stride * count) return false;
+    count *= spec.shape[i];
+  }
+  four.shape[0] = count;
+  four.stride[0] = stride;
+  for (int i = 0; i < 3; ++i) {
+    if (four.shape[i] == 0 || (four.shape[i] > 1 && four.stride[i] <= 0)) return false;
+  }
+  return four.shape[3] > 0;
+}
+
+// The map of a tensor, copied `rows` rows at a time.
+Status encode(TensorMap& map, const TensorSpec& tensor, const void* data,
+              std::span<const int> box) {
+  const Result<CUtensorMap> encoded = encode_tensor_map(tensor, data, box);
+  if (!encoded.ok()) return encoded.status();
+  std::copy(std::begin(encoded.value().opaque), std::end(encoded.value().opaque), map.opaque);
+  return {};
+}
+Status encode_keys(TensorMap& map, const TensorSpec& spec, const void* data, int64_t rows,
+                   bool ragged) {
+  TensorSpec four;
+  if (!four_dimensions(spec, ragged, four)) return invalid("a tensor that no tensor map describes");
+  const int box[] = {1, 1, static_cast<int>(rows), 64};
+  return encode(map, four, data, box);
+}
+// (batch, heads, length, 2^pack, D)
+Status encode_queries(TensorMap& map, const TensorSpec& spec, const void* data, int64_t rows,
+                      int pack, bool ragged) {
+  TensorSpec four;
+  if (!four_dimensions(spec, ragged, four)) return invalid("a tensor that no tensor map describes");
+  TensorSpec five;
+  five.dtype = four.dtype;
+  five.rank = 5;
+  const int64_t heads = int64_t{1} << pack;
+  five.shape = {four.shape[0], four.shape[1] / heads, four.shape[2], heads, four.shape[3]};
+  five.stride = {four.stride[0], four.stride[1] * heads, four.stride[2], four.stride[1],
+                 four.stride[3]};
+  const int box[] = {1, 1, static_cast<int>(rows / heads), static_cast<int>(heads), 64};
+  return encode(map, five, data, box);
+}
+
+// Heads whose blocks are mixed. Where all blocks see as many keys, none: those of a head follow
+// each other and share its keys. Else their keys and values should leave the second-level cache
+// room for the rest, and their blocks are twice as many as there are CTAs, or a multiple of that:
+// each CTA goes forth and back through them, and has as much as the others. Where that would be too
+// many heads, all go together.
+int64_t heads_together(const AttentionPlan& plan, const HopperFwdParams& p) {
+  if (p.right >= kNoLimit) return 1;
+  constexpr int64_t kCached = 32 << 20;
+  const int64_t bytes = 2 * plan.len_k * (plan.head_dim + plan.head_dim_v);
+  const int64_t cached = std::max<int64_t>(kCached / bytes, 1) * p.group;
+  const int64_t both_ways = 2 * int64_t{plan.grid[0]};
+  const int64_t unit = both_ways / std::gcd(both_ways, int64_t{p.query_blocks});
+  const int64_t heads = int64_t{p.heads} * p.batch;
+  if (unit > 2 * cached || unit >= heads) return std::max<int64_t>(heads, 1);
+  return std::max<int64_t>(cached / unit, 1) * unit;
+}
+
+// Of a ragged batch: the list of its blocks, and how many were given out.
+int64_t list_bytes(const AttentionPlan& plan) {
+  const int64_t slots = ragged_slots(plan.problem.query.shape[0], plan.block_q, plan.batch);
+  return ceil_div(slots * static_cast<int64_t>(sizeof(RaggedBlock)), 256) * 256;
+}
+
+}  // namespace
+
+std::string missing_on_hopper(const AttentionPlan& plan) {
+  const AttentionProblem& p = plan.problem;
+  if (p.device.compute_capability != 90) {
+    return text("is for sm_90 alone, the device is sm_", p.device.compute_capability);
+  }
+  if (p.pass == Pass::kBackward) return "has no backward pass yet";
+  if (p.bias) return "takes no bias; the sm80 family does";
+  if (plan.len_k == 0 || plan.len_q == 0) return "there is nothing to attend to";
+  const std::pair<const char*, const TensorSpec*> tensors[] = {
+      {"query", &p.query}, {"key", &p.key}, {"value", &p.value}, {"out", &p.out}};
+  for (const auto& [name, spec] : tensors) {
+    TensorSpec four;
+    if (p.ragged && spec->shape[0] > INT32_MAX) return text(name, " has more than 2^31 - 1 tokens");
+    const int64_t batch = p.ragged ? 1 : plan.batch;
+    if (!four_dimensions(*spec, p.ragged.has_value(), four) || four.shape[0] != batch) {
+      return text(name,
+                  " is broadcast, or its leading dimensions do not lie densely behind each "
+                  "other");
+    }
+  }
+  return {};
+}
+
+int hopper_pack(const AttentionPlan& plan, int64_t block_q) {
+  if (plan.problem.ragged) return 0;
+  const int64_t group = plan.heads_q / std::max<int64_t>(plan.heads_k, 1);
+  const auto works = [&](int pack) {
+    return ceil_div(plan.len_q << pack, block_q) * (plan.heads_q >> pack);
+  };
+  int best = 0;
+  for (int pack = 1; (1 << pack) <= 64 && group % (1 << pack) == 0; ++pack) {
+    if (works(pack) < works(best)) best = pack;
+  }
+  return best;
+}
+
+void cut_hopper_forward(AttentionPlan& plan, int64_t multiprocessors) {
+  const AttentionProblem& p = plan.problem;
+  const int pack = hopper_pack(plan, plan.block_q);
+  plan.work_items =
+      ceil_div(plan.len_q << pack, plan.block_q) * (plan.heads_q >> pack) * plan.batch;
+  if (p.ragged) {
+    plan.work_items = ragged_slots(p.query.shape[0], plan.block_q, plan.batch) * plan.heads_q;
+    plan.workspace_bytes = static_cast<size_t>(list_bytes(plan) + 256);
+  }
+  plan.grid[0] = static_cast<uint32_t>(std::min(plan.work_items, multiprocessors));
+  plan.grid[1] = plan.grid[2] = 1;
+}
+
+Status run_hopper_forward(const AttentionPlan& plan, const AttentionTensors& t, void* workspace,
+                          const Launch& launch) {
+  const AttentionProblem& problem = plan.problem;
+  const Geometry g = geometry(problem);
+  const bool ragged = problem.ragged.has_value();
+  HopperFwdParams p{};
+  fill_problem(p, plan, t, g);
+  fill_sign(p, g);
+  p.splits = 1;
+  merge_batch(p, {p.query_strides.batch, p.key_strides.batch, p.value_strides.batch,
+                  p.out_strides.batch, p.lse_strides.batch, p.key_lengths_strides});
+  p.pack = hopper_pack(plan, plan.block_q);
+  p.heads = static_cast<int32_t>(plan.heads_q >> p.pack);
+  p.group >>= p.pack;
+  p.query_blocks = static_cast<int32_t>(ceil_div(plan.len_q << p.pack, plan.block_q));
+  p.works = static_cast<int32_t>(plan.work_items);
+  p.heads_together = static_cast<int32_t>(heads_together(plan, p));
+  Status status = encode_queries(p.query_map, problem.query, t.query, plan.block_q, p.pack, ragged);
+  if (status.ok()) status = encode_queries(p.out_map, problem.out, t.out, 64, p.pack, ragged);
+  if (status.ok()) status = encode_keys(p.key_map, problem.key, t.key, plan.block_k, ragged);
+  if (status.ok()) status = encode_keys(p.value_map, problem.value, t.value, plan.block_k, ragged);
+  if (status.ok() && ragged) {
+    auto* blocks = static_cast<RaggedBlock*>(workspace);
+    p.blocks = blocks;
+    p.tickets = reinterpret_cast<int32_t*>(static_cast<char*>(workspace) + list_bytes(plan));
+    const int64_t slots = ragged_slots(problem.query.shape[0], plan.block_q, plan.batch);
+    status = launch_ragged(plan, t, launch,
+                           {{.blocks = blocks,
+                             .slots = static_cast<int32_t>(slots),
+                             .block = static_cast<int32_t>(plan.block_q),
+                             .of_keys = 0,
+                             .descending = p.right < kNoLimit}},
+                           p.tickets);
+  }
+  if (!status.ok() || plan.work_items == 0) return status;
+  return launch_part(plan.kernel, {plan.grid[0], 1, 1}, plan, launch, p);
+}
+
+}  // namespace flashmoe::cuda

@@ -1,0 +1,23 @@
+// The sm90 family, on the host: what it can do, how a problem is cut, and its launches.
+#pragma once
+
+#include <string>
+
+#include "cuda/catalogue.h"
+#include "flashmoe/attention.h"
+
+namespace flashmoe::cuda {
+
+// What the sm90 family cannot do of the problem; empty when there is nothing.
+std::string missing_on_hopper(const AttentionPlan& plan);
+
+// Of heads that share their keys, how many share a tile: 2^this. See HopperFwdParams.
+int hopper_pack(const AttentionPlan& plan, int64_t block_q);
+
+// Grid and workspace.
+void cut_hopper_forward(AttentionPlan& plan, int64_t multiprocessors);
+
+Status run_hopper_forward(const AttentionPlan& plan, const AttentionTensors& t, void* workspace,
+                          const Launch& launch);
+
+}  // namespace flashmoe::cuda

@@ -1,0 +1,58 @@
+// Places in shared memory that one thread has filled and warpgroups empty, in turns.
+#pragma once
+
+#include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/special_registers.cuh"
+#include "cuda/ptx/tma.cuh"
+#include "cuda/sm90/params.h"
+
+namespace flashmoe::cuda::sm90 {
+
+// The barriers of one place.
+struct Slot {
+  uint32_t full, empty;
+  static constexpr uint32_t kBytes = 16;
+
+  __device__ __forceinline__ explicit Slot(uint32_t barriers)
+      : full(barriers), empty(barriers + 8) {}
+  // `readers` say that it is empty.
+  __device__ __forceinline__ void init(int readers) const {
+    ptx::mbarrier_init(full, 1);
+    ptx::mbarrier_init(empty, readers);
+  }
+};
+
+// Which of kCount places is next, and how often it was filled before.
+template <int kCount>
+class Ring {
+ public:
+  __device__ __forceinline__ explicit Ring(uint32_t turns = 0) : turns_(turns) {}
+  __device__ __forceinline__ uint32_t turns() const { return turns_; }
+  // Opaque: so that addresses are computed once more rather than kept in registers.
+  __device__ __forceinline__ int at() const { return ptx::opaque(turns_) % kCount; }
+  __device__ __forceinline__ void advance() { ++turns_; }
+  __device__ __forceinline__ void wait_full(const Slot& slot) const {
+    ptx::mbarrier_wait(slot.full, turns_ / kCount % 2);
+  }
+  // The first turn finds every place empty.
+  __device__ __forceinline__ void wait_empty(const Slot& slot) const {
+    ptx::mbarrier_wait(slot.empty, (turns_ / kCount + 1) % 2);
+  }
+
+ private:
+  static_assert((kCount & (kCount - 1)) == 0);  // turns may overflow
+  uint32_t turns_;
+};
+
+// A tile, in blocks of 64 columns, on its way to shared memory: `where` names row, head and so on.
+template <class Tile, class... Where>
+__device__ __forceinline__ void fill(const Slot& slot, uint32_t shared, const TensorMap& map,
+                                     Where... where) {
+  ptx::mbarrier_arrive_expect_tx(slot.full, Tile::kBytes);
+#pragma unroll
+  for (int i = 0; i < Tile::kBlocks; ++i) {
+    ptx::tma_load(shared + i * Tile::kBlockBytes, &map, slot.full, 64 * i, where...);
+  }
+}
+
+}  // namespace flashmoe::cuda::sm90

@@ -1,0 +1,29 @@
+// Tile configurations of the sm90 family: see cuda/tiles.h.
+#pragma once
+
+namespace flashmoe::cuda {
+
+// Shared memory of an SM of Hopper that a CTA may have, and for barriers and what is worked on.
+inline constexpr int kHopperShared = 227 * 1024, kBarrierBytes = 512;
+
+struct HopperFwdTile {
+  int head_dim;
+  int block_q, block_k;  // a warpgroup for each 64 rows, and one more
+  int stages;            // blocks of K and V in shared memory
+  bool any_score;        // whether there may be a softcap, or a scale that is not positive
+  int ctas = 1;          // on an SM: it takes all there is
+
+  constexpr int threads() const { return (block_q / 64 + 1) * 128; }
+  // Tiles lie in blocks of 64 columns; the output leaves through one or two such blocks.
+  constexpr int blocks() const { return (head_dim + 63) / 64; }
+  constexpr int out_stages() const { return blocks() > 1 ? 2 : 1; }
+  // Two where there is room: the next Q is then there before the last block of keys is done with.
+  constexpr int query_stages() const { return bytes(2) <= kHopperShared ? 2 : 1; }
+  constexpr int shared_bytes() const { return bytes(query_stages()); }
+  constexpr int bytes(int queries) const {
+    const int tiles = queries * block_q + 2 * stages * block_k;
+    return (tiles * blocks() + out_stages() * block_q) * 128 + kBarrierBytes;
+  }
+};
+
+}  // namespace flashmoe::cuda

@@ -184,17 +184,24 @@ class Chooser {
     return nullptr;
   }
 
-  // Why the sm80 family is faster than the sm90 family; empty where it is not.
+  // Why the sm80 family is faster than the sm90 family, as measured on an H200; empty where it is
+  // not.
   std::string slower_on_hopper() const {
-    constexpr int64_t kRows = 128;
-    if (many_short_sequences()) return "sequences of a few dozen tokens have smaller tiles in sm80";
+    constexpr int64_t kDim = 32, kShort = 64, kLong = 1024, kRows = 128;
+    if (std::max(plan_.head_dim, plan_.head_dim_v) <= kDim) {
+      return text("head dims up to ", kDim, " have tiles of their own in sm80");
+    }
+    if (length() <= kShort) {
+      return text("sequences of at most ", kShort, " tokens have smaller tiles in sm80");
+    }
     if (plan_.problem.ragged) return {};
+    if (plan_.len_q == 1) return "one query: sm80 splits its keys over SMs";
     const int pack = hopper_pack(plan_, kRows);
-    const int64_t rows = plan_.len_q << pack;
-    if (rows <= 32) return text(rows, " rows would leave most of a tile empty");
-    const int64_t blocks = ceil_div(rows, kRows) * (plan_.heads_q >> pack) * plan_.batch;
-    if (2 * blocks <= multiprocessors_) {
-      return text(blocks, " blocks would leave most of ", multiprocessors_, " SMs idle");
+    const int64_t blocks =
+        ceil_div(plan_.len_q << pack, kRows) * (plan_.heads_q >> pack) * plan_.batch;
+    if (4 * blocks < multiprocessors_ && plan_.len_k >= kLong) {
+      return text(blocks, " blocks would leave most of ", multiprocessors_,
+                  " SMs idle; sm80 splits the keys");
     }
     return {};
   }
@@ -241,11 +248,14 @@ class Chooser {
  private:
   // So many and so short, on average, that a tile should not be larger than they are.
   bool many_short_sequences() const {
+    return length() <= (plan_.problem.ragged ? 48 : 32) &&
+           plan_.batch * plan_.heads_k >= 4 * multiprocessors_;
+  }
+  // Of a sequence, on average.
+  int64_t length() const {
     const AttentionProblem& p = plan_.problem;
-    const int64_t length =
-        p.ragged ? std::max(p.query.shape[0], p.key.shape[0]) / std::max<int64_t>(plan_.batch, 1)
-                 : std::max(plan_.len_q, plan_.len_k);
-    return length <= (p.ragged ? 48 : 32) && plan_.batch * plan_.heads_k >= 4 * multiprocessors_;
+    if (!p.ragged) return std::max(plan_.len_q, plan_.len_k);
+    return std::max(p.query.shape[0], p.key.shape[0]) / std::max<int64_t>(plan_.batch, 1);
   }
 
   void pass_over(const char* name, const std::string& why) {
@@ -259,6 +269,7 @@ class Chooser {
                   chip_name(plan_.problem.device.compute_capability), " holds ", held);
     }
     if (plan_.problem.pass == Pass::kBackward || k.block_q <= 64) return {};
+    if (k.family == std::string_view("sm90")) return too_large_on_hopper(k);
     const int64_t n = rows(plan_);
     if (n <= 64) {
       return text(n, n == 1 ? " row" : " rows", plan_.problem.ragged ? " a sequence" : "",
@@ -278,6 +289,19 @@ class Chooser {
       return text(blocks, " blocks would leave much of the last round of SMs idle");
     }
     return {};
+  }
+
+  // Three warpgroups have 1.2 times the speed of two, on rows that fill both.
+  std::string too_large_on_hopper(const Kernel& k) const {
+    constexpr int64_t kSmaller = 128;
+    if (k.block_q <= kSmaller) return {};
+    const auto tokens = [&](int64_t block) {
+      const int pack = hopper_pack(plan_, block);
+      const int64_t rows = plan_.problem.ragged ? cuda::rows(plan_) : plan_.len_q << pack;
+      return static_cast<double>(ceil_div(rows, block) * block * (plan_.heads_q >> pack));
+    };
+    if (tokens(k.block_q) <= 1.2 * tokens(kSmaller)) return {};
+    return text("tiles of ", kSmaller, " rows leave less empty");
   }
 
   void cut_forward(const Kernel& k) {

@@ -41,7 +41,7 @@ FAMILIES = {
         ("HMMA.16816", "LDSM", "LDGSTS.E.BYPASS.128"),
         r"HMMA\.1688|HGMMA|UTMA",
     ),
-    "sm90": Family({"sm_90a"}, set(), {"fp16", "bf16"}, ("HGMMA", "UTMALDG"), r"HMMA"),
+    "sm90": Family({"sm_90a"}, set(), {"fp16", "bf16"}, ("HGMMA", "UTMALDG"), r"HMMA\.1688|LDGSTS"),
 }
 FORWARD = {"attention_fwd", "attention_fwd_bias"}
 BACKWARD = {"attention_bwd", "attention_bwd_bias"}

@@ -39,6 +39,7 @@ ROWS = {
     "attention_combine": 4,
     "attention_bwd_prepare": 4,
 }
+HOPPER_ROWS = {"attention_ragged_blocks": 32}
 WITH_PRODUCTS = FORWARD | BACKWARD | {BIAS_SUM}
 # What several blocks do to the same memory in any order: only where grad_query is added up.
 SHARED_SUMS = r"(?:RED|ATOM)[GS]?\."
@@ -101,16 +102,18 @@ def listed_kernels() -> dict[str, Listed]:
     for path in sorted((ROOT / "src/cuda").glob("*/variants.h")):
         family = path.parent.name
         text = path.read_text().replace("\\\n", " ")
-        kinds = r"(?:FWD|BWD)(?:_BIAS)?|BIAS_SUM"
+        kinds = r"(?:FWD|BWD)(?:_BIAS|_ANY)?|BIAS_SUM"
         pattern = rf"^#define FLASHMOE_\w+?_ATTENTION_({kinds})_\d+\(X\)(.*)$"
         lists = re.findall(pattern, text, re.M)
         assert lists, path
         for dtype in FAMILIES[family].dtypes:
             for direction, body in lists:
                 for row in re.findall(r"X\(([\d, ]+)\)", body):
-                    d, q, k, warps, *others = (int(number) for number in row.split(","))
-                    if family == "sm90":  # whose rows end with the stages
-                        warps, others = 4 * (q // 64 + 1), [0, 0, 1]
+                    d, q, k, *others = (int(number) for number in row.split(","))
+                    if family == "sm90":  # whose warpgroups follow from the tile
+                        groups = q // 64 if direction.startswith("FWD") else 2
+                        others = [4 * (groups + 1), 0, 1, 1]
+                    warps, *others = others
                     # fwd: q_steps, stages, ctas; bwd: stages, ctas, and who shares out what;
                     # bias_sum: cols, stages, ctas
                     ctas = others[1] if direction.startswith("BWD") else others[2]
@@ -120,16 +123,17 @@ def listed_kernels() -> dict[str, Listed]:
                         total = Listed(image, BIAS_SUM, (d, q, k), warps, ctas)
                         found[f"{family}_{BIAS_SUM}_{tile}"] = total
                         continue
-                    kind = f"attention_{direction.lower()}"
+                    name = f"attention_{direction.lower()}"
+                    kind = name.removesuffix("_any")
                     image = f"{family}_{kind}_{dtype}_d{d}"
                     listed = Listed(image, kind, (d, q, k), warps, ctas)
-                    found[f"{family}_{kind}_{tile}"] = listed
-                    if direction.startswith("BWD"):
+                    found[f"{family}_{name}_{tile}"] = listed
+                    if direction.startswith("BWD") and family != "sm90":  # one for all tiles there
                         # For short sequences it takes fewer registers than the one before.
                         held = 8 if is_short(d, q, k) and 4 < ctas < 8 else ctas
                         finish = Listed(image, f"{kind}_finish", (d, q, k), warps, held)
                         found[f"{family}_{kind}_finish_{tile}"] = finish
-            for role, warps in ROWS.items() if family != "sm90" else ():
+            for role, warps in (HOPPER_ROWS if family == "sm90" else ROWS).items():
                 image = f"{family}_attention_rows_{dtype}"
                 found[f"{family}_{role}_{dtype}"] = Listed(image, role, warps=warps)
     return {name: kernel for name, kernel in found.items() if name[:4] in INFO["families"]}
@@ -185,8 +189,9 @@ def test_the_catalogue_has_the_kernels_of_the_lists():
 def test_every_tile_has_all_that_its_pass_needs():
     for kernel in CATALOGUE.values():
         family, dtype = kernel["image"].split("_")[0], dtype_of(Path(kernel["image"]))
-        if family == "sm90":  # a dense forward pass alone so far
-            assert kernel["role"] == "attention_fwd"
+        if family == "sm90":  # no bias, and no split over keys
+            for role in HOPPER_ROWS:
+                assert f"{family}_{role}_{dtype}" in CATALOGUE
             continue
         if kernel["role"] in WITH_PRODUCTS:
             assert f"{family}_attention_ragged_blocks_{dtype}" in CATALOGUE
@@ -276,8 +281,10 @@ def strange_code(kernel: str, chip: str, opcodes: Counter[str]) -> list[str]:
     products = role in WITH_PRODUCTS or (short and role in FINISH)
     found = [f"has {opcode}" for opcode in some(rf".*(?:{family.foreign})")]
     wanted = [re.escape(prefix) for prefix in family.instructions if products]
-    if CATALOGUE[kernel]["family"] == "sm90":  # the copy engine stores
-        wanted.append(r"UTMASTG")
+    if CATALOGUE[kernel]["family"] == "sm90":  # the copy engine stores; works are counted
+        wanted += [r"UTMASTG"] if products else []
+        if products:
+            return found + [f"lacks {x}" for x in wanted if not some(x)]
     elif role == "attention_bias_rows":  # which copies 16-bit numbers that may lie anywhere
         wanted.append(r"STG\.E\.U16")
     elif role not in ("attention_combine", BIAS_SUM):  # which write single numbers

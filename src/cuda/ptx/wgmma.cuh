@@ -22,6 +22,15 @@ __device__ __forceinline__ void wgmma_wait_group(float (&sums)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
+// wgmma_wait_group<0> in other words, which compilers do not take for the same: for the other side
+// of a branch that is to stay one.
+template <int kCount>
+__device__ __forceinline__ void wgmma_wait_all_otherwise(float (&sums)[kCount]) {
+  asm volatile("wgmma.wait_group.sync.aligned 0;  // otherwise" ::: "memory");
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+}
+
 // PTX ISA, "setmaxnreg": registers of each thread of the warpgroup, from or to the others.
 template <int kRegisters>
 __device__ __forceinline__ void setmaxnreg_inc() {

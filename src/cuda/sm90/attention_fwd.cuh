@@ -42,54 +42,43 @@ class FwdLoader {
       ptx::prefetch_tensormap(map);
     }
     Ring<2> works;
-    int number = first_number();
+    int number = p_.tickets ? atomicAdd(p_.tickets, 1) : blockIdx.x;
 #pragma unroll 1
-    for (int round = 1;; ++round, works.advance()) {
-      const FwdWork w = number < p_.works ? find_work(number) : FwdWork{};
+    for (;; works.advance()) {
+      FwdWork& w = *C::work(shared_, works.at());
       works.wait_empty(slots_.work(works.at()));
-      *C::work(shared_, works.at()) = w;
+      find_work(number, w);
       ptx::mbarrier_arrive(slots_.work(works.at()).full);
       if (!w.more) return;
-      number = next_number(round);  // asked for early: it may take a while to come
+      number = after(number, works.turns());  // asked for early: it may take a while to come
       load(w);
     }
   }
 
  private:
-  // Blocks of this CTA, up to p.works. Ragged: the next that nobody has. Where all are equally
-  // long, some that follow each other: they share their keys. Else forth and back through the list,
-  // so that who had the longest of one round has the shortest of the next.
-  __device__ __forceinline__ int first_number() const {
+  // The block of this CTA after that of `round`. Ragged: the next that nobody has. Else forth and
+  // back through the list, so that who had the longest of one round has the shortest of the next.
+  __device__ __forceinline__ int after(int number, uint32_t round) const {
     if (p_.tickets) return atomicAdd(p_.tickets, 1);
-    return equally_long() ? share(blockIdx.x) : blockIdx.x;
-  }
-  __device__ __forceinline__ int next_number(int round) const {
-    if (p_.tickets) return atomicAdd(p_.tickets, 1);
-    const int ctas = gridDim.x, cta = blockIdx.x;
-    if (equally_long()) {
-      const int number = share(cta) + round;
-      return number < share(cta + 1) ? number : p_.works;
-    }
-    return round * ctas + (round % 2 ? ctas - 1 - cta : cta);
-  }
-  __device__ __forceinline__ bool equally_long() const { return p_.right == kNoLimit; }
-  __device__ __forceinline__ int share(int cta) const {
-    return static_cast<int>(int64_t{p_.works} * cta / gridDim.x);
+    return number + 1 + 2 * (round % 2 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
   }
 
   // Number `number` of all blocks.
-  __device__ __forceinline__ FwdWork find_work(int number) const {
-    FwdWork w;
-    w.more = true;
+  __device__ __forceinline__ void find_work(int number, FwdWork& w) const {
+    w.more = number < p_.works;
+    if (!w.more) return;
+    Sequence seq;
+    int first_row;
     if (p_.blocks) {
       const RaggedBlock block = p_.blocks[number / p_.heads];
       w.more = block.kind != RaggedKind::kEmpty;  // and so are all that follow
+      w.batch = 0;
       w.head = number % p_.heads;
-      w.first_row = block.block * C::kBlockQ;
-      w.seq = find_sequence(block);
+      first_row = block.block * C::kBlockQ;
+      seq = find_sequence(block);
       if (block.kind == RaggedKind::kRest) {  // rows that see nothing
-        w.seq.valid = true;
-        w.seq.len_k = 0;
+        seq.valid = true;
+        seq.len_k = 0;
       }
     } else {
       // Heads go together as far as the second-level cache holds their keys, and of these the
@@ -100,26 +89,28 @@ class FwdLoader {
       const int rest = number - first * p_.query_blocks;
       int block = rest / count;
       if (p_.right < kNoLimit) block = p_.query_blocks - 1 - block;
-      const int index = first + rest % count;
+      const int index = first + rest % count, batch = index / p_.heads;
       w.head = index % p_.heads;
-      w.batch = index / p_.heads;
-      w.first_row = block * C::kBlockQ;
-      w.seq = find_sequence(p_, w.batch);
+      w.batch = batch;
+      first_row = block * C::kBlockQ;
+      seq = find_sequence(p_, batch);
     }
-    const int last_row = min((w.first_row + C::kBlockQ - 1) >> p_.pack, w.seq.len_q - 1);
-    w.key_begin = w.seq.begin(w.first_row >> p_.pack, p_) / C::kBlockK;
-    w.key_end = (max(w.seq.end(last_row, p_), 0) + C::kBlockK - 1) / C::kBlockK;
+    w.first_row = first_row;
+    w.seq = seq;
+    const int last_row = min((first_row + C::kBlockQ - 1) >> p_.pack, seq.len_q - 1);
+    const int key_begin = seq.begin(first_row >> p_.pack, p_) / C::kBlockK;
+    const int key_end = (max(seq.end(last_row, p_), 0) + C::kBlockK - 1) / C::kBlockK;
+    w.key_begin = key_begin;
+    // One at least, be it masked altogether.
+    w.key_end = seq.valid ? max(key_end, key_begin + 1) : key_begin + 1;
 #pragma unroll
     for (int group = 0; group < C::kGroups; ++group) {
-      const int first = (w.first_row + group * 64) >> p_.pack;
-      const int last = (w.first_row + group * 64 + 63) >> p_.pack;
-      const int begin = (w.seq.begin(last, p_) + C::kBlockK - 1) / C::kBlockK;
-      w.full_begin[group] = max(begin, w.key_begin);
-      w.full_end[group] = max(max(w.seq.end(first, p_), 0) / C::kBlockK, w.key_begin);
+      const int first = (first_row + group * 64) >> p_.pack;
+      const int last = (first_row + group * 64 + 63) >> p_.pack;
+      const int begin = (seq.begin(last, p_) + C::kBlockK - 1) / C::kBlockK;
+      w.full_begin[group] = max(begin, key_begin);
+      w.full_end[group] = max(max(seq.end(first, p_), 0) / C::kBlockK, key_begin);
     }
-    // One at least, be it masked altogether.
-    w.key_end = w.seq.valid ? max(w.key_end, w.key_begin + 1) : w.key_begin + 1;
-    return w;
   }
 
   __device__ __forceinline__ void load(const FwdWork& w) {

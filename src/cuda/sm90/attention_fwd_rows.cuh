@@ -298,11 +298,7 @@ class FwdRows {
   }
   // Left to itself the compiler waits before it computes exponentials, so each waiting is on one
   // side of a branch that depends on their sums. This is the other side.
-  __device__ __forceinline__ void wait_output() {
-    asm volatile("wgmma.wait_group.sync.aligned 0;  // the other" ::: "memory");
-#pragma unroll
-    for (float& x : o_) asm volatile("" : "+f"(x)::"memory");
-  }
+  __device__ __forceinline__ void wait_output() { ptx::wgmma_wait_all_otherwise(o_); }
   __device__ __forceinline__ void wait_and_correct() {
     const bool corrects = correction_[0] != 1 || correction_[1] != 1;
     if (__any_sync(0xffffffffu, corrects || !(rows_.sum[0] + rows_.sum[1] >= 0))) {
@@ -428,7 +424,7 @@ class FwdRows {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = quad_sum(rows_.sum[half]);
-      inverse[half] = sum == 0 ? 0.f : 1.f / sum;  // 0: no key allowed
+      inverse[half] = sum == 0 ? 0.f : __fdividef(1.f, sum);  // 0: no key allowed
       lse[half] = sum == 0 ? -INFINITY : (rows_.reference[half] + __log2f(sum)) * kLn2;
     }
     const uint32_t sO = smem_ + C::kSmemO;
@@ -562,7 +558,7 @@ class FwdRows {
           o[j] = o[j] * correction + weight * number(v, lane() + 32 * j, p_.head_dim_v);
         }
       }
-      float inverse = sum == 0 ? 0.f : 1.f / sum;
+      float inverse = sum == 0 ? 0.f : __fdividef(1.f, sum);
       float lse = sum == 0 ? -INFINITY : (reference + __log2f(sum)) * kLn2;
       if (!w.seq.valid) inverse = lse = NAN;
       if (lane() == 0) write_lse(r, lse);

@@ -1,0 +1,125 @@
+"""Where the planner takes the sm90 family, and how it cuts a problem. Asks it only: no GPU.
+
+test_plans.py has the other families, on the chips that have no other.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import flashmoe_science as fm
+from catalogue import CATALOGUE, IMAGES, INFO, TORCH_DTYPES
+from test_plans import HEAD_DIMS, SHAPE, problem, ragged, spec, told
+
+pytestmark = pytest.mark.skipif(
+    not IMAGES or "sm90" not in INFO["families"], reason="this build has no sm90 family"
+)
+H200 = {"device": "sm_90"}
+LONG = {"batch": 2, "heads_q": 16, "heads_k": 16, "n": 4096, "m": 4096}
+
+
+def kernel_of(*tensors, **options) -> dict:
+    return CATALOGUE[told(fm.explain(*tensors, **options, **H200))["kernel"]]
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+def test_long_sequences_take_it(dtype):
+    for d in (64, 96, 128, 192, 256):
+        for causal in (False, True):
+            kernel = kernel_of(*problem(dtype, d, **LONG), causal=causal)
+            assert (kernel["family"], kernel["head_dim"]) == ("sm90", d)
+        capped = kernel_of(*problem(dtype, d, **LONG), softcap=30.0)
+        assert capped["family"] == "sm90" and "_fwd_any_" in capped["name"]
+        assert kernel_of(*problem(dtype, d, **LONG), scale=-1.0) == capped
+
+
+def test_each_bucket_has_the_next_larger_dims(monkeypatch):
+    monkeypatch.setenv("FLASHMOE_FAMILY", "sm90")
+    for dtype in TORCH_DTYPES:
+        for d in (*HEAD_DIMS, 8, 70):
+            plan = told(fm.explain(*problem(dtype, d), causal=True, **H200))
+            kernel = CATALOGUE[plan["kernel"]]
+            assert kernel["head_dim"] == min(x for x in (64, 96, 128, 192, 256) if x >= d)
+            works = math.ceil(SHAPE["n"] / kernel["block_q"]) * SHAPE["heads_q"] * SHAPE["batch"]
+            assert plan["grid"][0] <= min(works, 132) and plan["grid"][1:] == (1, 1)
+            assert plan["before"] == plan["after"] == []
+
+
+def test_heads_share_a_tile_that_one_would_not_fill(monkeypatch):
+    """Four queries of 32 heads that share their keys fill a tile of 128."""
+    monkeypatch.setenv("FLASHMOE_FAMILY", "sm90")
+    for heads_q, heads_k, n, grid in (
+        (32, 1, 4, 3),
+        (32, 1, 128, 3 * 32),
+        (32, 1, 64, 3 * 16),
+        (24, 1, 16, 3 * 3),  # eight of the 24
+        (5, 1, 16, 3 * 5),  # an odd number of them: none
+        (32, 32, 4, 3 * 32),
+    ):
+        shape = {"batch": 3, "heads_q": heads_q, "heads_k": heads_k, "n": n, "m": 900}
+        plan = told(fm.explain(*problem(d=128, **shape), **H200))
+        assert plan["grid"] == (grid, 1, 1), shape
+
+
+def test_three_warpgroups_where_their_rows_fill(monkeypatch):
+    monkeypatch.setenv("FLASHMOE_FAMILY", "sm90")
+    for n, rows in ((4096, 192), (512, 192), (192, 192), (128, 128), (64, 128), (256, 128)):
+        shape = {"batch": 64, "heads_q": 16, "heads_k": 16, "n": n, "m": n}
+        assert kernel_of(*problem(**shape))["block_q"] == rows, n
+
+
+def test_ragged_batches():
+    offsets = {f"cu_seqlens_{x}": spec(9, dtype=torch.int32) for x in "qk"}
+    options = offsets | {"max_seqlen_q": 4096, "max_seqlen_k": 4096}
+    tensors = [spec(8 * 4096, 16, 128)] * 3
+    plan = told(fm.explain(*tensors, **options, **H200))
+    assert CATALOGUE[plan["kernel"]]["family"] == "sm90"
+    assert plan["before"] == ["sm90_attention_ragged_blocks_fp16"]
+    assert plan["grid"] == (132, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "why, tensors, options",
+    [
+        ("takes no bias; the sm80 family does", problem(), {"bias": spec(300, 517)}),
+        ("has no backward pass yet", problem(), {"backward": True}),
+        ("there is nothing to attend to", problem(m=0), {}),
+        ("is for sm_90 alone, the device is sm_100", problem(), {"device": "sm_100"}),
+        ("needs sm_90 or newer", problem(), {"device": "sm_80"}),
+        ("key is broadcast", [problem()[0], problem()[1][:, :1].expand(3, 2, 517, 64),
+                              problem()[2]], {}),
+        ("value is broadcast", [*problem()[:2], problem()[2][:1].expand(3, 2, 517, 64)], {}),
+        ("query is broadcast, or its leading dimensions do not lie densely",
+         [spec(2, 4, 3, *x.shape[1:])[:, ::2] for x in problem()], {}),
+    ],
+    ids=lambda x: x[:30] if isinstance(x, str) else "",
+)  # fmt: skip
+def test_what_it_cannot_do_is_said_and_runs_elsewhere(why, tensors, options, monkeypatch):
+    options = H200 | options
+    text = fm.explain(*tensors, **options)
+    assert f"sm90: passed over: {why}" in text or f"sm90: {why}" in text
+    assert CATALOGUE[told(text)["kernel"]]["family"] == "sm80"
+    monkeypatch.setenv("FLASHMOE_FAMILY", "sm90")
+    with pytest.raises(RuntimeError, match=rf"(?s)sm90: {why}"):
+        fm.explain(*tensors, **options)
+
+
+@pytest.mark.parametrize(
+    "why, tensors, options",
+    [
+        ("at most 64 tokens have smaller tiles in sm80", problem(batch=600, n=64, m=64), {}),
+        ("at most 64 tokens have smaller tiles in sm80", *ragged()),
+        ("head dims up to 32 have tiles of their own", problem(d=32, **LONG), {}),
+        ("one query: sm80 splits its keys", problem(batch=64, n=1, m=4096), {}),
+        ("blocks would leave most of 132 SMs idle", problem(batch=1, n=300, m=8192), {}),
+    ],
+    ids=lambda x: x[:30] if isinstance(x, str) else "",
+)  # fmt: skip
+def test_where_it_would_be_slower_it_is_passed_over(why, tensors, options, monkeypatch):
+    text = fm.explain(*tensors, **options, **H200)
+    assert why in text and CATALOGUE[told(text)["kernel"]]["family"] == "sm80"
+    monkeypatch.setenv("FLASHMOE_FAMILY", "sm90")  # who asks for it gets it
+    assert kernel_of(*tensors, **options)["family"] == "sm90"

@@ -70,6 +70,9 @@ def test_every_row_is_there(bench_run):
     assert len(rows) == len(expected) and set(rows) == expected
     assert all(row["check"]["status"] == "ok" for row in results["rows"])
     assert not [row for row in results["rows"] if "memory" in row], "which is a GPU's"
+    for row in results["rows"]:
+        assert row["family"] == "cpu" and list(row["kernels"]) == row["pass"].split("+")
+        assert all(name.startswith("cpu_") for name in row["kernels"].values())
 
 
 def test_ratios_and_means_follow_from_the_times(bench_run):
@@ -192,6 +195,10 @@ def test_a_call_that_fails_fails_the_run(monkeypatch, tmp_path, capsys):
         ("--shape 4,8,0,64", "at least 1"),
         ("--shape 4,8,16,64,kv3", "not a multiple"),
         ("--shape 4,8,16,64,casual", "casual"),
+        ("--shape 4,8,16,64,w4", "add causal"),
+        ("--shape 4,8,16,64,causal,w0", "at least 1"),
+        ("--workload small_dims --shape 4,8,16,64,causal,w4", "does not take window"),
+        ("--shape 4,8,16,64,even", "does not take even"),
         ("--workload pair_bias --shape 4,8,16,64,causal", "does not take causal"),
         ("--workload dnse", "dnse"),
         ("--dtype fp8", "fp8"),
@@ -251,6 +258,7 @@ def test_peers_compute_the_same_thing(name):
     """A peer that computes something else would make the comparison meaningless."""
     kv = "kv" in WORKLOADS[name].options
     causal = ",causal" if "causal" in WORKLOADS[name].options else ""
+    causal += ",w5" if "window" in WORKLOADS[name].options else ""
     shape = Shape.parse(f"3,4,13,8{',kv2' if kv else ''}{causal}")
     case = WORKLOADS[name].make(shape, torch.float32, CPU)
     truth = accuracy.compute(case.reference, accuracy.in_double(case), backward=True)

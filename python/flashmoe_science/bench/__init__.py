@@ -30,6 +30,8 @@ examples:
   python -m flashmoe_science bench --shape 1,8,512,64 1,8,512,64,causal,kv2 --pass fwd
   python -m flashmoe_science bench --workload decode --peers flash --check
   python -m flashmoe_science bench --workload crystals,crystals_bias --dtype bf16
+  python -m flashmoe_science bench --workload dense --pass fwd,bwd,fwd+bwd --peers flash,cudnn
+  python -m flashmoe_science bench --workload head_dims,gqa,window,mixed_lengths --check
   python -m flashmoe_science bench --list
 """
 
@@ -46,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench`."""
     add = parser.add_argument
     add("--workload", type=words, default=["dense"], metavar="NAME,...", help="default: dense")
-    shape = "B,H,S,D[,causal][,kvN]"
+    shape = "B,H,S,D[,causal][,kvN][,wN]"
     add("--shape", nargs="+", action="extend", metavar=shape, help="instead of the workload's own")
     add("--dtype", type=words, metavar="NAME,...", help=f"{DTYPES}. default: all, on a GPU bf16")
     add("--pass", type=words, dest="passes", metavar="NAME,...",

@@ -6,6 +6,7 @@ The result of run_rows goes to results.json as it is; the table and the plot rea
 from __future__ import annotations
 
 import dataclasses
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -86,19 +87,36 @@ def run_row(
         "flops": case.flops * FLOPS_OF_PASS[spec.direction],
         "check": run_check(case, backward),
     }
+    if kernels := kernels_of(case, spec.direction):
+        row["kernels"], row["family"] = kernels, family_of(kernels)
     if case.lengths:
         row["lengths"] = spread(case.lengths)
     row["check"]["seconds"] = time.monotonic() - start  # with making the case
     if device.type == "cuda" and (held := memory.measure(case, backward)):
         row["memory"] = held
     can_run = workload.peers(device.type)
-    present = [name for name in can_run if name in peers or name == case.baseline]
+    asked = [name for name in can_run if name in peers or name == case.baseline]
+    present = [name for name in asked if name in case.peers]
     timings = timing.measure(case, present, spec.direction, clock, budget_s)
     moved = case.bytes * BYTES_OF_PASS[spec.direction]
     row["implementations"] = {n: as_data(t, row["flops"], moved) for n, t in timings.items()}
     row |= compare(row["implementations"], case.baseline)
     row["seconds"] = time.monotonic() - start
     return row
+
+
+def kernels_of(case: Case, direction: str) -> dict[str, str]:
+    """The main kernel of ours of each pass that is run, as the planner says; {} if it refuses."""
+    try:
+        plans = {p: case.ours.explain(case.leaves, p == "bwd") for p in direction.split("+")}
+    except RuntimeError:  # the check says why
+        return {}
+    return {p: re.search(r"^  kernel +(\S+)", plan, re.M)[1] for p, plan in plans.items()}
+
+
+def family_of(kernels: dict[str, str]) -> str:
+    """ "sm90"; "sm90+sm80" where the backward pass is of another family than the forward pass."""
+    return "+".join(dict.fromkeys(name.split("_")[0] for name in kernels.values()))
 
 
 def spread(lengths: tuple[int, ...]) -> dict[str, Any]:

@@ -519,6 +519,7 @@ def test_what_cannot_be_captured_is_timed_by_events():
 
 def row(dtype: str, ratio: float | None, status: str = "ok") -> dict:
     fixed = {"workload": "dense", "label": "1,1,1,1", "pass": "fwd", "ratios": {"flash": ratio}}
+    fixed["implementations"] = {"ours": {"ms": 1.0}, "flash": {"ms": ratio}}
     return {**fixed, "dtype": dtype, "ratio": ratio, "check": {"status": status}}
 
 
@@ -531,7 +532,9 @@ def row(dtype: str, ratio: float | None, status: str = "ok") -> dict:
         ([row("bf16", 1.1)], 1),
         ([row("fp32", 0.89), row("fp32", 2.0)], 1),
         ([row("fp16", 0.5)], 2),
-        ([row("fp32", 1.5), row("fp32", None)], 1),
+        ([row("fp32", 1.5), row("fp32", None)], 0),
+        ([row("fp32", None)], 1),
+        ([row("fp32", 1.5), row("fp32", 1.5, "failed")], 1),
         ([], 1),
     ],
 )
@@ -548,7 +551,7 @@ def gpu_row(spec: runner.RowSpec, flash: float | None) -> dict:
     implementations = {"ours": {"ms": 2.0}, **peers}
     return {
         "workload": spec.workload, "label": str(spec.shape), "dtype": spec.dtype,
-        "shape": dataclasses.asdict(spec.shape), "pass": spec.direction,
+        "shape": dataclasses.asdict(spec.shape), "pass": spec.direction, "family": "sm80",
         "check": {"status": "ok"}, "implementations": implementations,
         **runner.compare(implementations, baseline),
     }  # fmt: skip
@@ -563,7 +566,7 @@ def whole_table(ratio_of) -> list[dict]:
 def test_gpu_bars_are_about_flash():
     """The default shapes and passes on a GPU answer every bar, whatever cuDNN does."""
     found = bars.standings(whole_table(lambda spec: 1.6), "cuda")
-    assert [s.verdict for s in found] == ["met"] * 8
+    assert [s.verdict for s in found] == ["met"] * 8 and found[-1].bar.dims == (64, 128)
     assert [len(s.ratios) for s in found] == [40, 20, 40, 20, 6, 6, 10, 24]
 
 
@@ -576,7 +579,7 @@ def test_gpu_bars_are_about_flash():
         ("decode", "fwd", 0.9, 1 + 10),
         ("deterministic", "bwd", 0.79, 1),
         ("deterministic", "bwd", 0.81, 0),
-        ("decode", "fwd", None, 10),
+        ("decode", "fwd", None, 0),  # FlashAttention-2 did not run
     ],
 )
 def test_check_knows_the_bars_of_a_gpu(workload, direction, ratio, missed):
@@ -588,8 +591,13 @@ def test_check_knows_the_bars_of_a_gpu(workload, direction, ratio, missed):
 
 def test_a_wrong_row_misses_its_bar():
     rows = whole_table(lambda spec: 1.6)
-    rows[-1]["check"] = {"status": "failed"}
+    decode = next(row for row in rows if row["workload"] == "decode")
+    decode["check"] = {"status": "failed"}
     assert [line.split(": ")[1] for line in bars.missed_bars(rows, "cuda")] == ["wrong"]
+    decode["check"] = {"status": "refused"}
+    decode["implementations"]["ours"]["ms"] = None
+    missed = [line.split(": ")[1] for line in bars.missed_bars(rows, "cuda")]
+    assert missed == ["refused, not timed"]
 
 
 def test_the_table_of_a_gpu_fits_three_minutes():

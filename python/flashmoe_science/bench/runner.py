@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from flashmoe_science.bench import accuracy, memory, timing
-from flashmoe_science.bench.bars import Row, geometric_mean
+from flashmoe_science.bench.bars import Row, geometric_mean, ratio_to_anchor
 from flashmoe_science.bench.case import PASSES, Case, Shape
 from flashmoe_science.bench.workloads import WORKLOADS
 
@@ -193,7 +193,8 @@ def compare(
 def means(rows: list[Row], *keys: str) -> list[dict[str, Any]]:
     """Ratios of rows that share these keys: geometric means and the lowest; wrong rows left out.
 
-    "ratio" is about the best peer of each row, "peers" about each of them.
+    "ratio" is about the best peer of each row, "peers" about each of them, "anchors" about those
+    that were measured before.
     """
     groups: dict[tuple, list[Row]] = {}
     for row in rows:
@@ -202,12 +203,16 @@ def means(rows: list[Row], *keys: str) -> list[dict[str, Any]]:
     found = []
     for group, members in groups.items():
         by_peer: dict[str, list[float]] = {}
+        by_anchor: dict[str, list[float]] = {}
         for row in members:
             for peer, ratio in row["ratios"].items():
                 by_peer.setdefault(peer, []).append(ratio)
+            for anchor in row.get("anchors", {}):
+                by_anchor.setdefault(anchor, []).append(ratio_to_anchor(row, anchor))
         mean = {
             **summary([row["ratio"] for row in members]),
             "peers": {peer: summary(ratios) for peer, ratios in by_peer.items()},
+            "anchors": {anchor: summary(ratios) for anchor, ratios in by_anchor.items()},
         }
         found.append(dict(zip(keys, group, strict=True)) | mean)
     return found

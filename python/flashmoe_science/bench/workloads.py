@@ -340,7 +340,7 @@ WORKLOADS = {
         "dense with deterministic=True, next to our own without it",
         {
             "cpu": ("1,8,1024,64",),
-            "cuda": gpu_dense_shapes((64, 128), (1024, 4096, 16384)),
+            "cuda": gpu_dense_shapes((64, 128, 256), (1024, 4096, 16384)),
         },
         make_deterministic,
         peers_on={"cpu": (NONDETERMINISTIC,), "cuda": (NONDETERMINISTIC,)},

@@ -34,6 +34,8 @@ RESULT_FILE = re.compile(
 )
 PASSES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backward"}
 PEERS = {"flash": "FlashAttention-2", "cudnn": "cuDNN", "nondeterministic": "not deterministic"}
+ANCHORS = {"fa3": "FA3, measured before", "fa4": "FA4, measured before"}
+BEST_OF_ALL = "the best of all, FA3 and FA4 included"
 
 Maker = Callable[..., Any]  # makes a meta tensor of a size, in the dtype asked about or another
 Call = dict[str, Any]  # arguments of explain()
@@ -132,14 +134,24 @@ def markdown_row(cells: list[str]) -> str:
 
 
 def newest_results(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """The last results of each machine and series, in the order of their names."""
+    """The last results of each machine and series, in the order of their names.
+
+    Older files say neither which family ran a row nor what was measured before: added here.
+    """
+    from flashmoe_science.bench.anchors import add_anchors
+    from flashmoe_science.bench.bars import name_families
+
     newest: dict[tuple[str, str], tuple[str, Path]] = {}
     for path in folder.glob("*.json"):
         found = RESULT_FILE.fullmatch(path.name)
         if found and found["kind"] == kind:
             key, dated = (found["machine"], found["series"] or ""), (found["date"], path)
             newest[key] = max(newest.get(key, dated), dated)
-    return [json.loads(path.read_text()) for _, (_, path) in sorted(newest.items())]
+    found = [json.loads(path.read_text()) for _, (_, path) in sorted(newest.items())]
+    for results in found:
+        name_families(results)
+        add_anchors(results["rows"], results["about"])
+    return found
 
 
 def format_ms(implementation: dict[str, Any] | None) -> str:
@@ -226,32 +238,58 @@ def standings_table(rows: list[dict[str, Any]]) -> str:
     header = ["peer / ours", "rows", "mean", "wanted", "lowest", "wanted", ""]
     lines = [markdown_row(header), markdown_row(["---", *["--:"] * 5, "---"])]
     for s in standings(rows, "cuda"):
-        name = f"{s.bar.name} ({PEERS[s.bar.peer]})" if s.bar.peer else s.bar.name
+        against = against_of(s.bar)
+        name = f"{s.bar.name} ({against})" if against else s.bar.name
         lowest = s.ratios[s.lowest] if s.lowest else None
         verdict = {"met": YES, "missed": "**missed**"}.get(s.verdict, s.verdict)
         each = f"{s.bar.each:.2f}" if s.bar.each else NO
-        cells = [name, str(len(s.ratios)), format_ratio(s.mean), f"{s.bar.mean:.2f}"]
+        cells = [name, s.rows, format_ratio(s.mean), f"{s.bar.mean:.2f}"]
         lines.append(markdown_row([*cells, format_ratio(lowest), each, verdict]))
     return "\n".join(lines)
 
 
+def against_of(bar: Any) -> str | None:
+    """Whom a bar is about, where its name does not say."""
+    if bar.everyone:
+        return BEST_OF_ALL
+    return ANCHORS[bar.anchor] if bar.anchor else PEERS.get(bar.peer)
+
+
+def ratios_of(rows: list[dict[str, Any]]) -> dict[str, dict[tuple[str, str], float | None]]:
+    """Peer / ours by the peer's name in words, then by shape and dtype; anchors last.
+
+    None where it cannot run or we are wrong; without those that have no ratio anywhere.
+    """
+    from flashmoe_science.bench.anchors import label_of
+    from flashmoe_science.bench.bars import ratio_to, ratio_to_anchor
+
+    peers: dict[str, dict] = {}
+    known: dict[str, dict] = {}
+    for row in rows:
+        key, wrong = (shape_of(row), row["dtype"]), row["check"]["status"] == "failed"
+        for name in row["implementations"]:
+            ratio = None if wrong else ratio_to(row, name)
+            peers.setdefault(PEERS.get(name, name), {})[key] = ratio
+        for name in row.get("anchors", {}):
+            ratio = None if wrong else ratio_to_anchor(row, name)
+            known.setdefault(label_of(name), {})[key] = ratio
+    del peers["ours"]
+    return {h: found for h, found in {**peers, **known}.items() if any(found.values())}
+
+
 def section_table(rows: list[dict[str, Any]]) -> str:
     """One line a shape, dtypes side by side: our time and rate, and peer / ours for each peer."""
-    from flashmoe_science.bench.bars import geometric_mean, ratio_to
+    from flashmoe_science.bench.bars import geometric_mean
 
     dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
-    named = dict.fromkeys(n for row in rows for n in row["implementations"] if n != "ours")
-    ratios = {peer: {} for peer in named}
-    for row in rows:
-        for peer, found in ratios.items():
-            ratio = ratio_to(row, peer)
-            if ratio is not None and row["check"]["status"] != "failed":
-                found[shape_of(row), row["dtype"]] = ratio
-    ratios = {peer: found for peer, found in ratios.items() if found}
+    ratios = ratios_of(rows)
+    # Whom nobody asked in a dtype has no column there.
+    asked = {heading: {dtype for _, dtype in found} for heading, found in ratios.items()}
+    of_dtype = {d: [heading for heading in ratios if d in asked[heading]] for d in dtypes}
     unit = "GB/s" if "gb_per_s" in rows[0]["implementations"]["ours"] else "TFLOP/s"
     header = ["batch, heads, length, dim"]
     for dtype in dtypes:
-        header += [f"{dtype} ms", unit, *(f"{PEERS.get(peer, peer)} / ours" for peer in ratios)]
+        header += [f"{dtype} ms", unit, *(f"{heading} / ours" for heading in of_dtype[dtype])]
     lines = [markdown_row(header), markdown_row(["---", *["--:"] * (len(header) - 1)])]
     by_shape: dict[str, dict[str, Any]] = {}
     for row in rows:
@@ -260,14 +298,15 @@ def section_table(rows: list[dict[str, Any]]) -> str:
         cells = [shape]
         for dtype in dtypes:
             cells += ours_cells(members.get(dtype))
-            cells += [format_ratio(found.get((shape, dtype))) for found in ratios.values()]
+            cells += [format_ratio(ratios[h].get((shape, dtype))) for h in of_dtype[dtype]]
         lines.append(markdown_row(cells))
     notes = []
-    for peer, found in ratios.items():
+    for heading, either in ratios.items():
+        found = {key: ratio for key, ratio in either.items() if ratio}
         lowest = min(found, key=found.__getitem__)
         mean = geometric_mean(list(found.values()))
         where = " ".join(lowest)
-        note = f"{PEERS.get(peer, peer)} / ours: geometric mean {mean:.2f}"
+        note = f"{heading} / ours: geometric mean {mean:.2f}"
         notes.append(f"{note}, lowest {found[lowest]:.2f} ({where}).")
     methods = {row["implementations"]["ours"].get("method") for row in rows}
     notes += [f"Timed as a {m}." for m in sorted(filter(None, methods)) if "graph of" in m]

@@ -70,6 +70,9 @@ def test_every_row_is_there(bench_run):
     assert len(rows) == len(expected) and set(rows) == expected
     assert all(row["check"]["status"] == "ok" for row in results["rows"])
     assert not [row for row in results["rows"] if "memory" in row], "which is a GPU's"
+    for row in results["rows"]:
+        assert row["family"] == "cpu" and list(row["kernels"]) == row["pass"].split("+")
+        assert all(name.startswith("cpu_") for name in row["kernels"].values())
 
 
 def test_ratios_and_means_follow_from_the_times(bench_run):
@@ -192,6 +195,10 @@ def test_a_call_that_fails_fails_the_run(monkeypatch, tmp_path, capsys):
         ("--shape 4,8,0,64", "at least 1"),
         ("--shape 4,8,16,64,kv3", "not a multiple"),
         ("--shape 4,8,16,64,casual", "casual"),
+        ("--shape 4,8,16,64,w4", "add causal"),
+        ("--shape 4,8,16,64,causal,w0", "at least 1"),
+        ("--workload small_dims --shape 4,8,16,64,causal,w4", "does not take window"),
+        ("--shape 4,8,16,64,even", "does not take even"),
         ("--workload pair_bias --shape 4,8,16,64,causal", "does not take causal"),
         ("--workload dnse", "dnse"),
         ("--dtype fp8", "fp8"),
@@ -251,6 +258,7 @@ def test_peers_compute_the_same_thing(name):
     """A peer that computes something else would make the comparison meaningless."""
     kv = "kv" in WORKLOADS[name].options
     causal = ",causal" if "causal" in WORKLOADS[name].options else ""
+    causal += ",w5" if "window" in WORKLOADS[name].options else ""
     shape = Shape.parse(f"3,4,13,8{',kv2' if kv else ''}{causal}")
     case = WORKLOADS[name].make(shape, torch.float32, CPU)
     truth = accuracy.compute(case.reference, accuracy.in_double(case), backward=True)
@@ -511,6 +519,7 @@ def test_what_cannot_be_captured_is_timed_by_events():
 
 def row(dtype: str, ratio: float | None, status: str = "ok") -> dict:
     fixed = {"workload": "dense", "label": "1,1,1,1", "pass": "fwd", "ratios": {"flash": ratio}}
+    fixed["implementations"] = {"ours": {"ms": 1.0}, "flash": {"ms": ratio}}
     return {**fixed, "dtype": dtype, "ratio": ratio, "check": {"status": status}}
 
 
@@ -523,7 +532,9 @@ def row(dtype: str, ratio: float | None, status: str = "ok") -> dict:
         ([row("bf16", 1.1)], 1),
         ([row("fp32", 0.89), row("fp32", 2.0)], 1),
         ([row("fp16", 0.5)], 2),
-        ([row("fp32", 1.5), row("fp32", None)], 1),
+        ([row("fp32", 1.5), row("fp32", None)], 0),
+        ([row("fp32", None)], 1),
+        ([row("fp32", 1.5), row("fp32", 1.5, "failed")], 1),
         ([], 1),
     ],
 )
@@ -540,7 +551,7 @@ def gpu_row(spec: runner.RowSpec, flash: float | None) -> dict:
     implementations = {"ours": {"ms": 2.0}, **peers}
     return {
         "workload": spec.workload, "label": str(spec.shape), "dtype": spec.dtype,
-        "shape": dataclasses.asdict(spec.shape), "pass": spec.direction,
+        "shape": dataclasses.asdict(spec.shape), "pass": spec.direction, "family": "sm80",
         "check": {"status": "ok"}, "implementations": implementations,
         **runner.compare(implementations, baseline),
     }  # fmt: skip
@@ -555,7 +566,7 @@ def whole_table(ratio_of) -> list[dict]:
 def test_gpu_bars_are_about_flash():
     """The default shapes and passes on a GPU answer every bar, whatever cuDNN does."""
     found = bars.standings(whole_table(lambda spec: 1.6), "cuda")
-    assert [s.verdict for s in found] == ["met"] * 8
+    assert [s.verdict for s in found] == ["met"] * 8 and found[-1].bar.dims == (64, 128)
     assert [len(s.ratios) for s in found] == [40, 20, 40, 20, 6, 6, 10, 24]
 
 
@@ -568,7 +579,7 @@ def test_gpu_bars_are_about_flash():
         ("decode", "fwd", 0.9, 1 + 10),
         ("deterministic", "bwd", 0.79, 1),
         ("deterministic", "bwd", 0.81, 0),
-        ("decode", "fwd", None, 10),
+        ("decode", "fwd", None, 0),  # FlashAttention-2 did not run
     ],
 )
 def test_check_knows_the_bars_of_a_gpu(workload, direction, ratio, missed):
@@ -580,8 +591,13 @@ def test_check_knows_the_bars_of_a_gpu(workload, direction, ratio, missed):
 
 def test_a_wrong_row_misses_its_bar():
     rows = whole_table(lambda spec: 1.6)
-    rows[-1]["check"] = {"status": "failed"}
+    decode = next(row for row in rows if row["workload"] == "decode")
+    decode["check"] = {"status": "failed"}
     assert [line.split(": ")[1] for line in bars.missed_bars(rows, "cuda")] == ["wrong"]
+    decode["check"] = {"status": "refused"}
+    decode["implementations"]["ours"]["ms"] = None
+    missed = [line.split(": ")[1] for line in bars.missed_bars(rows, "cuda")]
+    assert missed == ["refused, not timed"]
 
 
 def test_the_table_of_a_gpu_fits_three_minutes():

@@ -4,7 +4,8 @@ Peers are PyTorch's SDPA backends in the same process with the same threads, on 
 compiled FlexAttention ("flex") and varlen_attn ("varlen"). A ratio is the best peer's time over
 ours: above 1 we are faster. "flash" is FlashAttention-2 on a GPU and has a column of its own. The
 workload "deterministic" has our own ordinary backward pass as its only peer; "crystals" on a GPU is
-about varlen. The exit code is 1 when an answer is wrong.
+about varlen. FlashAttention-3 and 4 do not run here: dense bf16 rows on an H200 show their times as
+measured before. The exit code is 1 when an answer is wrong.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ examples:
   python -m flashmoe_science bench --shape 1,8,512,64 1,8,512,64,causal,kv2 --pass fwd
   python -m flashmoe_science bench --workload decode --peers flash --check
   python -m flashmoe_science bench --workload crystals,crystals_bias --dtype bf16
+  python -m flashmoe_science bench --workload dense --pass fwd,bwd,fwd+bwd --peers flash,cudnn
+  python -m flashmoe_science bench --workload head_dims,gqa,window,mixed_lengths --check
   python -m flashmoe_science bench --list
 """
 
@@ -46,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench`."""
     add = parser.add_argument
     add("--workload", type=words, default=["dense"], metavar="NAME,...", help="default: dense")
-    shape = "B,H,S,D[,causal][,kvN]"
+    shape = "B,H,S,D[,causal][,kvN][,wN]"
     add("--shape", nargs="+", action="extend", metavar=shape, help="instead of the workload's own")
     add("--dtype", type=words, metavar="NAME,...", help=f"{DTYPES}. default: all, on a GPU bf16")
     add("--pass", type=words, dest="passes", metavar="NAME,...",
@@ -129,7 +132,7 @@ def measure(args: argparse.Namespace) -> int:
     """The benchmark itself; ValueError for options that make no sense."""
     import torch
 
-    from flashmoe_science.bench import machine, report, runner, timing
+    from flashmoe_science.bench import anchors, machine, report, runner, timing
     from flashmoe_science.bench.workloads import WORKLOADS
 
     device = choose_device(args.device, machine.build_info()["families"])
@@ -154,6 +157,7 @@ def measure(args: argparse.Namespace) -> int:
     others, start = machine.OtherWork(), time.monotonic()
     with report.ProgressReport(console, len(specs)) as progress:
         rows = runner.run_rows(specs, peers, device, args.budget, progress)
+    anchors.add_anchors(rows, about)
     about["cores_busy_with_other_work"] = others.cores()
     if device.type == "cuda":
         about["gpu_state_after"] = machine.gpu_state(device)

@@ -104,7 +104,7 @@ def in_double(case: Case) -> Case:
 
 def heads_to_compare(case: Case) -> int:
     """As many heads as fit MAX_SCORES, at least one group of query heads that share a key head."""
-    fit = int(MAX_SCORES * case.heads / max(case.scores, 1))
+    fit = int(MAX_SCORES * case.heads / max(case.scores, case.reference_scores, 1))
     return max(case.group, min(case.heads, fit) // case.group * case.group)
 
 

@@ -38,31 +38,39 @@ class Shape:
     dim: int
     kv_heads: int = 0
     causal: bool = False
+    window: int = 0  # keys that a query sees, its own the last of them; 0: all
+    even: bool = False  # where lengths are drawn: every sequence has length tokens instead
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        """Reads "4,8,256,64", "1,8,1024,64,causal" or "1,8,1024,64,kv2"."""
+        """Reads "4,8,256,64", "1,8,1024,64,causal", "1,8,1024,64,kv2,causal,w128"."""
         words = text.split(",")
         try:
             batch, heads, length, dim = (int(word) for word in words[:4])
-            kv_heads, causal = heads, False
+            sizes, options = {"kv_heads": heads}, {}
             for word in words[4:]:
-                if word == "causal":
-                    causal = True
+                if word in ("causal", "even"):
+                    options[word] = True
                 elif word.startswith("kv"):
-                    kv_heads = int(word.removeprefix("kv"))
+                    sizes["kv_heads"] = int(word.removeprefix("kv"))
+                elif word.startswith("w"):
+                    sizes["window"] = int(word.removeprefix("w"))
                 else:
                     raise ValueError(word)
         except ValueError:
             raise ValueError(
-                f"shape {text!r}: expected batch,heads,length,dim and then causal or kvN, "
-                "for example 4,8,256,64 or 1,8,1024,64,causal,kv2"
+                f"shape {text!r}: expected batch,heads,length,dim and then causal, kvN, wN or "
+                "even, for example 4,8,256,64 or 1,8,1024,64,causal,kv2"
             ) from None
-        if min(batch, heads, length, dim, kv_heads) < 1:
+        if min(batch, heads, length, dim, *sizes.values()) < 1:
             raise ValueError(f"shape {text!r}: every size must be at least 1")
-        if heads % kv_heads:
-            raise ValueError(f"shape {text!r}: {heads} heads are not a multiple of {kv_heads}")
-        return cls(batch, heads, length, dim, kv_heads, causal)
+        if heads % sizes["kv_heads"]:
+            raise ValueError(
+                f"shape {text!r}: {heads} heads are not a multiple of {sizes['kv_heads']}"
+            )
+        if "window" in sizes and "causal" not in options:
+            raise ValueError(f"shape {text!r}: a window ends at the query's own key: add causal")
+        return cls(batch, heads, length, dim, **sizes, **options)
 
     def __post_init__(self) -> None:
         if not self.kv_heads:
@@ -72,7 +80,17 @@ class Shape:
         text = f"{self.batch},{self.heads},{self.length},{self.dim}"
         if self.kv_heads != self.heads:
             text += f",kv{self.kv_heads}"
-        return text + (",causal" if self.causal else "")
+        text += ",causal" if self.causal else ""
+        text += f",w{self.window}" if self.window else ""
+        return text + (",even" if self.even else "")
+
+    @property
+    def pairs(self) -> int:
+        """Scores of one sequence and head. Half are causal, as published rates count them."""
+        if self.window:
+            seen = min(self.window, self.length)
+            return seen * (seen + 1) // 2 + (self.length - seen) * seen
+        return self.length * self.length // (2 if self.causal else 1)
 
 
 Prepare = Callable[[Tensors, torch.Tensor], tuple[Tensors, torch.Tensor]]
@@ -102,13 +120,14 @@ class Implementation:
 
     prepare changes the layout of (leaves, grad of the output) before any clock starts, and
     prepare_backward once more where a backward pass is timed. backend names the PyTorch backend to
-    force while it runs.
+    force while it runs. explain(leaves, backward) says which kernel of ours would run.
     """
 
     run: Callable[[Tensors], torch.Tensor]
     prepare: Prepare = no_change
     backend: str | None = None
     prepare_backward: Prepare = no_change
+    explain: Callable[[Tensors, bool], str] | None = None
 
 
 @dataclass(frozen=True)
@@ -117,7 +136,7 @@ class Case:
 
     leaves: Tensors  # the tensors gradients are taken of, by name
     grad: torch.Tensor  # gradient of the output
-    scores: int  # query-key pairs, all heads, not counting padding nor what causal removes
+    scores: int  # query-key pairs, all heads, not counting padding nor what causal or window remove
     flops: float  # of the forward pass: 4 * scores * dim
     ours: Implementation
     reference: Implementation
@@ -127,6 +146,7 @@ class Case:
     in_graph: bool = False  # so short on a GPU that it is timed as a CUDA graph of many calls
     reproducible: bool = False  # ours must give the same bits twice
     lengths: tuple[int, ...] = ()  # of the sequences of a ragged batch
+    reference_scores: int = 0  # that the reference computes, where it masks nearly all of them
 
     @property
     def heads(self) -> int:
@@ -158,7 +178,8 @@ class Workload:
     summary: str
     shapes: dict[str, tuple[str, ...]]  # default shapes by device type
     make: Callable[[Shape, torch.dtype, torch.device], Case]
-    options: frozenset[str] = frozenset({"causal", "kv"})  # what may follow a shape's four numbers
+    # What may follow a shape's four numbers: causal, kv, window, even.
+    options: frozenset[str] = frozenset({"causal", "kv"})
     # By device type, in the order of the table: the ones of the Case's peers that can ever run.
     peers_on: dict[str, tuple[str, ...]] = field(default_factory=lambda: dict(BACKENDS_OF))
     passes: tuple[str, ...] = PASSES  # the ones that mean something
@@ -177,9 +198,9 @@ class Workload:
 
     def refuses(self, shape: Shape) -> str | None:
         """Why this workload cannot have that shape, or None."""
-        asked = {"causal"} if shape.causal else set()
-        asked |= {"kv"} if shape.kv_heads != shape.heads else set()
-        extra = asked - self.options
+        asked = {"causal": shape.causal, "window": shape.window, "even": shape.even}
+        asked["kv"] = shape.kv_heads != shape.heads
+        extra = {name for name, wanted in asked.items() if wanted} - self.options
         return f"does not take {' or '.join(sorted(extra))}" if extra else None
 
 

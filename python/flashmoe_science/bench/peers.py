@@ -22,20 +22,29 @@ from flashmoe_science.bench.case import (
 )
 
 
-def sdpa_dense(leaves: Tensors, causal: bool, gqa: bool) -> torch.Tensor:
+def sdpa_dense(
+    leaves: Tensors, causal: bool, gqa: bool, mask: torch.Tensor | None = None
+) -> torch.Tensor:
     """SDPA expands a bias shared by the whole batch itself.
 
     It does so by a view, after padding a bias of odd length. Expanded by us beforehand, the bias
-    would be padded once for every row that shares it.
+    would be padded once for every row that shares it. mask is a window's, causal included.
     """
     return F.scaled_dot_product_attention(
         leaves["q"],
         leaves["k"],
         leaves["v"],
-        attn_mask=leaves.get("bias"),
-        is_causal=causal,
+        attn_mask=leaves.get("bias", mask),
+        is_causal=causal and mask is None,
         enable_gqa=gqa,
     )
+
+
+def window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
+    """Which keys each query sees, (S, S): PyTorch has no windows of its own."""
+    position = torch.arange(length, device=device)
+    behind = position[:, None] - position
+    return (behind >= 0) & (behind < window)
 
 
 def sdpa_peers(

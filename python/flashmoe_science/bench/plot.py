@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,8 @@ def draw_panel(axes: Any, rows: list[Row], colours: dict[str, str], per_unit: fl
 
 
 def tick_label(row: Row) -> str:
-    return row["label"].replace(",kv", "\nkv").replace(",causal", "\ncausal")
+    """Numbers in one line, each option in one of its own."""
+    return re.sub(r",(?=[a-z])", "\n", row["label"])
 
 
 def style_panel(axes: Any, name: str, unit: str) -> None:

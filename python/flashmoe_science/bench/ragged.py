@@ -34,6 +34,13 @@ def ragged_lengths(count: int, mean: int) -> list[int]:
     return lengths
 
 
+def uniform_lengths(count: int, longest: int) -> list[int]:
+    """From 100 tokens (fewer where even the longest is short) to the longest; always the same."""
+    shortest = min(100, 1 + longest // 40)
+    draw = random.Random(0)
+    return [draw.randint(shortest, longest) for _ in range(count)]
+
+
 @functools.cache
 def structures_by_atoms() -> dict[int, int]:
     """How many structures of MPtrj have how many atoms; data/README.md says where this is from."""

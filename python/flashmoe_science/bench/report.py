@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from flashmoe_science.bench.bars import Row, name_of, standings
+from flashmoe_science.bench import anchors
+from flashmoe_science.bench.bars import Row, name_of, ratio_to_anchor, standings
 from flashmoe_science.bench.machine import title
 from flashmoe_science.bench.runner import RowSpec
 from flashmoe_science.bench.timing import OURS
@@ -80,15 +81,24 @@ def names_of(rows: list[Row]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row["implementations"]))
 
 
+def anchors_of(rows: list[Row]) -> list[str]:
+    """Every peer of these rows that was measured before, each once."""
+    return list(dict.fromkeys(name for row in rows for name in row.get("anchors", {})))
+
+
 def format_ms(implementation: dict[str, Any] | None) -> str:
     if implementation is None or implementation["ms"] is None:
         return "-"
     ms = implementation["ms"]
-    digits = 4 if ms < 1 else 3 if ms < 10 else 1 if ms < 1000 else 0
-    text = f"{ms:.{digits}f}"
+    text = format_number(ms)
     if "estimated_from_heads" in implementation:
         return text + MARKS["estimated"]
     return text + (MARKS["few"] if implementation["few_samples"] else "")
+
+
+def format_number(ms: float) -> str:
+    digits = 4 if ms < 1 else 3 if ms < 10 else 1 if ms < 1000 else 0
+    return f"{ms:.{digits}f}"
 
 
 def format_rate(implementation: dict[str, Any] | None, per_unit: float) -> str:
@@ -114,7 +124,9 @@ def print_table(console: Console, results: dict[str, Any]) -> None:
     about, rows = results["about"], results["rows"]
     unit, per_unit = rate_unit(about["device"])
     names, on_gpu = names_of(rows), about["device"] == "cuda"
-    rated = names if console.width >= 50 + 18 * len(names) else [OURS]
+    known = anchors_of(rows)
+    wide = 95 + 17 * len(names) + 21 * len(known) if known else 50 + 18 * len(names)
+    rated = names if console.width >= wide else [OURS]
     keys = ["workload", "label", "dtype", "pass"]
     if len({row["workload"] for row in rows}) == 1:
         keys.remove("workload")
@@ -133,6 +145,10 @@ def print_table(console: Console, results: dict[str, Any]) -> None:
     with_flash = "flash" in names and len(names) > 2
     if with_flash:
         table.add_column("flash\n/ ours", justify="right", no_wrap=True)
+    for name in known:
+        heading = f"{anchors.label_of(name)} ms".replace("measured ", "measured\n")
+        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column("\n/ ours", justify="right", no_wrap=True)
     for row, following in zip(rows, [*rows[1:], rows[-1]], strict=True):
         cells = [row[key] for key in keys]
         for name in names:
@@ -145,6 +161,10 @@ def print_table(console: Console, results: dict[str, Any]) -> None:
         cells.append(format_ratio(row, row["ratio"]))
         if with_flash:
             cells.append(format_ratio(row, row["ratios"].get("flash")))
+        for name in known:
+            ms = row.get("anchors", {}).get(name)
+            cells.append("-" if ms is None else format_number(ms))
+            cells.append(format_ratio(row, ratio_to_anchor(row, name)))
         table.add_row(*cells, end_section=ends)
     console.print(table)
 
@@ -164,13 +184,16 @@ def format_memory(row: Row) -> str:
 def print_means(console: Console, results: dict[str, Any]) -> None:
     """Geometric means of peer / ours, and the lowest of each."""
     peers = list(dict.fromkeys(p for mean in results["means"] for p in mean["peers"]))
+    known = anchors_of(results["rows"])
     table = Table(title="peer / ours: geometric mean (lowest)", box=box.SIMPLE_HEAD)
     for column in ("workload", "dtype", "pass"):
         table.add_column(column)
-    for column in ("rows", "best peer", *(peers if len(peers) > 1 else ())):
+    headings = [*(peers if len(peers) > 1 else ()), *(anchors.label_of(name) for name in known)]
+    for column in ("rows", "best peer", *headings):
         table.add_column(column, justify="right")
     for mean in results["means"]:
         of_peers = [mean["peers"].get(peer) for peer in peers] if len(peers) > 1 else []
+        of_peers += [mean["anchors"].get(name) for name in known]
         ratios = [f"{r['ratio']:.2f}x ({r['lowest']:.2f})" if r else "-" for r in (mean, *of_peers)]
         cells = (mean["workload"], mean["dtype"], mean["pass"], str(mean["rows"]), *ratios)
         table.add_row(*cells)
@@ -187,7 +210,7 @@ def print_bars(console: Console, results: dict[str, Any]) -> None:
         mean = "-" if s.mean is None else f"{s.mean:.2f}"
         style = {"met": "green", "missed": "bold red"}.get(s.verdict, "dim")
         table.add_row(
-            s.bar.name, s.bar.against, str(len(s.ratios)), mean, f"{s.bar.mean:.2f}",
+            s.bar.name, s.bar.against, s.rows, mean, f"{s.bar.mean:.2f}",
             lowest, f"{s.bar.each:.2f}" if s.bar.each else "-", f"[{style}]{s.verdict}[/]",
         )  # fmt: skip
     console.print(table)

@@ -6,6 +6,7 @@ The result of run_rows goes to results.json as it is; the table and the plot rea
 from __future__ import annotations
 
 import dataclasses
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from flashmoe_science.bench import accuracy, memory, timing
-from flashmoe_science.bench.bars import Row, geometric_mean
+from flashmoe_science.bench.bars import Row, geometric_mean, ratio_to_anchor
 from flashmoe_science.bench.case import PASSES, Case, Shape
 from flashmoe_science.bench.workloads import WORKLOADS
 
@@ -86,19 +87,36 @@ def run_row(
         "flops": case.flops * FLOPS_OF_PASS[spec.direction],
         "check": run_check(case, backward),
     }
+    if kernels := kernels_of(case, spec.direction):
+        row["kernels"], row["family"] = kernels, family_of(kernels)
     if case.lengths:
         row["lengths"] = spread(case.lengths)
     row["check"]["seconds"] = time.monotonic() - start  # with making the case
     if device.type == "cuda" and (held := memory.measure(case, backward)):
         row["memory"] = held
     can_run = workload.peers(device.type)
-    present = [name for name in can_run if name in peers or name == case.baseline]
+    asked = [name for name in can_run if name in peers or name == case.baseline]
+    present = [name for name in asked if name in case.peers]
     timings = timing.measure(case, present, spec.direction, clock, budget_s)
     moved = case.bytes * BYTES_OF_PASS[spec.direction]
     row["implementations"] = {n: as_data(t, row["flops"], moved) for n, t in timings.items()}
     row |= compare(row["implementations"], case.baseline)
     row["seconds"] = time.monotonic() - start
     return row
+
+
+def kernels_of(case: Case, direction: str) -> dict[str, str]:
+    """The main kernel of ours of each pass that is run, as the planner says; {} if it refuses."""
+    try:
+        plans = {p: case.ours.explain(case.leaves, p == "bwd") for p in direction.split("+")}
+    except RuntimeError:  # the check says why
+        return {}
+    return {p: re.search(r"^  kernel +(\S+)", plan, re.M)[1] for p, plan in plans.items()}
+
+
+def family_of(kernels: dict[str, str]) -> str:
+    """ "sm90"; "sm90+sm80" where the backward pass is of another family than the forward pass."""
+    return "+".join(dict.fromkeys(name.split("_")[0] for name in kernels.values()))
 
 
 def spread(lengths: tuple[int, ...]) -> dict[str, Any]:
@@ -175,7 +193,8 @@ def compare(
 def means(rows: list[Row], *keys: str) -> list[dict[str, Any]]:
     """Ratios of rows that share these keys: geometric means and the lowest; wrong rows left out.
 
-    "ratio" is about the best peer of each row, "peers" about each of them.
+    "ratio" is about the best peer of each row, "peers" about each of them, "anchors" about those
+    that were measured before.
     """
     groups: dict[tuple, list[Row]] = {}
     for row in rows:
@@ -184,12 +203,16 @@ def means(rows: list[Row], *keys: str) -> list[dict[str, Any]]:
     found = []
     for group, members in groups.items():
         by_peer: dict[str, list[float]] = {}
+        by_anchor: dict[str, list[float]] = {}
         for row in members:
             for peer, ratio in row["ratios"].items():
                 by_peer.setdefault(peer, []).append(ratio)
+            for anchor in row.get("anchors", {}):
+                by_anchor.setdefault(anchor, []).append(ratio_to_anchor(row, anchor))
         mean = {
             **summary([row["ratio"] for row in members]),
             "peers": {peer: summary(ratios) for peer, ratios in by_peer.items()},
+            "anchors": {anchor: summary(ratios) for anchor, ratios in by_anchor.items()},
         }
         found.append(dict(zip(keys, group, strict=True)) | mean)
     return found

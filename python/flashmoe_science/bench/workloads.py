@@ -9,14 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 
-from flashmoe_science import flash_attention, flash_attention_varlen
+from flashmoe_science import explain, flash_attention, flash_attention_varlen
 from flashmoe_science.bench.case import Case, Implementation, Shape, Tensors, Workload
-from flashmoe_science.bench.peers import CompiledFlex, sdpa_dense, sdpa_peers
-from flashmoe_science.bench.ragged import MOST_ATOMS, Ragged, crystal_lengths, ragged_lengths
+from flashmoe_science.bench.peers import CompiledFlex, sdpa_dense, sdpa_peers, window_mask
+from flashmoe_science.bench.ragged import (
+    MOST_ATOMS,
+    Ragged,
+    crystal_lengths,
+    ragged_lengths,
+    uniform_lengths,
+)
 
 NONDETERMINISTIC = "nondeterministic"  # our own backward pass, free to add in any order
 
@@ -26,17 +33,39 @@ def normal(*size: int, like: torch.Tensor) -> torch.Tensor:
     return torch.randn(*size, dtype=torch.float32, device=like.device).to(like.dtype)
 
 
-def ours_dense(leaves: Tensors, causal: bool, deterministic: bool | None = None) -> torch.Tensor:
-    return flash_attention(
-        leaves["q"], leaves["k"], leaves["v"], bias=leaves.get("bias"), causal=causal,
-        deterministic=deterministic,
-    )  # fmt: skip
+def ours_dense(leaves: Tensors, **options: Any) -> torch.Tensor:
+    q, k, v = leaves["q"], leaves["k"], leaves["v"]
+    return flash_attention(q, k, v, bias=leaves.get("bias"), **options)
+
+
+def explain_dense(leaves: Tensors, backward: bool, **options: Any) -> str:
+    return explain(**leaves, backward=backward, **options)
+
+
+def dense_options(shape: Shape) -> dict[str, Any]:
+    """What a shape asks of our dense call."""
+    window = {"window": (shape.window - 1, 0)} if shape.window else {}
+    return {"causal": shape.causal, **window}
+
+
+def our_dense(**options: Any) -> Implementation:
+    return Implementation(
+        functools.partial(ours_dense, **options),
+        explain=functools.partial(explain_dense, **options),
+    )
+
+
+def as_triangle(leaves: Tensors) -> Tensors:
+    """Rows as a leading dimension of their own, as models have them: (1, N, H, S, D)."""
+    return {name: leaf.unsqueeze(0) for name, leaf in leaves.items()}
 
 
 def ours_triangle(leaves: Tensors) -> torch.Tensor:
-    """Rows as a leading dimension of their own, as models have them: (1, N, H, S, D)."""
-    q, k, v, bias = (leaves[name].unsqueeze(0) for name in ("q", "k", "v", "bias"))
-    return flash_attention(q, k, v, bias=bias).squeeze(0)
+    return flash_attention(**as_triangle(leaves)).squeeze(0)
+
+
+def explain_triangle(leaves: Tensors, backward: bool) -> str:
+    return explain(**as_triangle(leaves), backward=backward)
 
 
 def ours_ragged(leaves: Tensors, ragged: Ragged) -> torch.Tensor:
@@ -44,6 +73,14 @@ def ours_ragged(leaves: Tensors, ragged: Ragged) -> torch.Tensor:
     return flash_attention_varlen(
         leaves["q"], leaves["k"], leaves["v"], cu, cu, longest, longest,
         bias=leaves.get("bias"), causal=ragged.causal,
+    )  # fmt: skip
+
+
+def explain_ragged(leaves: Tensors, backward: bool, ragged: Ragged) -> str:
+    cu, longest = ragged.cu_seqlens, ragged.longest
+    return explain(
+        **leaves, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=longest, max_seqlen_k=longest,
+        causal=ragged.causal, backward=backward,
     )  # fmt: skip
 
 
@@ -61,10 +98,11 @@ def make_dense(
     key_size = (shape.batch, shape.kv_heads, shape.length, shape.dim)
     leaves = {name: normal(*key_size, like=like) for name in ("k", "v")}
     leaves = {"q": normal(*query_size, like=like), **leaves}
-    pairs = queries * shape.length // (2 if shape.causal else 1)
+    pairs = shape.length if queries == 1 else shape.pairs
     scores = shape.batch * shape.heads * pairs
     gqa = shape.kv_heads != shape.heads
-    sdpa = functools.partial(sdpa_dense, causal=shape.causal, gqa=gqa)
+    mask = window_mask(shape.length, shape.window, device) if shape.window else None
+    sdpa = functools.partial(sdpa_dense, causal=shape.causal, gqa=gqa, mask=mask)
     peers = sdpa_peers(device, sdpa)
     if bias_batch:
         leaves["bias"] = normal(bias_batch, shape.heads, queries, shape.length, like=like)
@@ -74,9 +112,10 @@ def make_dense(
         grad=normal(*query_size, like=like),
         scores=scores,
         flops=4.0 * scores * shape.dim,
-        ours=Implementation(functools.partial(ours_dense, causal=shape.causal)),
+        ours=our_dense(**dense_options(shape)),
         reference=Implementation(sdpa, backend="math"),
         peers=peers,
+        reference_scores=shape.batch * shape.heads * shape.length**2 if shape.window else 0,
     )
 
 
@@ -89,11 +128,11 @@ def make_decode(shape: Shape, dtype: torch.dtype, device: torch.device) -> Case:
 
 def make_deterministic(shape: Shape, dtype: torch.dtype, device: torch.device) -> Case:
     """Our reproducible backward pass, and our ordinary one as its peer."""
-    ours = functools.partial(ours_dense, causal=shape.causal)
+    options = dense_options(shape)
     return dataclasses.replace(
         make_dense(shape, dtype, device),
-        ours=Implementation(functools.partial(ours, deterministic=True)),
-        peers={NONDETERMINISTIC: Implementation(functools.partial(ours, deterministic=False))},
+        ours=our_dense(**options, deterministic=True),
+        peers={NONDETERMINISTIC: our_dense(**options, deterministic=False)},
         baseline=NONDETERMINISTIC,
         reproducible=True,
     )
@@ -107,7 +146,8 @@ def make_pair_bias(shape: Shape, dtype: torch.dtype, device: torch.device) -> Ca
 def make_triangle(shape: Shape, dtype: torch.dtype, device: torch.device) -> Case:
     """shape.batch rows of a pair representation, all with the one bias of (1, H, S, S)."""
     case = make_dense(shape, dtype, device, bias_batch=1)
-    return dataclasses.replace(case, ours=Implementation(ours_triangle))
+    ours = Implementation(ours_triangle, explain=explain_triangle)
+    return dataclasses.replace(case, ours=ours)
 
 
 def make_ragged(
@@ -140,7 +180,10 @@ def make_ragged(
         grad=normal(*query_size, like=like),
         scores=scores,
         flops=4.0 * scores * shape.dim,
-        ours=Implementation(functools.partial(ours_ragged, ragged=ragged)),
+        ours=Implementation(
+            functools.partial(ours_ragged, ragged=ragged),
+            explain=functools.partial(explain_ragged, ragged=ragged),
+        ),
         reference=Implementation(ragged.without_padding, backend="math"),
         peers=peers,
         lengths=tuple(ragged.lengths),
@@ -162,14 +205,64 @@ def make_crystals(
     return dataclasses.replace(case, bytes=moved, baseline=None if with_bias else "varlen")
 
 
-def gpu_dense_shapes(dims: Iterable[int], lengths: Iterable[int]) -> tuple[str, ...]:
+def make_mixed_lengths(shape: Shape, dtype: torch.dtype, device: torch.device) -> Case:
+    """Sequences of every length up to shape.length, packed; where even, dense ones of that length.
+
+    On a GPU the packed ones have varlen_attn for a peer and no padded ones: with their masks those
+    need gigabytes, and twice the scores.
+    """
+    if shape.even:
+        return make_dense(shape, dtype, device)
+    case = make_ragged(shape, dtype, device, draw=uniform_lengths)
+    if device.type != "cuda":
+        return case
+    return dataclasses.replace(case, peers={"varlen": case.peers["varlen"]})
+
+
+def gpu_dense_shape(dim: int, length: int, options: str = "") -> str:
     """batch * length = 16,384 and heads * dim = 2,048, the sizes published comparisons use."""
+    return f"{16384 // length},{round(2048 / dim)},{length},{dim}{options}"
+
+
+def gpu_dense_shapes(dims: Iterable[int], lengths: Iterable[int]) -> tuple[str, ...]:
     return tuple(
-        f"{16384 // length},{2048 // dim},{length},{dim}{causal}"
+        gpu_dense_shape(dim, length, causal)
         for dim in dims
         for causal in ("", ",causal")
         for length in lengths
     )
+
+
+# Rows, and the ones whose speed (their mean) they are held to: as many FLOPs, or nearly, without
+# what the row is about. The bars read these tables, and the workloads measure what is in them.
+Beside = Mapping[str, tuple[str, ...]]
+
+HEAD_DIMS: Beside = {
+    gpu_dense_shape(dim, length, causal): tuple(
+        gpu_dense_shape(neighbour, length, causal) for neighbour in neighbours
+    )
+    for dim, neighbours in {96: (64, 128), 192: (128, 256)}.items()
+    for causal in ("", ",causal")
+    for length in (1024, 4096)
+}
+GQA: Beside = {
+    f"4,{heads},4096,128,kv8{causal}": (f"4,{heads},4096,128{causal}",)
+    for heads in (32, 64)
+    for causal in ("", ",causal")
+}
+WINDOW: Beside = {
+    gpu_dense_shape(dim, 16384, ",causal,w1024"): (gpu_dense_shape(dim, 16384, ",causal"),)
+    for dim in (64, 128)
+}
+# Of lengths spread evenly up to 4,096 the average FLOP belongs to a sequence of 3,072 tokens.
+MIXED_LENGTHS: Beside = {
+    f"64,16,4096,128{causal}": (f"44,16,3072,128{causal},even",) for causal in ("", ",causal")
+}
+
+
+def shapes_of(table: Beside) -> tuple[str, ...]:
+    """Every row of a table, each once, after those it is held to."""
+    return tuple(dict.fromkeys(s for row, others in table.items() for s in (*others, row)))
 
 
 def crystal_shapes(count: int) -> tuple[str, ...]:
@@ -180,6 +273,9 @@ def crystal_shapes(count: int) -> tuple[str, ...]:
 # PyTorch's flash takes a mask on a CPU alone (there without its gradient), varlen_attn a GPU alone.
 BIASED = {"cpu": ("flash", "math"), "cuda": ("cudnn", "efficient", "math", "flex")}
 PADDED = {"cpu": ("flash", "math"), "cuda": ("cudnn", "efficient", "math")}
+# For rows that are held to other rows of ours: peers that say where those stand.
+FEW_PEERS = {"cpu": ("math",), "cuda": ("flash", "cudnn")}
+DENSE_OPTIONS = frozenset({"causal", "kv", "window"})
 
 WORKLOADS = {
     "dense": Workload(
@@ -189,7 +285,38 @@ WORKLOADS = {
             "cuda": gpu_dense_shapes((64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384)),
         },
         make_dense,
+        options=DENSE_OPTIONS,
         own_passes={"cuda": ("fwd", "bwd")},  # the forward pass would blur the backward's ratio
+    ),
+    "head_dims": Workload(
+        "dense with head dims 96 and 192, beside their neighbours",
+        {"cpu": ("1,2,128,96", "1,2,128,192"), "cuda": shapes_of(HEAD_DIMS)},
+        make_dense,
+        peers_on=FEW_PEERS,
+        own_passes={"cpu": ("fwd",), "cuda": ("fwd",)},
+    ),
+    "gqa": Workload(
+        "dense with 32 or 64 query heads on 8 key heads, beside as many key heads as query heads",
+        {"cpu": ("1,8,128,64", "1,8,128,64,kv2"), "cuda": shapes_of(GQA)},
+        make_dense,
+        peers_on=FEW_PEERS,
+        own_passes={"cpu": ("fwd",), "cuda": ("fwd",)},
+    ),
+    "window": Workload(
+        "dense with a window of the last N keys (wN), beside all of them; PyTorch gets a mask",
+        {"cpu": ("1,2,256,64,causal", "1,2,256,64,causal,w32"), "cuda": shapes_of(WINDOW)},
+        make_dense,
+        options=DENSE_OPTIONS,
+        peers_on=FEW_PEERS,
+        own_passes={"cpu": ("fwd",), "cuda": ("fwd",)},
+    ),
+    "mixed_lengths": Workload(
+        "B sequences of 100 to S tokens, packed, beside dense ones of S (even) with as many FLOPs",
+        {"cpu": ("8,2,128,64", "5,2,96,64,even"), "cuda": shapes_of(MIXED_LENGTHS)},
+        make_mixed_lengths,
+        options=frozenset({"causal", "kv", "even"}),
+        peers_on={"cpu": ("math",), "cuda": ("flash", "cudnn", "varlen")},
+        own_passes={"cpu": ("fwd",), "cuda": ("fwd",)},
     ),
     "small_dims": Workload(
         "dense with the small head dims of science models",
@@ -213,7 +340,7 @@ WORKLOADS = {
         "dense with deterministic=True, next to our own without it",
         {
             "cpu": ("1,8,1024,64",),
-            "cuda": gpu_dense_shapes((64, 128), (1024, 4096, 16384)),
+            "cuda": gpu_dense_shapes((64, 128, 256), (1024, 4096, 16384)),
         },
         make_deterministic,
         peers_on={"cpu": (NONDETERMINISTIC,), "cuda": (NONDETERMINISTIC,)},

@@ -77,4 +77,8 @@ struct BackwardWorkspace {
 };
 BackwardWorkspace backward_workspace(const AttentionPlan& plan);
 
+// Columns of the sums of dQ.
+struct Kernel;
+int64_t sum_dim(const Kernel& kernel);
+
 }  // namespace flashmoe::cuda

@@ -60,6 +60,7 @@ class Lister {
     const int threads = lists ? kRaggedThreads : kRowThreads;
     const int shared_bytes = lists                      ? kRaggedSharedBytes
                              : role == Role::kBiasHeads ? kBiasHeadsSharedBytes
+                             : role == Role::kFinish    ? kFinishSharedBytes
                                                         : 0;
     add(image, {{name, nullptr}, family, role, dtype, 0, 0, 0, threads, shared_bytes, 0});
   }
@@ -76,6 +77,7 @@ class Lister {
   }
   static int shared_bytes(Role, const BiasSumTile& tile) { return tile.shared_bytes(); }
   static int shared_bytes(Role, const HopperFwdTile& tile) { return tile.shared_bytes(); }
+  static int shared_bytes(Role, const HopperBwdTile& tile) { return tile.shared_bytes(); }
 
   void add(const char* image, Kernel kernel) {
     kernel.id.image = find_image(image);
@@ -114,6 +116,16 @@ std::vector<Kernel> list_kernels() {
 #define SM90_FWD(...) TILED(kForward, "fwd", "fwd", HopperFwdTile, "sm90", __VA_ARGS__, false)
 #define SM90_FWD_ANY(...) \
   TILED(kForward, "fwd_any", "fwd", HopperFwdTile, "sm90", __VA_ARGS__, true)
+#define SM90_BWD(...) TILED(kBackward, "bwd", "bwd", HopperBwdTile, "sm90", __VA_ARGS__)
+#define SM90_ROWS(TYPE, DTYPE)                                                               \
+  list.add("sm90", DTYPE, "sm90_attention_rows_" TYPE, "sm90_attention_ragged_blocks_" TYPE, \
+           Role::kRaggedBlocks);                                                             \
+  list.add("sm90", DTYPE, "sm90_attention_rows_" TYPE, "sm90_attention_bwd_prepare_" TYPE,   \
+           Role::kPrepare);                                                                  \
+  list.add("sm90", DTYPE, "sm90_attention_rows_" TYPE, "sm90_attention_bwd_finish_" TYPE,    \
+           Role::kFinish);
+#define SM90_FP16_BWD(...) SM90_BWD("fp16", DType::kFloat16, __VA_ARGS__)
+#define SM90_BF16_BWD(...) SM90_BWD("bf16", DType::kBFloat16, __VA_ARGS__)
 #define SM90_FP16_FWD(...) SM90_FWD("fp16", DType::kFloat16, __VA_ARGS__)
 #define SM90_BF16_FWD(...) SM90_FWD("bf16", DType::kBFloat16, __VA_ARGS__)
 #define SM90_FP16_FWD_ANY(...) SM90_FWD_ANY("fp16", DType::kFloat16, __VA_ARGS__)
@@ -140,12 +152,10 @@ std::vector<Kernel> list_kernels() {
   FLASHMOE_SM90_ATTENTION_FWD(SM90_BF16_FWD)
   FLASHMOE_SM90_ATTENTION_FWD_ANY(SM90_FP16_FWD_ANY)
   FLASHMOE_SM90_ATTENTION_FWD_ANY(SM90_BF16_FWD_ANY)
-  for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
-    const bool fp16 = dtype == DType::kFloat16;
-    list.add("sm90", dtype, fp16 ? "sm90_attention_rows_fp16" : "sm90_attention_rows_bf16",
-             fp16 ? "sm90_attention_ragged_blocks_fp16" : "sm90_attention_ragged_blocks_bf16",
-             Role::kRaggedBlocks);
-  }
+  FLASHMOE_SM90_ATTENTION_BWD(SM90_FP16_BWD)
+  FLASHMOE_SM90_ATTENTION_BWD(SM90_BF16_BWD)
+  SM90_ROWS("fp16", DType::kFloat16)
+  SM90_ROWS("bf16", DType::kBFloat16)
   FLASHMOE_SM80_ATTENTION_FWD(SM80_FP16_FWD)
   FLASHMOE_SM80_ATTENTION_FWD(SM80_BF16_FWD)
   FLASHMOE_SM80_ATTENTION_FWD_BIAS(SM80_FP16_FWD_BIAS)

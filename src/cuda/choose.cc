@@ -10,6 +10,7 @@
 #include "cuda/chips.h"
 #include "cuda/hopper.h"
 #include "cuda/params.h"
+#include "cuda/sm90/tiles.h"
 
 namespace flashmoe::cuda {
 namespace {
@@ -194,7 +195,7 @@ class Chooser {
     if (length() <= kShort) {
       return text("sequences of at most ", kShort, " tokens have smaller tiles in sm80");
     }
-    if (plan_.problem.ragged) return {};
+    if (plan_.problem.ragged || plan_.problem.pass == Pass::kBackward) return {};
     if (plan_.len_q == 1) return "one query: sm80 splits its keys over SMs";
     const int pack = hopper_pack(plan_, kRows);
     const int64_t blocks =
@@ -220,7 +221,8 @@ class Chooser {
     } else {
       plan_.grid[2] = static_cast<uint32_t>(std::min(plan_.batch, kMaxGridYZ));
     }
-    if (k.family == std::string_view("sm90")) return cut_hopper_forward(plan_, multiprocessors_);
+    const bool hopper = k.family == std::string_view("sm90");
+    if (hopper && p.pass == Pass::kForward) return cut_hopper_forward(plan_, multiprocessors_);
     if (copies_pairs(plan_)) {
       plan_.before.push_back(find_kernel(Role::kBiasHeads, k.family, p.query.dtype)->id.name);
     }
@@ -232,6 +234,7 @@ class Chooser {
     } else {
       cut_backward(k);
     }
+    if (hopper) return cut_hopper_backward(plan_, multiprocessors_);
     const int64_t batch = p.ragged ? 1 : plan_.batch;
     plan_.work_items =
         int64_t{plan_.grid[0]} * plan_.grid[1] * batch * (p.ragged ? plan_.rounds : 1);
@@ -369,7 +372,9 @@ class Chooser {
     plan_.before.push_back(find_kernel(Role::kPrepare, k.family, p.query.dtype)->id.name);
     if (finishes(plan_)) {
       const Role role = p.bias ? Role::kFinishBias : Role::kFinish;
-      plan_.after.push_back(find_kernel(role, k)->id.name);
+      const Kernel* finish = find_kernel(role, k);
+      if (!finish) finish = find_kernel(role, k.family, p.query.dtype);  // one for all tiles
+      plan_.after.push_back(finish->id.name);
     }
     if (p.grad_bias && shares_bias(plan_)) {
       plan_.after.push_back(find_kernel(Role::kBiasSum, k)->id.name);
@@ -515,6 +520,11 @@ BiasSumGrid bias_sum_grid(const AttentionPlan& plan, int64_t block_q, int64_t bl
   return grid;
 }
 
+int64_t sum_dim(const Kernel& kernel) {
+  if (kernel.family != std::string_view("sm90")) return kernel.head_dim;
+  return HopperBwdTile{kernel.head_dim, kernel.block_q, kernel.block_k}.sum_dim();
+}
+
 BackwardWorkspace backward_workspace(const AttentionPlan& plan) {
   const AttentionProblem& p = plan.problem;
   const Kernel* kernel = find_kernel(plan.kernel);
@@ -545,7 +555,7 @@ BackwardWorkspace backward_workspace(const AttentionPlan& plan) {
     }
   }
   const bool sums = p.grad_query && !kernel->for_short;
-  const int64_t query_sums = sums ? heads * w.sum_rows * kernel->head_dim : 0;
+  const int64_t query_sums = sums ? heads * w.sum_rows * sum_dim(*kernel) : 0;
   // The sum of a bias's gradient needs those of all heads.
   w.row_terms = place((sums_bias ? plan.heads_q : heads) * w.rows * 2 * sizeof(float));
   w.grad_query_sums = w.bias_sums = place(std::max(query_sums, bias_sums) * sizeof(float));
@@ -617,8 +627,9 @@ Status choose(AttentionPlan& plan) {
       bias_sum_grid(plan, 16, 16).steps > INT32_MAX) {
     return unsupported("the gradient of a bias that is shared by more than 2^31 - 1 blocks");
   }
-  if (p.pass == Pass::kBackward && p.deterministic && plan.work_items > INT32_MAX) {
-    return unsupported("a deterministic backward pass of ", plan.work_items,
+  const bool counted = p.deterministic || chosen->family == std::string_view("sm90");
+  if (p.pass == Pass::kBackward && counted && plan.work_items > INT32_MAX) {
+    return unsupported("a backward pass of ", plan.work_items,
                        " blocks; at most 2^31 - 1 can be put in order");
   }
   std::string verdict =

@@ -104,13 +104,25 @@ std::string missing_on_hopper(const AttentionPlan& plan) {
   if (p.device.compute_capability != 90) {
     return text("is for sm_90 alone, the device is sm_", p.device.compute_capability);
   }
-  if (p.pass == Pass::kBackward) return "has no backward pass yet";
   if (p.bias) return "takes no bias; the sm80 family does";
   if (plan.len_k == 0 || plan.len_q == 0) return "there is nothing to attend to";
-  const std::pair<const char*, const TensorSpec*> tensors[] = {
-      {"query", &p.query}, {"key", &p.key}, {"value", &p.value}, {"out", &p.out}};
+  const bool backward = p.pass == Pass::kBackward;
+  const Geometry g = geometry(p);
+  if (backward && p.ragged) return "has no backward pass of ragged batches yet";
+  if (backward && (g.softcap > 0 || !(g.scale > 0))) {
+    return "has no backward pass with a softcap yet, nor with a scale of 0 or less";
+  }
+  const auto maybe = [](const std::optional<TensorSpec>& spec) { return spec ? &*spec : nullptr; };
+  const std::pair<const char*, const TensorSpec*> tensors[] = {{"query", &p.query},
+                                                               {"key", &p.key},
+                                                               {"value", &p.value},
+                                                               {"out", backward ? nullptr : &p.out},
+                                                               {"grad_out", maybe(p.grad_out)},
+                                                               {"grad_key", maybe(p.grad_key)},
+                                                               {"grad_value", maybe(p.grad_value)}};
   for (const auto& [name, spec] : tensors) {
     TensorSpec four;
+    if (!spec) continue;
     if (p.ragged && spec->shape[0] > INT32_MAX) return text(name, " has more than 2^31 - 1 tokens");
     const int64_t batch = p.ragged ? 1 : plan.batch;
     if (!four_dimensions(*spec, p.ragged.has_value(), four) || four.shape[0] != batch) {
@@ -184,6 +196,33 @@ Status run_hopper_forward(const AttentionPlan& plan, const AttentionTensors& t, 
   }
   if (!status.ok() || plan.work_items == 0) return status;
   return launch_part(plan.kernel, {plan.grid[0], 1, 1}, plan, launch, p);
+}
+
+void cut_hopper_backward(AttentionPlan& plan, int64_t multiprocessors) {
+  plan.work_items = ceil_div(plan.len_k, plan.block_k) * plan.heads_k * plan.batch;
+  plan.grid[0] = static_cast<uint32_t>(std::min(plan.work_items, multiprocessors));
+  plan.grid[1] = plan.grid[2] = 1;
+}
+
+Status fill_hopper_backward(HopperBwdParams& p, const AttentionPlan& plan,
+                            const AttentionTensors& t) {
+  const AttentionProblem& problem = plan.problem;
+  p.key_blocks = static_cast<int32_t>(ceil_div(plan.len_k, plan.block_k));
+  Status status = encode_keys(p.query_map, problem.query, t.query, plan.block_q, false);
+  if (status.ok()) status = encode_keys(p.key_map, problem.key, t.key, plan.block_k, false);
+  if (status.ok()) status = encode_keys(p.value_map, problem.value, t.value, plan.block_k, false);
+  p.grad_out_map = p.query_map;
+  // Gradients by each warpgroup.
+  if (status.ok() && p.grad_out) {
+    status = encode_keys(p.grad_out_map, *problem.grad_out, t.grad_out, plan.block_q, false);
+  }
+  if (status.ok() && p.grad_key) {
+    status = encode_keys(p.grad_key_map, *problem.grad_key, t.grad_key, 64, false);
+  }
+  if (status.ok() && p.grad_value) {
+    status = encode_keys(p.grad_value_map, *problem.grad_value, t.grad_value, 64, false);
+  }
+  return status;
 }
 
 }  // namespace flashmoe::cuda

@@ -14,10 +14,16 @@ std::string missing_on_hopper(const AttentionPlan& plan);
 // Of heads that share their keys, how many share a tile: 2^this. See HopperFwdParams.
 int hopper_pack(const AttentionPlan& plan, int64_t block_q);
 
-// Grid and workspace.
+// Grid and workspace; of a backward pass the grid alone.
 void cut_hopper_forward(AttentionPlan& plan, int64_t multiprocessors);
+void cut_hopper_backward(AttentionPlan& plan, int64_t multiprocessors);
 
 Status run_hopper_forward(const AttentionPlan& plan, const AttentionTensors& t, void* workspace,
                           const Launch& launch);
+
+// What its backward kernel needs besides.
+struct HopperBwdParams;
+Status fill_hopper_backward(HopperBwdParams& p, const AttentionPlan& plan,
+                            const AttentionTensors& t);
 
 }  // namespace flashmoe::cuda

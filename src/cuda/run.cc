@@ -12,6 +12,7 @@
 #include "cuda/driver.h"
 #include "cuda/hopper.h"
 #include "cuda/params.h"
+#include "cuda/sm90/params.h"
 #include "cuda/tiles.h"
 
 namespace flashmoe::cuda {
@@ -368,7 +369,8 @@ Status run_backward(const AttentionPlan& plan, const AttentionTensors& t, void* 
                     const Launch& launch) {
   const AttentionProblem& problem = plan.problem;
   const Geometry g = geometry(problem);
-  AttentionBwdParams p{};
+  HopperBwdParams hopper{};
+  AttentionBwdParams& p = hopper;  // all that the other families are given
   fill_problem(p, plan, t, g);
   const BackwardWorkspace w = backward_workspace(plan);
   const auto at = [&](size_t offset) { return static_cast<char*>(workspace) + offset; };
@@ -399,7 +401,7 @@ Status run_backward(const AttentionPlan& plan, const AttentionTensors& t, void* 
   p.rows = w.rows;
   p.sum_rows = w.sum_rows;
   p.block_q = static_cast<int32_t>(plan.block_q);
-  p.dim = find_kernel(plan.kernel)->head_dim;
+  p.dim = static_cast<int32_t>(sum_dim(*find_kernel(plan.kernel)));
   const bool sums = p.grad_query && !find_kernel(plan.kernel)->for_short;
   if (sums) p.grad_query_sums = reinterpret_cast<float*>(at(w.grad_query_sums));
   p.turns = reinterpret_cast<int32_t*>(at(w.turns));
@@ -440,6 +442,10 @@ Status run_backward(const AttentionPlan& plan, const AttentionTensors& t, void* 
   const bool sums_bias = problem.grad_bias && shares_bias(plan);
   if (problem.grad_bias && !sums_bias) p.grad_bias = t.grad_bias;
   const PairsCopy pairs(plan, launch, at(w.bias_pairs));
+  const bool on_hopper = plan.family == "sm90";
+  if (on_hopper) {
+    if (Status status = fill_hopper_backward(hopper, plan, t); !status.ok()) return status;
+  }
   for (int64_t round = 0; round < head_rounds; ++round) {
     p.first_head = static_cast<int32_t>(round) * p.heads;
     if (Status status = pairs.read(p, t.bias, round); !status.ok()) return status;
@@ -451,7 +457,10 @@ Status run_backward(const AttentionPlan& plan, const AttentionTensors& t, void* 
       const uint32_t rows[3] = {rows_grid[0], rows_grid[1], count};
       Status part = launch_part(plan.before.back(), {rows[0] / p.prepare_heads, rows[1], rows[2]},
                                 plan, launch, p);
-      if (part.ok()) {
+      if (part.ok() && on_hopper) {
+        hopper.works = hopper.key_blocks * p.heads * static_cast<int32_t>(count);
+        part = launch_part(plan.kernel, {plan.grid[0], 1, 1}, plan, launch, hopper);
+      } else if (part.ok()) {
         part = launch_part(plan.kernel, {plan.grid[0], plan.grid[1], count}, plan, launch, p);
       }
       if (part.ok() && finishes(plan)) part = launch_part(plan.after[0], rows, plan, launch, p);
@@ -480,7 +489,9 @@ Status run(const AttentionPlan& plan, const AttentionTensors& t, void* workspace
   for (const auto& [name, data] : aligned) {
     if (Status status = check_aligned(name, data); !status.ok()) return status;
   }
-  if (plan.family == "sm90") return run_hopper_forward(plan, t, workspace, launch);
+  if (plan.family == "sm90" && plan.problem.pass == Pass::kForward) {
+    return run_hopper_forward(plan, t, workspace, launch);
+  }
   return plan.problem.pass == Pass::kForward ? run_forward(plan, t, workspace, launch)
                                              : run_backward(plan, t, workspace, launch);
 }

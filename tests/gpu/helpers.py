@@ -320,10 +320,11 @@ def put(x: torch.Tensor, index: tuple, value: float) -> torch.Tensor:
     return x
 
 
-def check_containment(clean: Case, dirty: Case) -> int:
+def check_containment(clean: Case, dirty: Case, bits: bool = True) -> int:
     """The oracle's pattern of NaN, and elsewhere the results of the clean run.
 
-    The very bits for out and lse; gradients of a tile with a NaN are summed in another order.
+    The very bits for out and lse, unless told otherwise; gradients of a tile with a NaN are summed
+    in another order.
     Returns how many elements the NaN reached.
     """
     want, before, got = oracle.reference(dirty, contain=True), results(clean), results(dirty)
@@ -333,7 +334,7 @@ def check_containment(clean: Case, dirty: Case) -> int:
         expected, found = legal(name, want[name]), legal(name, tensor)
         wrong = (expected != found).nonzero()
         assert not len(wrong), f"{name}: {len(wrong)} are not as expected, {wrong[:5].tolist()}"
-        if name in ("out", "lse"):
+        if bits and name in ("out", "lse"):
             assert same_bits(tensor[expected], before[name][expected]), f"{name} changed elsewhere"
         else:
             limit = oracle.tolerance(tensor, right[name], by_math[name], floor[name])

@@ -1,4 +1,4 @@
-"""The sm90 family's forward pass against the float64 oracle. It is taken where it is asked for."""
+"""The sm90 family against the float64 oracle, forced."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from helpers import (
     attend,
     check,
     check_case,
+    check_containment,
+    dense,
+    either_way,
     every_mask,
     every_option,
     integers,
@@ -215,11 +218,87 @@ def test_wrong_cumulative_lengths_are_nan(dtype):
     assert got["out"][:200].isnan().all() and got["lse"][:200].isnan().all()
 
 
+# The backward pass.
+
+MASKS = {"full": {}, "causal": {"causal": True}, "window": {"window": (70, 13)},
+         "left": {"window": (100, -1)}, "right": {"window": (-1, 5)}}  # fmt: skip
+
+
+@either_way
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("d", HEAD_DIMS)
+def test_gradients(d, mask, deterministic, dtype):
+    shape = {"d": d, "dtype": dtype, "deterministic": deterministic, "options": MASKS[mask]}
+    for n, m in ((1, 1), (64, 64), (65, 127), (128, 129), (300, 300), (517, 200), (200, 517)):
+        check_case(dense(n, m, lead=(2,), hq=2, hk=2, **shape))
+
+
+@either_way
+@every_mask
+@pytest.mark.parametrize("d", HEAD_DIMS)
+def test_gradients_of_more_work_than_sms(d, causal, deterministic, dtype):
+    shape = {"d": d, "dtype": dtype, "deterministic": deterministic, "options": {"causal": causal}}
+    check_case(dense(900, 700, lead=(5,), hq=12, hk=4, **shape))
+
+
+@pytest.mark.parametrize("d", [1, 7, 16, 20, 33, 64, 72, 80, 100, 128, 136, 160, 192, 250, 256])
+def test_gradients_of_all_head_dims(d, dtype):
+    for dv in (d, max(d // 2, 1), min(d + 9, 256)):
+        check_case(dense(131, 197, d=d, dv=dv, dtype=dtype, options={"causal": bool(d % 2)}))
+
+
+@either_way
+@pytest.mark.parametrize("hq, hk", [(8, 1), (12, 4), (5, 5)])
+def test_gradients_of_grouped_queries(hq, hk, deterministic, dtype):
+    for d in (64, 128, 256):
+        shape = {"d": d, "dtype": dtype, "deterministic": deterministic}
+        check_case(dense(150, 333, hq=hq, hk=hk, options={"causal": True}, **shape))
+
+
+@either_way
+@every_mask
+def test_gradients_with_key_lengths(causal, deterministic, dtype):
+    for d in (64, 128, 256):
+        shape = {"d": d, "dtype": dtype, "deterministic": deterministic}
+        lengths = integers(0, 1, 129, 256, 400)
+        options = {"causal": causal}
+        check_case(dense(200, 400, lead=(5,), key_lengths=lengths, options=options, **shape))
+
+
+@pytest.mark.parametrize("needs", ["q", "k", "v", "qk", "kv", "qv"])
+def test_only_the_gradients_that_are_wanted(needs, dtype):
+    for d in (64, 128, 256):
+        check_case(dense(200, 260, d=d, dtype=dtype, needs=needs, options={"causal": True}))
+
+
+def test_gradients_without_one_of_lse(dtype):
+    for d in (64, 128, 256):
+        check_case(dense(200, 260, d=d, dtype=dtype, grad_lse=False))
+
+
+@pytest.mark.parametrize("layout", IN_PLACE, ids=lambda f: f.__name__)
+def test_gradients_of_strides(layout, dtype):
+    case = dense(150, 260, lead=(2,), d=128, dtype=dtype, options={"causal": True})
+    want = results(case)
+    got = results(replace(case, q=layout(case.q), k=layout(case.k), v=layout(case.v)))
+    assert all(same((got[x],), (want[x],)) for x in want)
+
+
+@pytest.mark.parametrize("value", [nan, inf])
+@pytest.mark.parametrize("which", ["q", "k", "v", "grad_out"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_gradients_contain_what_a_mask_hides(d, which, value, dtype):
+    clean = dense(300, d=d, dtype=dtype, hq=2, hk=1, options={"causal": True})
+    dirty = replace(clean, **{which: put(getattr(clean, which), (0, 0, 170, 3), value)})
+    assert check_containment(clean, dirty, bits=False)
+
+
 @pytest.mark.parametrize(
     "options, why",
     [
         ({"bias": True}, "bias"),
-        ({"backward": True}, "backward"),
+        ({"backward": True, "softcap": 5.0}, "softcap"),
+        ({"backward": True, "scale": -1.0}, "scale"),
     ],
 )
 def test_what_it_cannot_do_is_refused(options, why, dtype):

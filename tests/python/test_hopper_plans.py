@@ -36,6 +36,21 @@ def test_long_sequences_take_it(dtype):
         assert kernel_of(*problem(dtype, d, **LONG), scale=-1.0) == capped
 
 
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+def test_so_do_their_gradients(dtype):
+    for d in (64, 96, 128, 192, 256):
+        for deterministic in (False, True):
+            tensors = problem(dtype, d, **LONG)
+            text = fm.explain(*tensors, backward=True, deterministic=deterministic, **H200)
+            plan = told(text)
+            kernel = CATALOGUE[plan["kernel"]]
+            assert (kernel["family"], kernel["head_dim"]) == ("sm90", d)
+            assert plan["before"] == [f"sm90_attention_bwd_prepare_{dtype}"]
+            assert plan["after"] == [f"sm90_attention_bwd_finish_{dtype}"]
+            assert plan["grid"] == (132, 1, 1)
+            assert ("not bitwise reproducible" in text) != deterministic
+
+
 def test_each_bucket_has_the_next_larger_dims(monkeypatch):
     monkeypatch.setenv("FLASHMOE_FAMILY", "sm90")
     for dtype in TORCH_DTYPES:
@@ -85,7 +100,10 @@ def test_ragged_batches():
     "why, tensors, options",
     [
         ("takes no bias; the sm80 family does", problem(), {"bias": spec(300, 517)}),
-        ("has no backward pass yet", problem(), {"backward": True}),
+        ("has no backward pass with a softcap yet", problem(), {"backward": True, "softcap": 3.0}),
+        ("has no backward pass with a softcap yet", problem(), {"backward": True, "scale": -1.0}),
+        ("has no backward pass of ragged batches yet", ragged()[0],
+         ragged()[1] | {"backward": True}),
         ("there is nothing to attend to", problem(m=0), {}),
         ("is for sm_90 alone, the device is sm_100", problem(), {"device": "sm_100"}),
         ("needs sm_90 or newer", problem(), {"device": "sm_80"}),

@@ -39,7 +39,11 @@ ROWS = {
     "attention_combine": 4,
     "attention_bwd_prepare": 4,
 }
-HOPPER_ROWS = {"attention_ragged_blocks": 32}
+HOPPER_ROWS = {
+    "attention_ragged_blocks": 32,
+    "attention_bwd_prepare": 4,
+    "attention_bwd_finish": 4,
+}
 WITH_PRODUCTS = FORWARD | BACKWARD | {BIAS_SUM}
 # What several blocks do to the same memory in any order: only where grad_query is added up.
 SHARED_SUMS = r"(?:RED|ATOM)[GS]?\."

@@ -510,7 +510,7 @@ def test_a_family_can_be_forced(family, monkeypatch):
     on_cpu = told(fm.explain(*problem(), device="cpu"))["kernel"]
     assert on_cpu.startswith("cpu_"), "CPU tensors have nothing to do with it"
     if family in INFO["families"]:
-        for backward in (False, True) if family != "sm90" else (False,):
+        for backward in (False, True):
             text = fm.explain(*problem(), backward=backward, device="sm_90")
             plan = told(text)
             for name in (plan["kernel"], *plan["before"], *plan["after"]):

@@ -27,5 +27,9 @@ __device__ __forceinline__ int ld_acquire(const int* global) {
 __device__ __forceinline__ void st_release(int* global, int x) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(global), "r"(x) : "memory");
 }
+// PTX ISA, "red" with .release: counts one who is done.
+__device__ __forceinline__ void red_release_add(int* global, int x) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(global), "r"(x) : "memory");
+}
 
 }  // namespace flashmoe::cuda::ptx

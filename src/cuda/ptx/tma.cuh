@@ -35,6 +35,39 @@ __device__ __forceinline__ void tma_store(uint32_t shared, const void* map, int 
       "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
       : "memory");
 }
+__device__ __forceinline__ void tma_store(uint32_t shared, const void* map, int c0, int c1, int c2,
+                                          int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%1, {%2, %3, %4, %5}], [%0];" ::"r"(
+          shared),
+      "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+
+// PTX ISA, "cp.async.bulk": bytes that follow each other, a multiple of 16, counted by `barrier`.
+__device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, int bytes,
+                                          uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared),
+      "l"(global), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+// And back.
+__device__ __forceinline__ void bulk_store(void* global, uint32_t shared, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
+               "r"(shared), "r"(bytes)
+               : "memory");
+}
+// PTX ISA, "cp.reduce.async.bulk": adds floats that follow each other.
+__device__ __forceinline__ void bulk_add_f32(float* global, uint32_t shared, int bytes) {
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
+      "r"(shared), "r"(bytes)
+      : "memory");
+}
+
+// Copies and sums from shared memory come in groups of a thread.
 __device__ __forceinline__ void tma_commit_group() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
@@ -50,6 +83,11 @@ __device__ __forceinline__ void tma_wait_group() {
 // the tensor cores.
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// And in all memory, both ways: what others wrote, as this thread has seen, as well.
+__device__ __forceinline__ void fence_proxy_async_all() {
+  asm volatile("fence.proxy.async;" ::: "memory");
 }
 
 // PTX ISA, "prefetch": the map itself.

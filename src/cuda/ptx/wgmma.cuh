@@ -22,6 +22,15 @@ __device__ __forceinline__ void wgmma_wait_group(float (&sums)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
+// Registers that products still at work read: not to be used for anything else before this.
+template <int kSteps>
+__device__ __forceinline__ void wgmma_done_with(const uint32_t (&a)[kSteps][4]) {
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    asm volatile("" ::"r"(a[i][0]), "r"(a[i][1]), "r"(a[i][2]), "r"(a[i][3]) : "memory");
+  }
+}
+
 // wgmma_wait_group<0> in other words, which compilers do not take for the same: for the other side
 // of a branch that is to stay one.
 template <int kCount>
@@ -46,6 +55,14 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t shared, const uint32_t (&x)
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),
                "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
                : "memory");
+}
+
+// The same, each transposed: lane i gives where column i % 8 of matrix i / 8 goes.
+__device__ __forceinline__ void stmatrix_x4_trans(uint32_t shared, const uint32_t (&x)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),
+      "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+      : "memory");
 }
 
 // PTX ISA, "wgmma.mma_async": sums = A B, or sums += A B where `add`. Matrices in shared memory are
@@ -83,21 +100,24 @@ struct Wgmma;
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, "   \
   "%110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, " \
   "%124, %125, %126, %127"
-#define FLASHMOE_FLOATS_8(i)                                                                 \
-  "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3]), "+f"(sums[i + 4]), \
-      "+f"(sums[i + 5]), "+f"(sums[i + 6]), "+f"(sums[i + 7])
-#define FLASHMOE_FLOATS_32 \
-  FLASHMOE_FLOATS_8(0), FLASHMOE_FLOATS_8(8), FLASHMOE_FLOATS_8(16), FLASHMOE_FLOATS_8(24)
-#define FLASHMOE_FLOATS_40 FLASHMOE_FLOATS_32, FLASHMOE_FLOATS_8(32)
-#define FLASHMOE_FLOATS_48 FLASHMOE_FLOATS_40, FLASHMOE_FLOATS_8(40)
-#define FLASHMOE_FLOATS_56 FLASHMOE_FLOATS_48, FLASHMOE_FLOATS_8(48)
-#define FLASHMOE_FLOATS_64 FLASHMOE_FLOATS_56, FLASHMOE_FLOATS_8(56)
-#define FLASHMOE_FLOATS_80 FLASHMOE_FLOATS_64, FLASHMOE_FLOATS_8(64), FLASHMOE_FLOATS_8(72)
-#define FLASHMOE_FLOATS_88 FLASHMOE_FLOATS_80, FLASHMOE_FLOATS_8(80)
-#define FLASHMOE_FLOATS_96 FLASHMOE_FLOATS_88, FLASHMOE_FLOATS_8(88)
-#define FLASHMOE_FLOATS_128                                                                  \
-  FLASHMOE_FLOATS_96, FLASHMOE_FLOATS_8(96), FLASHMOE_FLOATS_8(104), FLASHMOE_FLOATS_8(112), \
-      FLASHMOE_FLOATS_8(120)
+// And what they are: "+f" where sums are added to, "=f" where they begin.
+#define FLASHMOE_FLOATS_8(HOW, i)                                                       \
+  HOW(sums[i]), HOW(sums[i + 1]), HOW(sums[i + 2]), HOW(sums[i + 3]), HOW(sums[i + 4]), \
+      HOW(sums[i + 5]), HOW(sums[i + 6]), HOW(sums[i + 7])
+#define FLASHMOE_FLOATS_32(HOW)                                                     \
+  FLASHMOE_FLOATS_8(HOW, 0), FLASHMOE_FLOATS_8(HOW, 8), FLASHMOE_FLOATS_8(HOW, 16), \
+      FLASHMOE_FLOATS_8(HOW, 24)
+#define FLASHMOE_FLOATS_40(HOW) FLASHMOE_FLOATS_32(HOW), FLASHMOE_FLOATS_8(HOW, 32)
+#define FLASHMOE_FLOATS_48(HOW) FLASHMOE_FLOATS_40(HOW), FLASHMOE_FLOATS_8(HOW, 40)
+#define FLASHMOE_FLOATS_56(HOW) FLASHMOE_FLOATS_48(HOW), FLASHMOE_FLOATS_8(HOW, 48)
+#define FLASHMOE_FLOATS_64(HOW) FLASHMOE_FLOATS_56(HOW), FLASHMOE_FLOATS_8(HOW, 56)
+#define FLASHMOE_FLOATS_80(HOW) \
+  FLASHMOE_FLOATS_64(HOW), FLASHMOE_FLOATS_8(HOW, 64), FLASHMOE_FLOATS_8(HOW, 72)
+#define FLASHMOE_FLOATS_88(HOW) FLASHMOE_FLOATS_80(HOW), FLASHMOE_FLOATS_8(HOW, 80)
+#define FLASHMOE_FLOATS_96(HOW) FLASHMOE_FLOATS_88(HOW), FLASHMOE_FLOATS_8(HOW, 88)
+#define FLASHMOE_FLOATS_128(HOW)                                                    \
+  FLASHMOE_FLOATS_96(HOW), FLASHMOE_FLOATS_8(HOW, 96), FLASHMOE_FLOATS_8(HOW, 104), \
+      FLASHMOE_FLOATS_8(HOW, 112), FLASHMOE_FLOATS_8(HOW, 120)
 
 // COUNT is N / 2, the registers of a thread; P0 to P5 are the numbers from COUNT on.
 #define FLASHMOE_WGMMA(BF16, TYPE, N, COUNT, P0, P1, P2, P3, P4, P5)                               \
@@ -110,8 +130,36 @@ struct Wgmma;
                    ", 0;"                                                                          \
                    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                 \
                    " {" FLASHMOE_SUMS_##COUNT "}, " P0 ", " P1 ", add, 1, 1, 0, 0; }"              \
-                   : FLASHMOE_FLOATS_##COUNT                                                       \
+                   : FLASHMOE_FLOATS_##COUNT("+f")                                                 \
                    : "l"(a), "l"(b), "r"(int{add}));                                               \
+    }                                                                                              \
+    /* Both in shared memory, A with rows along the depth, B with a row for each of it. */         \
+    static __device__ __forceinline__ void across(float (&sums)[COUNT], uint64_t a, uint64_t b) {  \
+      asm volatile(                                                                                \
+          "{ .reg .pred add; setp.eq.u32 add, 0, 0;"                                               \
+          "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                          \
+          " {" FLASHMOE_SUMS_##COUNT "}, " P0 ", " P1 ", add, 1, 1, 0, 1; }"                       \
+          : FLASHMOE_FLOATS_##COUNT("+f")                                                          \
+          : "l"(a), "l"(b));                                                                       \
+    }                                                                                              \
+    /* The first of either: sums = A B. What sums held before needs no registers. */               \
+    static __device__ __forceinline__ void shared_first(float (&sums)[COUNT], uint64_t a,          \
+                                                        uint64_t b) {                              \
+      asm volatile(                                                                                \
+          "{ .reg .pred add; setp.ne.u32 add, 0, 0;"                                               \
+          "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                          \
+          " {" FLASHMOE_SUMS_##COUNT "}, " P0 ", " P1 ", add, 1, 1, 0, 0; }"                       \
+          : FLASHMOE_FLOATS_##COUNT("=f")                                                          \
+          : "l"(a), "l"(b));                                                                       \
+    }                                                                                              \
+    static __device__ __forceinline__ void across_first(float (&sums)[COUNT], uint64_t a,          \
+                                                        uint64_t b) {                              \
+      asm volatile(                                                                                \
+          "{ .reg .pred add; setp.ne.u32 add, 0, 0;"                                               \
+          "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                          \
+          " {" FLASHMOE_SUMS_##COUNT "}, " P0 ", " P1 ", add, 1, 1, 0, 1; }"                       \
+          : FLASHMOE_FLOATS_##COUNT("=f")                                                          \
+          : "l"(a), "l"(b));                                                                       \
     }                                                                                              \
     /* A in registers, B in shared memory with a row for each of the depth. */                     \
     static __device__ __forceinline__ void registers(float (&sums)[COUNT], const uint32_t (&a)[4], \
@@ -121,7 +169,7 @@ struct Wgmma;
           "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                          \
           " {" FLASHMOE_SUMS_##COUNT "}, {" P0 ", " P1 ", " P2 ", " P3 "}, " P4                    \
                                      ", add, 1, 1, 1; }"                                           \
-          : FLASHMOE_FLOATS_##COUNT                                                                \
+          : FLASHMOE_FLOATS_##COUNT("+f")                                                          \
           : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                   \
     }                                                                                              \
   };

@@ -361,18 +361,17 @@ class FwdRows {
     ptx::wgmma_wait_group<0>(o_);
     release(slots_.v(last));
   }
-  // Both, of a work and of the next one.
+  // Both, of a work and of the next one. Without a turn: warpgroups need not end a work one after
+  // the other.
   __device__ __forceinline__ void finish_and_begin() {
     const int last = keys_.at();
     keys_.wait_full(slots_.v(last));
     keys_.advance();
     queries().wait_full(slots_.q(queries().at()));
     keys_.wait_full(slots_.k(keys_.at()));
-    wait_turn();
     ptx::wgmma_fence();
     issue_values(last);
     issue_scores();
-    pass_turn();
     ptx::wgmma_wait_group<0>(o_);
     ptx::wgmma_wait_group<0>(s_);
     release(slots_.v(last));

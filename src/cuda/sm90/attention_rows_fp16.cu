@@ -1,7 +1,19 @@
 #include "cuda/any/attention_ragged.cuh"
+#include "cuda/sm90/attention_bwd_rows.cuh"
 
-extern "C" __global__ void __launch_bounds__(flashmoe::cuda::kRaggedThreads)
-    sm90_attention_ragged_blocks_fp16(
-        const __grid_constant__ flashmoe::cuda::AttentionRaggedParams p) {
-  flashmoe::cuda::attention_ragged_blocks(p);
+using namespace flashmoe::cuda;
+
+extern "C" __global__ void __launch_bounds__(kRaggedThreads)
+    sm90_attention_ragged_blocks_fp16(const __grid_constant__ AttentionRaggedParams p) {
+  attention_ragged_blocks(p);
+}
+
+extern "C" __global__ void __launch_bounds__(kRowThreads)
+    sm90_attention_bwd_prepare_fp16(const __grid_constant__ AttentionBwdParams p) {
+  sm90::attention_bwd_prepare<Fp16>(p);
+}
+
+extern "C" __global__ void __launch_bounds__(sm90::kFinishThreads)
+    sm90_attention_bwd_finish_fp16(const __grid_constant__ AttentionBwdParams p) {
+  sm90::attention_bwd_finish<Fp16>(p);
 }

@@ -23,4 +23,13 @@ struct HopperFwdParams : AttentionFwdParams {
   int32_t* tickets;        // ragged: how many works have been given out
 };
 
+// A backward pass. The grid is as many CTAs as the chip holds at once; `tickets` gives out the
+// `works` blocks of keys, deterministic or not.
+struct HopperBwdParams : AttentionBwdParams {
+  // (batch, heads, length, D). Where there is no grad_out, its map is that of the queries: what is
+  // read lies beyond their end. Maps of gradients that are not wanted are never looked at.
+  TensorMap query_map, key_map, value_map, grad_out_map, grad_key_map, grad_value_map;
+  int32_t key_blocks, works;
+};
+
 }  // namespace flashmoe::cuda

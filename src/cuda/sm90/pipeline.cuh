@@ -30,13 +30,14 @@ class Ring {
   __device__ __forceinline__ uint32_t turns() const { return turns_; }
   // Opaque: so that addresses are computed once more rather than kept in registers.
   __device__ __forceinline__ int at() const { return ptx::opaque(turns_) % kCount; }
+  __device__ __forceinline__ int parity() const { return turns_ / kCount % 2; }
   __device__ __forceinline__ void advance() { ++turns_; }
   __device__ __forceinline__ void wait_full(const Slot& slot) const {
-    ptx::mbarrier_wait(slot.full, turns_ / kCount % 2);
+    ptx::mbarrier_wait(slot.full, parity());
   }
   // The first turn finds every place empty.
   __device__ __forceinline__ void wait_empty(const Slot& slot) const {
-    ptx::mbarrier_wait(slot.empty, (turns_ / kCount + 1) % 2);
+    ptx::mbarrier_wait(slot.empty, parity() ^ 1);
   }
 
  private:

@@ -5,10 +5,10 @@
 
 // X(head_dim, block_q, block_k, stages): best first.
 //
-// As many rows as registers allow, three warpgroups at D = 64, two above; 128 where fewer fill a
-// tile.
+// As many rows as registers allow, three warpgroups up to D = 96, two above; 128 where they leave
+// less of a tile empty.
 #define FLASHMOE_SM90_ATTENTION_FWD_64(X) X(64, 192, 128, 4) X(64, 128, 128, 4)
-#define FLASHMOE_SM90_ATTENTION_FWD_96(X) X(96, 128, 128, 2)
+#define FLASHMOE_SM90_ATTENTION_FWD_96(X) X(96, 192, 96, 2) X(96, 128, 128, 2)
 #define FLASHMOE_SM90_ATTENTION_FWD_128(X) X(128, 128, 128, 2)
 #define FLASHMOE_SM90_ATTENTION_FWD_192(X) X(192, 128, 96, 2)
 #define FLASHMOE_SM90_ATTENTION_FWD_256(X) X(256, 128, 64, 2)
@@ -34,3 +34,20 @@
   FLASHMOE_SM90_ATTENTION_FWD_ANY_128(X)   \
   FLASHMOE_SM90_ATTENTION_FWD_ANY_192(X)   \
   FLASHMOE_SM90_ATTENTION_FWD_ANY_256(X)
+
+// X(head_dim, block_q, block_k)
+//
+// As many queries as registers allow beside dK and dV of 64 keys; above D = 128 a warpgroup has one
+// of the two.
+#define FLASHMOE_SM90_ATTENTION_BWD_64(X) X(64, 128, 128)
+#define FLASHMOE_SM90_ATTENTION_BWD_96(X) X(96, 64, 128)
+#define FLASHMOE_SM90_ATTENTION_BWD_128(X) X(128, 64, 128)
+#define FLASHMOE_SM90_ATTENTION_BWD_192(X) X(192, 64, 64)
+#define FLASHMOE_SM90_ATTENTION_BWD_256(X) X(256, 64, 64)
+
+#define FLASHMOE_SM90_ATTENTION_BWD(X) \
+  FLASHMOE_SM90_ATTENTION_BWD_64(X)    \
+  FLASHMOE_SM90_ATTENTION_BWD_96(X)    \
+  FLASHMOE_SM90_ATTENTION_BWD_128(X)   \
+  FLASHMOE_SM90_ATTENTION_BWD_192(X)   \
+  FLASHMOE_SM90_ATTENTION_BWD_256(X)

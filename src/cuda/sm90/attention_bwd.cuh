@@ -1,0 +1,388 @@
+// Attention backward for Hopper. With P = 2^(S - lse):
+//
+//   dV = P^T dO      dP = dO V^T      dS = P * (dP - delta)      dQ = dS K      dK = dS^T Q
+//
+// One CTA on each SM, which goes through blocks of keys. Each of two warpgroups has 64 keys, and
+// their dK and dV in registers. Queries go by, of all heads of the group:
+//
+//   shared memory   sK, sV   block_k x D              dV leaves through its keys' rows of sV
+//                   sQ, sdO  2 stages x block_q x D   with lse and delta
+//                   sdS      2 x block_q x block_k
+//                   sums     64 x 64 floats for each warpgroup: dQ on its way out, then dK
+//                   the work, and barriers: full and empty, for each of these
+//
+//   products of a warpgroup   dP(n) | dV(n) | dK(n) dQ(n) S(n+1) | dP(n+1) | ...
+//   meanwhile                 P(n)  | dS(n) | dQ(n) leaves       | P(n+1)
+//
+// S and dP are computed with a row for each key, so that P and dS are left in the registers as the
+// products for dV and dK read them. dQ takes the dS of both warpgroups, from shared memory; they
+// share out its rows, or where there are 64 only, its columns. It is added to fp32 sums by the copy
+// engine, in the accumulators' own order: two warps beside the loading one see to that. The first
+// block of keys stores, so that the sums need no zeros, and the others wait for it; or for their
+// turn, where sums are deterministic (see find_work()). A first kernel (any/attention_rows.cuh)
+// makes lse and delta, a last one (attention_bwd_rows.cuh) rounds dQ.
+//
+// Head dims above 128: attention_bwd_wide.cuh.
+#pragma once
+
+#include "cuda/sm90/attention_bwd_tile.cuh"
+#include "cuda/sm90/attention_bwd_wide.cuh"
+
+namespace flashmoe::cuda::sm90 {
+
+// The thread that has dQ and dK of one warpgroup leave shared memory.
+template <class C>
+__device__ __forceinline__ void store_all(char* shared, const BwdSlots<C>& slots, int group,
+                                          const HopperBwdParams& p) {
+  const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const uint32_t from = smem + C::kSmemSums + group * C::kSumBytes;
+  const Slot sums = slots.sums(group);
+  constexpr bool kByRows = C::kBlockQ == 64 * C::kGroups;
+  Turnstile works;
+  int parity = 0;
+#pragma unroll 1
+  for (;; works.next()) {
+    const Slot slot = slots.work(works.slot);
+    ptx::mbarrier_wait(slot.full, works.parity);
+    const BwdWork& w = reinterpret_cast<const BwdWork*>(shared + C::kSmemWorks)[works.slot];
+    if (w.last) break;
+    for_each_tile<C>(w, p, [&](int head, int first) {
+      const Turn<C> turn(w, head, first, p);
+      if (p.grad_query_sums) turn.wait();
+      ptx::mbarrier_wait(sums.full, parity);
+      parity ^= 1;
+      if (p.grad_query_sums) {
+        float* const to =
+            query_sums<C>(w, head, first, kByRows ? group : 0, kByRows ? 0 : group, p);
+        ptx::fence_proxy_async_all();  // sums by others come before
+        if (turn.stores) {
+          ptx::bulk_store(to, from, C::kSumBytes);
+        } else {
+          ptx::bulk_add_f32(to, from, C::kSumBytes);
+        }
+        ptx::tma_commit_group();
+        ptx::tma_wait_group_read();
+      }
+      ptx::mbarrier_arrive(sums.empty);
+      if (p.grad_query_sums && turn.passes_on) {
+        ptx::tma_wait_group();
+        ptx::fence_proxy_async_all();
+        turn.pass_on();
+      }
+    });
+    if (w.tiles > 0) {
+      ptx::mbarrier_wait(sums.full, parity);
+      parity ^= 1;
+      if (p.grad_key) {
+#pragma unroll
+        for (int i = 0; i < C::Grads::kBlocks; ++i) {
+          ptx::tma_store(from + i * C::Grads::kBlockBytes, &p.grad_key_map, 64 * i,
+                         w.first_key + 64 * group, w.key_head, w.batch);
+        }
+        ptx::tma_commit_group();
+        ptx::tma_wait_group_read();
+      }
+      ptx::mbarrier_arrive(sums.empty);
+    }
+    ptx::mbarrier_arrive(slot.empty);
+  }
+  ptx::tma_wait_group();
+}
+
+// One warpgroup with 64 keys.
+template <class C>
+class BwdKeys : BwdGroup<C> {
+  using Base = BwdGroup<C>;
+  using Base::arrive, Base::contain_, Base::group_, Base::keys_parity_, Base::lane, Base::p_,
+      Base::pairs_parity_, Base::ring_, Base::slots_, Base::smem, Base::thread;
+  using typename Base::Type;
+
+ public:
+  __device__ __forceinline__ BwdKeys(char* shared, const BwdSlots<C>& slots, int group,
+                                     const HopperBwdParams& p)
+      : Base(shared, slots, group, p) {}
+
+  __device__ __forceinline__ void run() {
+    this->for_each_work([&](const BwdWork& w) { compute(w); });
+    if (thread() == 0) ptx::tma_wait_group();
+  }
+
+ private:
+  static constexpr bool kByRows = C::kBlockQ == 64 * C::kGroups;  // how dQ is shared out
+  static constexpr int kN = 64;                                   // its columns of a warpgroup
+
+  // S = K Q^T, or dP = V dO^T
+  __device__ __forceinline__ void issue_pairs(float (&sums)[C::kBlockQ / 2], uint32_t keys,
+                                              uint32_t rows) {
+    using Wgmma = ptx::Wgmma<C::kBf16, C::kBlockQ>;
+    keys = this->same(keys + group_ * 64 * 128);
+    rows = this->same(rows);
+    Wgmma::shared_first(sums, C::Keys::along(C::Keys::descriptor(keys), 0),
+                        C::Rows::along(C::Rows::descriptor(rows), 0));
+#pragma unroll
+    for (int step = 1; step < C::kDim / 16; ++step) {
+      Wgmma::shared(sums, C::Keys::along(C::Keys::descriptor(keys), step),
+                    C::Rows::along(C::Rows::descriptor(rows), step), true);
+    }
+    ptx::wgmma_commit_group();
+  }
+  __device__ __forceinline__ void issue_scores() {
+    issue_pairs(s_, smem() + C::kSmemK, this->stage_q());
+  }
+  __device__ __forceinline__ void issue_grad_probabilities() {
+    issue_pairs(dp_, smem() + C::kSmemV, this->stage_grad_out());
+  }
+  // dV += P dO, or dK += dS Q
+  __device__ __forceinline__ void issue_gradient(float (&sums)[C::kDim / 2],
+                                                 const uint32_t (&pairs)[C::kBlockQ / 16][4],
+                                                 uint32_t rows) {
+    rows = this->same(rows);
+#pragma unroll
+    for (int step = 0; step < C::kBlockQ / 16; ++step) {
+      ptx::Wgmma<C::kBf16, C::kDim>::registers(sums, pairs[step],
+                                               C::Rows::across(C::Rows::descriptor(rows), step));
+    }
+    ptx::wgmma_commit_group();
+  }
+  // dQ = dS K
+  __device__ __forceinline__ void issue_query_gradient() {
+    const uint32_t sdS = this->same(this->pairs_tile() + (kByRows ? group_ * 64 * 128 : 0));
+    const uint32_t sK =
+        this->same(smem() + C::kSmemK + (kByRows ? 0 : group_ * C::Keys::kBlockBytes));
+    using Wgmma = ptx::Wgmma<C::kBf16, kN>;
+    Wgmma::across_first(dq_, C::Pairs::along(C::Pairs::descriptor(sdS), 0),
+                        C::Keys::across(C::Keys::descriptor(sK), 0));
+#pragma unroll
+    for (int step = 1; step < C::kBlockK / 16; ++step) {
+      Wgmma::across(dq_, C::Pairs::along(C::Pairs::descriptor(sdS), step),
+                    C::Keys::across(C::Keys::descriptor(sK), step));
+    }
+    ptx::wgmma_commit_group();
+  }
+
+  // P in place of S, while dP is on its way.
+  __device__ __forceinline__ void find_probabilities(const BwdWork& w) {
+    const bool masked = this->look_at(w, 64 * group_);
+    ptx::wgmma_wait_group<1>(s_);
+    this->probabilities(s_);
+    if (masked) this->mask(s_, w.seq, w.first_key + 64 * group_);
+  }
+  // dS in place of dP, with kPending products after it. P is taken as it was rounded: in fp32 it
+  // would be 64 registers more at D = 64.
+  template <int kPending>
+  __device__ __forceinline__ void differentiate(const uint32_t (&pairs)[C::kBlockQ / 16][4]) {
+    const uint32_t terms = this->stage_terms();
+    ptx::wgmma_wait_group<kPending>(dp_);
+#pragma unroll
+    for (int i = 0; i < C::kBlockQ / 8; ++i) {
+      const float2 delta = this->two_terms(terms + 64 * i + 4);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const uint32_t both = pairs[i / 2][i % 2 * 2 + j / 2];
+        const float p = Type::unpack(static_cast<uint16_t>(j % 2 ? both >> 16 : both));
+        dp_[4 * i + j] = (dp_[4 * i + j] - (j % 2 ? delta.y : delta.x)) * p;
+      }
+    }
+  }
+
+  // dQ to where the copy engine finds it.
+  __device__ __forceinline__ void write_sums() {
+    const Slot sums = slots_.sums(group_);
+    ptx::mbarrier_wait(sums.empty, sums_parity_);
+    sums_parity_ ^= 1;
+    const uint32_t to = smem() + C::kSmemSums + group_ * C::kSumBytes + thread() * 16;
+#pragma unroll
+    for (int i = 0; i < kN / 8; ++i) {
+      ptx::st_shared_v4(to + i * 2048,
+                        uint4{__float_as_uint(dq_[4 * i]), __float_as_uint(dq_[4 * i + 1]),
+                              __float_as_uint(dq_[4 * i + 2]), __float_as_uint(dq_[4 * i + 3])});
+    }
+    ptx::fence_proxy_async();
+    __syncwarp();
+    arrive(sums.full);
+  }
+
+  // A block of queries, whose P is there and whose dP is on its way. Then that is so of the next
+  // one, if there is kMore; if not, this one's dQ is on its way. (At the end of a step nothing else
+  // may be: ptxas does not follow from one to the next which products are done, and serialises all
+  // of them. Nor are there registers for S, dP and dQ at once.)
+  template <bool kMore>
+  __device__ __forceinline__ void step(const BwdWork& w) {
+    if (contain_) return step_contained<kMore>(w);
+    const Slot q = slots_.q(ring_.at()), grad_out = slots_.grad_out(ring_.at());
+    uint32_t p_pairs[C::kBlockQ / 16][4], ds_pairs[C::kBlockQ / 16][4];
+    this->pack(p_pairs, s_);
+    ptx::wgmma_fence();
+    issue_gradient(dv_, p_pairs, this->stage_grad_out());
+    differentiate<1>(p_pairs);
+    this->pack(ds_pairs, dp_);
+    ptx::wgmma_fence();
+    issue_gradient(dk_, ds_pairs, this->stage_q());
+    this->store_pairs(ds_pairs, 64 * group_);
+    ptx::fence_proxy_async();
+    __syncwarp();
+    arrive(slots_.pairs());
+    ptx::mbarrier_wait(slots_.pairs(), pairs_parity_);  // dS of both warpgroups
+    ptx::wgmma_fence();
+    issue_query_gradient();
+    pairs_parity_ ^= 1;
+    ptx::wgmma_wait_group<1>(dv_);
+    ptx::wgmma_wait_group<1>(dk_);
+    ptx::wgmma_done_with(p_pairs);
+    ptx::wgmma_done_with(ds_pairs);
+    arrive(grad_out.empty);
+    arrive(q.empty);
+    ring_.advance();
+    if (kMore) {
+      ptx::mbarrier_wait(slots_.q(ring_.at()).full, ring_.parity());
+      ptx::wgmma_fence();
+      issue_scores();
+      ptx::wgmma_wait_group<1>(dq_);
+      write_sums();
+      ptx::mbarrier_wait(slots_.grad_out(ring_.at()).full, ring_.parity());
+      ptx::wgmma_fence();
+      issue_grad_probabilities();
+      this->first_ = this->next_first(w);
+      find_probabilities(w);
+    }
+  }
+
+  // The same where a mask hides something not finite.
+  template <bool kMore>
+  __device__ __forceinline__ void step_contained(const BwdWork& w) {
+    const Slot q = slots_.q(ring_.at()), grad_out = slots_.grad_out(ring_.at());
+    uint32_t p_pairs[C::kBlockQ / 16][4], ds_pairs[C::kBlockQ / 16][4];
+    const auto mine = [&](int key, int query) {
+      return this->pair_at(w, query, 64 * group_ + key);
+    };
+    this->pack(p_pairs, s_);
+    differentiate<0>(p_pairs);
+    this->pack(ds_pairs, dp_);
+    this->store_pairs(p_pairs, 64 * group_);
+    this->sync_group();  // P is there
+    this->template multiply_contained<typename C::Rows>(dv_, C::kBlockQ, mine,
+                                                        this->stage_grad_out(), 0);
+    this->sync_group();  // and done with
+    this->store_pairs(ds_pairs, 64 * group_);
+    __syncwarp();
+    arrive(slots_.pairs());
+    ptx::mbarrier_wait(slots_.pairs(), pairs_parity_);  // dS of both warpgroups
+    this->template multiply_contained<typename C::Rows>(dk_, C::kBlockQ, mine, this->stage_q(), 0);
+#pragma unroll
+    for (float& x : dq_) x = 0;
+    this->template multiply_contained<typename C::Keys>(
+        dq_, C::kBlockK,
+        [&](int query, int key) {
+          return this->pair_at(w, query + (kByRows ? 64 * group_ : 0), key);
+        },
+        smem() + C::kSmemK, kByRows ? 0 : 64 * group_);
+    pairs_parity_ ^= 1;
+    __syncwarp();
+    arrive(grad_out.empty);
+    arrive(q.empty);
+    ring_.advance();
+    if (kMore) {
+      write_sums();
+      ptx::mbarrier_wait(slots_.q(ring_.at()).full, ring_.parity());
+      ptx::wgmma_fence();
+      issue_scores();
+      ptx::mbarrier_wait(slots_.grad_out(ring_.at()).full, ring_.parity());
+      ptx::wgmma_fence();
+      issue_grad_probabilities();
+      this->first_ = this->next_first(w);
+      find_probabilities(w);
+    }
+  }
+
+  __device__ __forceinline__ void compute(const BwdWork& w) {
+#pragma unroll
+    for (int i = 0; i < C::kDim / 2; ++i) dk_[i] = dv_[i] = 0;
+    ptx::mbarrier_wait(slots_.k().full, keys_parity_);
+    this->clear_keys(w, smem() + C::kSmemK, 64 * group_);
+    ptx::mbarrier_wait(slots_.q(ring_.at()).full, ring_.parity());
+    ptx::wgmma_fence();
+    issue_scores();
+    ptx::mbarrier_wait(slots_.v().full, keys_parity_);
+    this->clear_keys(w, smem() + C::kSmemV, 64 * group_);
+    ptx::mbarrier_wait(slots_.grad_out(ring_.at()).full, ring_.parity());
+    ptx::wgmma_fence();
+    issue_grad_probabilities();
+    this->bad_keys_ = this->find_bad_keys(w);
+    keys_parity_ ^= 1;
+    this->first_ = w.query_end - C::kBlockQ;
+    find_probabilities(w);
+#pragma unroll 1
+    for (int n = 1; n < w.tiles; ++n) step<true>(w);
+    step<false>(w);
+    store(w, w.first_key + 64 * group_);
+  }
+
+  // dV and dK, and the last dQ, which is still on its way.
+  __device__ __forceinline__ void store(const BwdWork& w, int first_key) {
+    const uint32_t sV = smem() + C::kSmemV + group_ * 64 * 128;
+    this->write_gradient(sV, C::Keys::kBlockBytes, dv_, 1.f);
+    ptx::fence_proxy_async();
+    this->sync_group();  // dV is there
+    if (thread() == 0 && p_.grad_value) {
+#pragma unroll
+      for (int i = 0; i < C::Keys::kBlocks; ++i) {
+        ptx::tma_store(sV + i * C::Keys::kBlockBytes, &p_.grad_value_map, 64 * i, first_key,
+                       w.key_head, w.batch);
+      }
+      ptx::tma_commit_group();
+    }
+    ptx::wgmma_wait_group<0>(dq_);
+    arrive(slots_.k().empty);
+    write_sums();
+    if (thread() == 0) ptx::tma_wait_group_read();
+    arrive(slots_.v().empty);
+
+    const Slot sums = slots_.sums(group_);
+    ptx::mbarrier_wait(sums.empty, sums_parity_);
+    sums_parity_ ^= 1;
+    this->write_gradient(smem() + C::kSmemSums + group_ * C::kSumBytes, C::Grads::kBlockBytes, dk_,
+                         p_.scale);
+    ptx::fence_proxy_async();
+    __syncwarp();
+    arrive(sums.full);
+  }
+
+  int sums_parity_ = 1;                           // the first turn finds the place empty
+  float s_[C::kBlockQ / 2], dp_[C::kBlockQ / 2];  // then P and dS; as wgmma lays them out
+  float dk_[C::kDim / 2], dv_[C::kDim / 2], dq_[kN / 2];
+};
+
+template <class C>
+__device__ __forceinline__ void attention_bwd(const HopperBwdParams& p) {
+  extern __shared__ __align__(1024) char shared[];
+  const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const BwdSlots<C> slots{smem + C::kSmemBarriers};
+  const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+  const int helpers = !C::kWide || p.grad_query_sums ? C::kParts : 0;
+  if (threadIdx.x == 0) slots.init(helpers);
+  __syncthreads();  // the barriers are there
+  if (group == 0) {
+    ptx::setmaxnreg_dec<C::kLoaderRegisters>();
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    if (threadIdx.x % 32 != 0) return;
+    if (warp == 0) load_all<C>(shared, slots, p);
+    if (warp > 0 && warp <= helpers) {
+      if constexpr (C::kWide) {
+        keep_turns<C>(shared, slots, p);
+      } else {
+        store_all<C>(shared, slots, warp - 1, p);
+      }
+    }
+    return;
+  }
+  ptx::setmaxnreg_inc<C::kRegisters>();
+  if constexpr (!C::kWide) {
+    BwdKeys<C>(shared, slots, group - 1, p).run();
+  } else if (group == 1) {
+    BwdWide<C, true>(shared, slots, 0, p).run();
+  } else {
+    BwdWide<C, false>(shared, slots, 1, p).run();
+  }
+}
+
+}  // namespace flashmoe::cuda::sm90

@@ -1,0 +1,14 @@
+// Compiled once for each head dim: FLASHMOE_HEAD_DIM.
+#include "cuda/any/instantiate.h"
+#include "cuda/sm90/attention_bwd.cuh"
+#include "cuda/sm90/variants.h"
+
+#define KERNEL(D, BLOCK_Q, BLOCK_K)                                                    \
+  extern "C" __global__ void __launch_bounds__(384, 1)                                 \
+      sm90_attention_bwd_fp16_d##D##_##BLOCK_Q##x##BLOCK_K(                            \
+          const __grid_constant__ flashmoe::cuda::HopperBwdParams p) {                 \
+    using namespace flashmoe::cuda;                                                    \
+    sm90::attention_bwd<sm90::BwdConfig<Fp16, HopperBwdTile{D, BLOCK_Q, BLOCK_K}>>(p); \
+  }
+
+FLASHMOE_VARIANTS(FLASHMOE_SM90_ATTENTION_BWD, FLASHMOE_HEAD_DIM)(KERNEL)

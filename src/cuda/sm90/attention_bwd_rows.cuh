@@ -1,0 +1,182 @@
+// The kernels before and after the backward pass for Hopper, bound by memory.
+#pragma once
+
+#include "cuda/any/attention_rows.cuh"
+#include "cuda/params.h"
+#include "cuda/ptx/shared.cuh"
+#include "cuda/sm90/operand.cuh"
+#include "cuda/sm90/tiles.h"
+#include "cuda/tile/dtype.cuh"
+#include "cuda/tile/sequence.cuh"
+
+namespace flashmoe::cuda::sm90 {
+
+inline constexpr int kFinishThreads = 128;
+
+// row_product() of kRows rows, so that more is on its way at once: rows of up to a chunk for each
+// thread, all chunks whole; else one after the other.
+template <class T, int kRows>
+__device__ __forceinline__ void row_products(float (&sums)[kRows], const char* const (&left)[kRows],
+                                             const char* const (&right)[kRows], int dim, int lane,
+                                             int lanes) {
+  if (dim % 8 != 0 || dim > 8 * lanes) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) sums[i] = row_product<T>(left[i], right[i], dim, lane, lanes);
+    return;
+  }
+  uint4 a[kRows], b[kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    a[i] = b[i] = {0, 0, 0, 0};
+    if (lane * 8 < dim) {
+      a[i] = reinterpret_cast<const uint4*>(left[i])[lane];
+      b[i] = reinterpret_cast<const uint4*>(right[i])[lane];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const uint32_t as[4] = {a[i].x, a[i].y, a[i].z, a[i].w};
+    const uint32_t bs[4] = {b[i].x, b[i].y, b[i].z, b[i].w};
+    sums[i] = 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      sums[i] += T::unpack(as[j] & 0xffff) * T::unpack(bs[j] & 0xffff);
+      sums[i] += T::unpack(as[j] >> 16) * T::unpack(bs[j] >> 16);
+    }
+  }
+#pragma unroll 1
+  for (int step = 1; step < lanes; step *= 2) {
+#pragma unroll
+    for (float& sum : sums) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+  }
+}
+
+// lse in base 2 and delta = out.dO - grad_lse of every row: any/attention_rows.cuh has the same for
+// the other families. Sums of dQ need no zeros, as the first block of keys stores them; whose turn
+// it is does. The grid is that of attention_bwd_finish.
+template <class T>
+__device__ __forceinline__ void attention_bwd_prepare(const AttentionBwdParams& p) {
+  if (blockIdx.x + blockIdx.y + blockIdx.z + threadIdx.x == 0) *p.tickets = 0;
+  const auto [seq, kind, batch, head, first] = find_query_rows(p);
+  if (kind != RaggedKind::kBlock || first >= seq.len_q) return;
+  const int64_t sequence_row = workspace_row(p, seq, batch) + first;
+
+  const char* gO = rows_of(p.out, p, p.out_strides, batch, head, seq.token_q);
+  const char* gQ = rows_of(p.query, p, p.query_strides, batch, head, seq.token_q);
+  const char* gdO = rows_of(p.grad_out, p, p.grad_out_strides, batch, head, seq.token_q);
+  const float* lse = p.lse + offset(p, p.lse_strides, batch, head, seq.token_q);
+  const float* grad_lse =
+      p.grad_lse ? p.grad_lse + offset(p, p.grad_lse_strides, batch, head, seq.token_q) : nullptr;
+  float2* const terms_of = reinterpret_cast<float2*>(p.row_terms) + head * p.rows + sequence_row;
+  constexpr int kAtOnce = 4;  // rows
+  const int dim = max(p.head_dim, p.head_dim_v);
+  const int lanes = dim <= 64 ? row_lanes(dim) : dim <= 128 ? 16 : 32;
+  const int lane = threadIdx.x % lanes, rows_of_pass = kRowThreads / lanes;
+#pragma unroll 1
+  for (int i = threadIdx.x / lanes; i < p.block_q; i += kAtOnce * rows_of_pass) {
+    int64_t rows[kAtOnce];  // past the end, the last once more
+    const char *left[kAtOnce], *right[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      rows[j] = min(first + i + j * rows_of_pass, seq.len_q - 1);
+      left[j] = gO + rows[j] * p.out_strides.row * 2;
+      right[j] = gdO + rows[j] * p.grad_out_strides.row * 2;
+    }
+    float deltas[kAtOnce] = {};
+    if (p.grad_out) row_products<T>(deltas, left, right, p.head_dim_v, lane, lanes);
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int r = i + j * rows_of_pass;
+      if (r >= p.block_q) break;
+      float delta = deltas[j];
+      if (grad_lse) delta -= grad_lse[rows[j] * p.grad_lse_strides.row];
+      const float natural = lse[rows[j] * p.lse_strides.row];
+      // A row that sees no key has probabilities 2^(s - inf) = 0. Where lse and delta would not
+      // show that its Q is not finite, a NaN does.
+      float2 terms = {natural == -INFINITY ? INFINITY : natural * kLog2e, delta};
+      if (__any_sync(0xffffffffu, natural == -INFINITY)) {
+        const char* q = gQ + rows[j] * p.query_strides.row * 2;
+        const float square = row_product<T>(q, q, p.head_dim, lane, lanes);
+        if (natural == -INFINITY && !(square < INFINITY)) terms.y = NAN;
+      }
+      if (natural == INFINITY) terms.y = NAN;
+      if (first + r >= seq.len_q) terms = {INFINITY, 0};
+      if (lane == 0) terms_of[r] = terms;
+    }
+  }
+  if (p.grad_query_sums && threadIdx.x == 0) {
+    p.turns[(head * p.sum_rows + sequence_row - round_rows(p)) / p.block_q] = 0;
+  }
+}
+
+// dQ from its sums: 64 rows x 64 columns at a time, from the order of wgmma's accumulators through
+// shared memory to whole rows. The grid is (blocks of block_q rows, heads, batch): see
+// find_query_rows().
+template <class T>
+__device__ __forceinline__ void attention_bwd_finish(const AttentionBwdParams& p) {
+  using Part = Tile<64, 64>;
+  extern __shared__ __align__(1024) char shared[];
+  static_assert(Part::kBytes == kFinishSharedBytes);
+  const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const QueryRows rows = find_query_rows(p);
+  if (rows.kind == RaggedKind::kEmpty) return;
+  const Sequence& seq = rows.seq;
+  char* const to = const_cast<char*>(
+      rows_of(p.grad_query, p, p.grad_query_strides, rows.batch, rows.head, seq.token_q));
+  const int64_t row_bytes = p.grad_query_strides.row_bytes();
+  const int end = min(rows.first + p.block_q, seq.len_q);
+  // Where no key is seen nobody has stored sums.
+  const bool unseen = rows.kind == RaggedKind::kBlock && end > rows.first &&
+                      seq.begin(rows.first, p) >= seq.end(end - 1, p);
+  if (rows.kind != RaggedKind::kBlock || unseen) {
+    fill_rows(to, row_bytes, rows.first, end, p.head_dim,
+              rows.kind == RaggedKind::kRest || unseen ? 0 : T::kNan);
+    return;
+  }
+  const int64_t round_row = workspace_row(p, seq, rows.batch) - round_rows(p);
+  const float* const sums =
+      p.grad_query_sums + (rows.head * p.sum_rows + round_row + rows.first) * p.dim;
+
+  const int lane = threadIdx.x % 32, r = threadIdx.x / 32 * 16 + lane / 4;
+#pragma unroll 1
+  for (int part = 0; part < p.block_q / 64; ++part) {
+    const int first = rows.first + 64 * part;
+    if (first >= seq.len_q) break;
+#pragma unroll 1
+    for (int column = 0; column < p.head_dim; column += 64) {
+      const float4* const from = reinterpret_cast<const float4*>(
+          sums + (part * static_cast<int64_t>(p.dim) + column) * 64 + threadIdx.x * 4);
+      float4 four[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) four[i] = __ldcs(from + i * 128);
+      __syncthreads();  // what was there has left
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const float4 x = four[i];
+        const uint32_t at = smem + Part::at(r, 8 * i + lane % 4 * 2);
+        ptx::st_shared_u32(at, T::pack(x.x * p.scale, x.y * p.scale));
+        ptx::st_shared_u32(at + 8 * 128, T::pack(x.z * p.scale, x.w * p.scale));
+      }
+      __syncthreads();  // all rows are there
+#pragma unroll
+      for (int i = threadIdx.x; i < 64 * 8; i += kFinishThreads) {
+        const int row = i / 8, chunk = i % 8, left = p.head_dim - column - 8 * chunk;
+        if (first + row >= seq.len_q || left <= 0) continue;
+        const uint4 eight = ptx::ld_shared_v4(smem + Part::at(row, 8 * chunk));
+        char* const there = to + (first + row) * row_bytes + (column + 8 * chunk) * 2;
+        if (left >= 8) {
+          *reinterpret_cast<uint4*>(there) = eight;
+        } else {
+          const uint32_t twos[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+          for (int j = 0; j < 8; ++j) {
+            const uint16_t one = static_cast<uint16_t>(twos[j / 2] >> (j % 2 * 16));
+            if (j < left) reinterpret_cast<uint16_t*>(there)[j] = one;
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace flashmoe::cuda::sm90

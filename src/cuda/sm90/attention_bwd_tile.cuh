@@ -1,0 +1,539 @@
+// What the two kernels of the backward pass for Hopper share: the tile, the work of a CTA, and the
+// thread that has shared memory filled.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/memory.cuh"
+#include "cuda/ptx/shared.cuh"
+#include "cuda/ptx/special_registers.cuh"
+#include "cuda/ptx/tma.cuh"
+#include "cuda/ptx/wgmma.cuh"
+#include "cuda/sm90/attention_bwd_rows.cuh"
+#include "cuda/sm90/operand.cuh"
+#include "cuda/sm90/params.h"
+#include "cuda/sm90/pipeline.cuh"
+#include "cuda/sm90/tiles.h"
+#include "cuda/tile/dtype.cuh"
+#include "cuda/tile/sequence.cuh"
+#include "cuda/tile/softmax.cuh"
+
+namespace flashmoe::cuda::sm90 {
+
+// A block of keys of one (batch, key head), and the blocks of queries that see it.
+struct alignas(8) BwdWork {
+  Sequence seq;
+  int64_t first_row;  // of the sequence in the workspace
+  int64_t round_row;  // and where there is room for a round only
+  int batch, key_head, first_key;
+  int query_begin, query_end;  // in whole blocks
+  int tiles;                   // blocks of queries, of all heads of the group
+  bool last;                   // there is no more work, nor is this any
+};
+
+template <class T, HopperBwdTile kTile_>
+struct BwdConfig {
+  using Type = T;
+  static constexpr bool kBf16 = std::is_same_v<T, Bf16>;
+  static constexpr HopperBwdTile kTile = kTile_;
+  static constexpr bool kWide = kTile.wide();
+  static constexpr int kDim = kTile.head_dim, kSumDim = kTile.sum_dim(), kStages = kTile.kStages;
+  static constexpr int kBlockQ = kTile.block_q, kBlockK = kTile.block_k;
+  static constexpr int kGroups = 2;                   // warpgroups that compute
+  static constexpr int kParts = kWide ? 1 : kGroups;  // of dQ
+  using Rows = Tile<kBlockQ, kDim>;
+  using Keys = Tile<kBlockK, kDim>;
+  using Pairs = Tile<kBlockQ, kBlockK>;  // dS
+  using Grads = Tile<64, kDim>;          // dK or dV of 64 keys
+  static constexpr uint32_t kTermBytes = kBlockQ * 8;
+  // dQ of a warpgroup on its way out: 64 rows x 64 columns.
+  static constexpr uint32_t kSumBytes = 64 * 64 * 4;
+
+  static constexpr uint32_t kSmemK = 0, kSmemV = Keys::kBytes;
+  static constexpr uint32_t kSmemQ = kSmemV + Keys::kBytes;
+  static constexpr uint32_t kSmemGradOut = kSmemQ + kStages * Rows::kBytes;
+  static constexpr uint32_t kSmemPairs = kSmemGradOut + kStages * Rows::kBytes;
+  static constexpr uint32_t kSmemSums = kSmemPairs + 2 * Pairs::kBytes;  // or P
+  static constexpr uint32_t kSmemTerms =
+      kSmemSums + (kWide ? Pairs::kBytes : kBlockQ * kSumDim * 4);
+  static constexpr uint32_t kSmemWorks = kSmemTerms + kStages * kTermBytes;
+  static constexpr uint32_t kSmemBarriers = kSmemWorks + 2 * sizeof(BwdWork);
+  static_assert(kSmemWorks + kBwdControlBytes == kTile.shared_bytes());
+  static_assert(kTile.shared_bytes() <= 227 * 1024);
+  static_assert(2 * sizeof(BwdWork) + 22 * 8 <= kBwdControlBytes);
+  static_assert(kWide ? kBlockQ == 64 && kBlockK == 64 : kBlockK == 64 * kGroups);
+  static_assert(kWide || kBlockQ * kSumDim * 4 == kGroups * kSumBytes);
+  static_assert(kWide || Grads::kBytes <= kSumBytes);
+  static_assert(Keys::kBytes % 1024 == 0 && Rows::kBytes % 1024 == 0 && Pairs::kBytes % 1024 == 0);
+  // An SM has 65,536 registers; what the first warpgroup gives away the others share.
+  static constexpr int kLoaderRegisters = 24, kRegisters = 240;
+};
+
+// Barriers. Who empties a place arrives with each warp.
+template <class C>
+struct BwdSlots {
+  uint32_t barriers;
+  static constexpr int kWarps = 4;  // of a warpgroup
+  __device__ __forceinline__ Slot work(int i) const { return at(i); }
+  __device__ __forceinline__ Slot k() const { return at(2); }
+  __device__ __forceinline__ Slot v() const { return at(3); }
+  __device__ __forceinline__ Slot q(int stage) const { return at(4 + stage); }
+  __device__ __forceinline__ Slot grad_out(int stage) const { return at(6 + stage); }
+  __device__ __forceinline__ Slot sums(int group) const { return at(8 + group); }
+  // dS of a block is written; P, of wide tiles.
+  __device__ __forceinline__ uint32_t pairs() const { return barriers + 16 * 10; }
+  __device__ __forceinline__ uint32_t probabilities() const { return barriers + 16 * 10 + 8; }
+
+  // `helpers`: threads beside the loading one that look at works.
+  __device__ __forceinline__ void init(int helpers) const {
+    const auto init = [](const Slot& slot, int full, int empty) {
+      ptx::mbarrier_init(slot.full, full);
+      ptx::mbarrier_init(slot.empty, empty);
+    };
+    constexpr int kEveryone = C::kGroups * kWarps;
+    for (int i = 0; i < 2; ++i) {
+      init(work(i), 1, kEveryone + helpers);
+      init(q(i), 1, kEveryone);
+      init(grad_out(i), 1, kEveryone);
+      init(sums(i), kWarps, 1);
+    }
+    init(k(), 1, kEveryone);
+    init(v(), 1, C::kWide ? kWarps : kEveryone);
+    ptx::mbarrier_init(pairs(), C::kWide ? kWarps : kEveryone);
+    ptx::mbarrier_init(probabilities(), kWarps);
+    ptx::fence_mbarrier_init();
+  }
+
+ private:
+  __device__ __forceinline__ Slot at(int i) const { return Slot(barriers + i * Slot::kBytes); }
+};
+
+// Which of the two works, and how often it was filled before.
+struct Turnstile {
+  int slot = 0, parity = 0;
+  __device__ __forceinline__ void next() {
+    parity ^= slot;
+    slot ^= 1;
+  }
+};
+
+// The order of the works. Blocks of keys add to the sums of a block of queries in ascending order,
+// where sums are deterministic, and the first of them stores: so each waits for works with lower
+// tickets only, which someone already has, and the lowest that is not done waits for nobody.
+//
+// That there is little to wait for:
+// - All go through their blocks of queries from the last to the first. With causal masks and
+//   windows, who has a later block of keys begins at the same block of queries or a later one, and
+//   so is behind by as much as it takes to hand on the sums, once, when it begins. (From the first
+//   to the last it would be ahead of those that it waits for.) Blocks of keys that most queries see
+//   go first, which is good for the end as well.
+// - Heads go together, so that only about kBeside blocks of one head are worked on at a time. The
+//   more, the longer the last of them waits in the beginning; the fewer, the less they share of
+//   what is in L2.
+// - A ticket is taken when the loads of the work before are all on their way, no earlier: who waits
+//   for a work that lies behind another one waits for both.
+inline constexpr int kBeside = 4;
+
+template <class C>
+__device__ __forceinline__ void find_work(BwdWork& w, int number, const HopperBwdParams& p) {
+  w.last = number >= p.works;
+  if (w.last) return;
+  // Heads in groups as large as each other, but for the last.
+  const int heads = p.works / p.key_blocks;
+  const int groups = max(heads * kBeside / static_cast<int>(gridDim.x), 1);
+  const int together = (heads + groups - 1) / groups;
+  const int first_head = number / (together * p.key_blocks) * together;
+  const int these = min(together, heads - first_head);
+  number -= first_head * p.key_blocks;
+  const int block = number / these, index = first_head + number % these;
+  w.batch = p.first_batch + index / p.heads;
+  w.key_head = p.first_head + index % p.heads;
+  w.first_key = block * C::kBlockK;
+  const Sequence seq = find_sequence(p, w.batch);
+  w.seq = seq;
+  w.first_row = workspace_row(p, seq, w.batch);
+  w.round_row = w.first_row - round_rows(p);
+  // Row i sees key j when i + shift - left <= j <= i + shift + right.
+  const int last_key = min(w.first_key + C::kBlockK, seq.len_k) - 1;
+  const int first = max(w.first_key - seq.shift - p.right, 0);
+  const int last = min(last_key - seq.shift + p.left, seq.len_q - 1);
+  const bool seen = seq.valid && first <= last && w.first_key <= last_key;
+  w.query_begin = first / C::kBlockQ * C::kBlockQ;
+  w.query_end = seen ? (last / C::kBlockQ + 1) * C::kBlockQ : w.query_begin;
+  w.tiles = (w.query_end - w.query_begin) / C::kBlockQ * p.group;
+}
+
+// f(head, first query) for the blocks of queries of a work, in their order.
+template <class C, class F>
+__device__ __forceinline__ void for_each_tile(const BwdWork& w, const HopperBwdParams& p,
+                                              const F& f) {
+#pragma unroll 1
+  for (int head = w.key_head * p.group; head < (w.key_head + 1) * p.group; ++head) {
+#pragma unroll 1
+    for (int first = w.query_end; first > w.query_begin;) f(head, first -= C::kBlockQ);
+  }
+}
+
+// The thread that fills shared memory, and finds out what the others are to work on.
+template <class C>
+__device__ __forceinline__ void load_all(char* shared, const BwdSlots<C>& slots,
+                                         const HopperBwdParams& p) {
+  const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const auto fill = [&](const Slot& slot, uint32_t to, const TensorMap& map, auto tile, int row,
+                        int head, int batch, int more_bytes) {
+    using Tile = decltype(tile);
+    ptx::mbarrier_arrive_expect_tx(slot.full, Tile::kBytes + more_bytes);
+#pragma unroll
+    for (int i = 0; i < Tile::kBlocks; ++i) {
+      ptx::tma_load(smem + to + i * Tile::kBlockBytes, &map, slot.full, 64 * i, row, head, batch);
+    }
+  };
+  Ring<C::kStages> ring;
+  Turnstile works;
+  int keys_parity = 1;  // the first turn finds every place empty
+#pragma unroll 1
+  for (;; works.next()) {
+    BwdWork& w = reinterpret_cast<BwdWork*>(shared + C::kSmemWorks)[works.slot];
+    ptx::mbarrier_wait(slots.work(works.slot).empty, works.parity ^ 1);
+    find_work<C>(w, atomicAdd(p.tickets, 1), p);
+    ptx::mbarrier_arrive(slots.work(works.slot).full);
+    if (w.last) break;
+    if (w.tiles == 0) continue;
+    bool keys = false;  // are on their way
+    for_each_tile<C>(w, p, [&](int head, int first) {
+      const Slot q = slots.q(ring.at()), grad_out = slots.grad_out(ring.at());
+      const uint32_t at = ring.at() * C::Rows::kBytes;
+      const int64_t row = head * p.rows + w.first_row + first;
+      ptx::mbarrier_wait(q.empty, ring.parity() ^ 1);
+      fill(q, C::kSmemQ + at, p.query_map, typename C::Rows(), first, head, w.batch, C::kTermBytes);
+      ptx::bulk_load(smem + C::kSmemTerms + ring.at() * C::kTermBytes, p.row_terms + 2 * row,
+                     C::kTermBytes, q.full);
+      if (!keys) {
+        ptx::mbarrier_wait(slots.k().empty, keys_parity);
+        fill(slots.k(), C::kSmemK, p.key_map, typename C::Keys(), w.first_key, w.key_head, w.batch,
+             0);
+      }
+      ptx::mbarrier_wait(grad_out.empty, ring.parity() ^ 1);
+      fill(grad_out, C::kSmemGradOut + at, p.grad_out_map, typename C::Rows(),
+           p.grad_out ? first : kNoLimit, head, w.batch, 0);
+      if (!keys) {
+        ptx::mbarrier_wait(slots.v().empty, keys_parity);
+        fill(slots.v(), C::kSmemV, p.value_map, typename C::Keys(), w.first_key, w.key_head,
+             w.batch, 0);
+        keys_parity ^= 1;
+        keys = true;
+      }
+      ring.advance();
+    });
+  }
+}
+
+// The sums of dQ of 64 rows x 64 columns from column block `cols` on, of rows from 64 `part` on of
+// a block of queries: 128 threads x 4 floats for each 8 columns, as wgmma leaves them.
+template <class C>
+__device__ __forceinline__ float* query_sums(const BwdWork& w, int head, int first, int part,
+                                             int cols, const HopperBwdParams& p) {
+  const int64_t row = head * p.sum_rows + w.round_row + first + 64 * part;
+  return p.grad_query_sums + row * C::kSumDim + cols * (64 * 64);
+}
+
+// Blocks of keys add to a block of queries one after the other where sums are deterministic; where
+// not, all wait for the first, which stores. Each has one part or two: `turns` counts them.
+template <class C>
+struct Turn {
+  int* turn;
+  int parts_before;  // to wait for
+  bool stores, passes_on;
+
+  __device__ __forceinline__ Turn(const BwdWork& w, int head, int first, const HopperBwdParams& p) {
+    const int64_t row = head * p.sum_rows + w.round_row + first;
+    turn = p.turns + row / C::kBlockQ;
+    // All blocks of keys from the first that a row of the block sees.
+    const int begin = w.seq.begin(first, p) / C::kBlockK, block = w.first_key / C::kBlockK;
+    parts_before = C::kParts * (block - begin);
+    stores = parts_before == 0;
+    passes_on = p.deterministic || stores;
+    if (!p.deterministic) parts_before = min(parts_before, C::kParts);
+  }
+  __device__ __forceinline__ void wait() const {
+    if (parts_before == 0) return;
+    while (ptx::ld_acquire(turn) < parts_before) {
+    }
+  }
+  __device__ __forceinline__ void pass_on() const {
+    if (passes_on) ptx::red_release_add(turn, 1);
+  }
+};
+
+// One warpgroup: what the two kernels have in common.
+template <class C>
+class BwdGroup {
+ protected:
+  using Type = typename C::Type;
+
+  __device__ __forceinline__ BwdGroup(char* shared, const BwdSlots<C>& slots, int group,
+                                      const HopperBwdParams& p)
+      : shared_(shared),
+        smem_(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+        slots_(slots),
+        p_(p),
+        group_(group) {}
+
+  // kStore and the next: barriers of a warpgroup
+  static constexpr int kStore = 1, kAgree = 3, kTurn = 4;
+  __device__ __forceinline__ void sync_group() const { ptx::bar_sync(kStore + group_, 128); }
+
+  // What is computed from these is computed where it is used: the main loop has no registers for
+  // addresses.
+  __device__ __forceinline__ uint32_t smem() const { return ptx::opaque(smem_); }
+  __device__ __forceinline__ int thread() const {
+    return static_cast<uint32_t>(ptx::opaque_thread()) % 128;
+  }
+  __device__ __forceinline__ int lane() const { return thread() % 32; }
+  // Rows that a thread holds of the warpgroup's 64: row() and row() + 8.
+  __device__ __forceinline__ int row() const { return thread() / 32 * 16 + lane() / 4; }
+  __device__ __forceinline__ void arrive(uint32_t barrier) const {
+    if (lane() == 0) ptx::mbarrier_arrive(barrier);
+  }
+
+  // What is the same for all threads; so that the compiler knows, too, and computes descriptors
+  // with uniform registers.
+  static __device__ __forceinline__ uint32_t same(uint32_t x) {
+    return __shfl_sync(0xffffffffu, x, 0);
+  }
+  __device__ __forceinline__ uint32_t stage_q() const {
+    return smem() + C::kSmemQ + ring_.at() * C::Rows::kBytes;
+  }
+  __device__ __forceinline__ uint32_t stage_grad_out() const {
+    return smem() + C::kSmemGradOut + ring_.at() * C::Rows::kBytes;
+  }
+  // Of rows 2 (lane % 4) and the next, and 8 rows on for each 64 bytes: lse, delta, lse, delta.
+  __device__ __forceinline__ uint32_t stage_terms() const {
+    return smem() + C::kSmemTerms + ring_.at() * C::kTermBytes + lane() % 4 * 16;
+  }
+  // One of the two, of both rows. (Each 4 bytes of a load are a warp's turn at shared memory,
+  // although only those of four threads are different: nothing that is not needed.)
+  static __device__ __forceinline__ float2 two_terms(uint32_t terms) {
+    return {ptx::ld_shared_f32(terms), ptx::ld_shared_f32(terms + 8)};
+  }
+  __device__ __forceinline__ uint32_t pairs_tile() const {
+    return smem() + C::kSmemPairs + pairs_parity_ * C::Pairs::kBytes;
+  }
+
+  // Whether the block of queries needs a mask for 64 of the keys; and care, where a mask for any of
+  // them hides something not finite. All warps of the CTA find the same.
+  __device__ __forceinline__ bool look_at(const BwdWork& w, int tile_row) {
+    const auto full = [&](int first_key, int last_key) {
+      return last_key < w.seq.len_k && first_ + w.seq.shift + p_.right >= last_key &&
+             first_ + C::kBlockQ - 1 + w.seq.shift - p_.left <= first_key;
+    };
+    const int first_key = w.first_key + tile_row;
+    contain_ = !full(w.first_key, w.first_key + C::kBlockK - 1) && (bad_keys_ || bad_terms());
+    return !full(first_key, first_key + 63);
+  }
+  // Of the block after this one, of the next head if need be.
+  __device__ __forceinline__ int next_first(const BwdWork& w) const {
+    return (first_ > w.query_begin ? first_ : w.query_end) - C::kBlockQ;
+  }
+  // A NaN or infinity in Q, K, V or dO must not reach what does not see it, but in a product a 0 of
+  // P or dS times NaN is NaN. What is known of the rows of a block, lse in base 2 and delta, shows
+  // whether there is one in Q or dO (see attention_bwd_prepare).
+  __device__ __forceinline__ bool bad_terms() const {
+    const uint32_t terms = smem() + C::kSmemTerms + ring_.at() * C::kTermBytes + lane() * 16;
+    bool bad = false;
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(C::kTermBytes) / 512; ++i) {
+      const float4 two = ptx::ld_shared_v4_f32(terms + i * 512);
+      bad |=
+          isnan(two.x) || isnan(two.z) || !(fabsf(two.y) < INFINITY) || !(fabsf(two.w) < INFINITY);
+    }
+    return __any_sync(0xffffffffu, bad);
+  }
+  // K and V are looked at when a work begins, if there is a mask, by all warpgroups that compute.
+  __device__ __forceinline__ bool find_bad_keys(const BwdWork& w) const {
+    if (p_.left >= kNoLimit && p_.right >= kNoLimit) return false;
+    if (any_unseen(w, w.first_key, C::kBlockK)) {
+      ptx::bar_sync(kAgree, C::kGroups * 128);  // they are cleared
+    }
+    uint32_t zero = 0;  // two numbers times 0, added up
+#pragma unroll 4
+    for (uint32_t i = threadIdx.x - 128; i < 2 * C::Keys::kBytes / 16; i += C::kGroups * 128) {
+      const uint4 eight = ptx::ld_shared_v4(smem() + C::kSmemK + i * 16);
+      for (const uint32_t two : {eight.x, eight.y, eight.z, eight.w}) {
+        zero = C::kBf16 ? ptx::fma_rn_bf16x2(two, 0, zero) : ptx::fma_rn_f16x2(two, 0, zero);
+      }
+    }
+    return ptx::bar_any(kAgree, C::kGroups * 128, zero & 0x7fff7fff);
+  }
+
+  // The products once more for a block that has something not finite behind its mask: number by
+  // number, hidden ones left out. Slow, and rarely needed. For 64 rows of the warpgroup, of which
+  // left(row, d) is {seen, number}, and a tile with a row for each of the depth, from `column` on.
+  struct Factor {
+    bool seen;
+    float value;
+  };
+  template <class Right, int kCount, class Left>
+  __device__ __forceinline__ void multiply_contained(float (&acc)[kCount], int depth,
+                                                     const Left& left, uint32_t right,
+                                                     int column) const {
+#pragma unroll
+    for (int i = 0; i < kCount / 4; ++i) {
+#pragma unroll 1
+      for (int d = 0; d < depth; ++d) {  // inside, or registers would not do
+        const Factor factors[2] = {left(row(), d), left(row() + 8, d)};
+        const uint32_t two =
+            ptx::ld_shared_u32(right + Right::at(d, column + 8 * i + lane() % 4 * 2));
+        const float numbers[2] = {Type::unpack(two & 0xffff), Type::unpack(two >> 16)};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          if (factors[j / 2].seen) acc[4 * i + j] += factors[j / 2].value * numbers[j % 2];
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ bool sees(const BwdWork& w, int query, int key) const {
+    const int r = first_ + query, k = w.first_key + key;
+    return k >= w.seq.begin(r, p_) && k < w.seq.end(r, p_) && r < w.seq.len_q;
+  }
+  // dS, or what else was stored by store_pairs().
+  __device__ __forceinline__ Factor pair_at(const BwdWork& w, int query, int key) const {
+    return {sees(w, query, key),
+            Type::unpack(ptx::ld_shared_u16(pairs_tile() + C::Pairs::at(query, key)))};
+  }
+
+  // P = 2^(S - lse), a row for each key.
+  __device__ __forceinline__ void probabilities(float (&s)[C::kBlockQ / 2]) const {
+    const uint32_t terms = stage_terms();
+#pragma unroll
+    for (int i = 0; i < C::kBlockQ / 8; ++i) {
+      const float2 lse = two_terms(terms + 64 * i);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        s[4 * i + j] = ptx::ex2_approx_ftz(s[4 * i + j] * p_.scale_log2 - (j % 2 ? lse.y : lse.x));
+      }
+    }
+  }
+  // 0 where a query does not see the key, of P or dS. `first_key` is that of the warpgroup.
+  __device__ __forceinline__ void mask(float (&s)[C::kBlockQ / 2], const Sequence& seq,
+                                       int first_key) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int key = first_key + row() + 8 * half, from = first_ + lane() % 4 * 2;
+      // Queries [begin, end] see it.
+      const int begin = key < seq.len_k ? max(key - seq.shift - p_.right, 0) - from : kNoLimit;
+      const int end = key - seq.shift + p_.left - from;
+#pragma unroll
+      for (int i = 0; i < C::kBlockQ / 4; ++i) {
+        const int query = i / 2 * 8 + i % 2;
+        if (query < begin || query > end) s[i / 2 * 4 + 2 * half + i % 2] = 0;
+      }
+    }
+  }
+  __device__ __forceinline__ void pack(uint32_t (&pairs)[C::kBlockQ / 16][4],
+                                       const float (&x)[C::kBlockQ / 2]) const {
+#pragma unroll
+    for (int i = 0; i < C::kBlockQ / 4; ++i) {
+      pairs[i / 4][i % 4] = Type::pack(x[2 * i], x[2 * i + 1]);
+    }
+  }
+  // dS to shared memory, a row for each query; the warpgroup's keys from column `first` on.
+  __device__ __forceinline__ void store_pairs(const uint32_t (&pairs)[C::kBlockQ / 16][4],
+                                              int first) const {
+    const int query = lane() / 16 * 8 + lane() % 8;
+    const int key = first + thread() / 32 * 16 + lane() / 8 % 2 * 8;
+    const uint32_t to = pairs_tile() + C::Pairs::at(query, key);
+#pragma unroll
+    for (int i = 0; i < C::kBlockQ / 16; ++i) ptx::stmatrix_x4_trans(to + i * 16 * 128, pairs[i]);
+  }
+
+  // dK or dV of 64 keys to shared memory: blocks of 64 columns, each `block_bytes` after the other.
+  __device__ __forceinline__ void write_gradient(uint32_t to, uint32_t block_bytes,
+                                                 const float (&x)[C::kDim / 2], float times) const {
+    const int r = thread() / 32 * 16 + lane() % 16;
+#pragma unroll
+    for (int i = 0; i < C::kDim / 16; ++i) {
+      uint32_t four[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        four[j] = Type::pack(x[8 * i + 2 * j] * times, x[8 * i + 2 * j + 1] * times);
+      }
+      const uint32_t at = C::Grads::at(r, 16 * (i % 4) + lane() / 16 * 8);
+      ptx::stmatrix_x4(to + i / 4 * block_bytes + at, four);
+    }
+  }
+
+  __device__ __forceinline__ bool any_unseen(const BwdWork& w, int first_key, int count) const {
+    return w.seq.begin(0, p_) > first_key ||
+           w.seq.end(w.seq.len_q - 1, p_) < min(first_key + count, p_.len_k);
+  }
+  // Keys that no row sees may hold anything, those past the end of the sequence above all: nothing,
+  // then. Of 64 keys, in rows from `tile_row` on of K or V at `keys`.
+  __device__ __forceinline__ void clear_keys(const BwdWork& w, uint32_t keys, int tile_row) const {
+    const int first_key = w.first_key + tile_row;
+    const int begin = w.seq.begin(0, p_), end = w.seq.end(w.seq.len_q - 1, p_);
+    if (!any_unseen(w, first_key, 64)) return;
+#pragma unroll 1
+    for (int i = thread(); i < 64 * C::Keys::kBlocks * 8; i += 128) {
+      const int r = i / 8 % 64, block = i / (64 * 8);
+      if (first_key + r >= begin && first_key + r < end) continue;
+      const uint32_t at = block * C::Keys::kBlockBytes + (tile_row + r) * 128 + i % 8 * 16;
+      ptx::st_shared_v4(keys + at, uint4{0, 0, 0, 0});
+    }
+    ptx::fence_proxy_async();
+    sync_group();
+  }
+
+  // dK and dV of keys that no query sees, or of lengths that are wrong.
+  __device__ void fill_gradients(const BwdWork& w) const {
+    const uint16_t value = w.seq.valid ? 0 : Type::kNan;
+    const auto fill = [&](void* gradient, const Strides& strides, int dim) {
+      if (!gradient) return;
+      const char* to = rows_of(gradient, p_, strides, w.batch, w.key_head, w.seq.token_k);
+      const int end = min(w.first_key + C::kBlockK, p_.len_k);
+#pragma unroll 1
+      for (int r = w.first_key + group_; r < end; r += C::kGroups) {
+        uint16_t* const numbers = reinterpret_cast<uint16_t*>(
+            const_cast<char*>(to) + r * static_cast<int64_t>(strides.row_bytes()));
+        for (int i = thread(); i < dim; i += 128) numbers[i] = value;
+      }
+    };
+    fill(p_.grad_key, p_.grad_key_strides, p_.head_dim);
+    fill(p_.grad_value, p_.grad_value_strides, p_.head_dim_v);
+  }
+
+  // f(work) for all works of the CTA.
+  template <class F>
+  __device__ __forceinline__ void for_each_work(const F& f) {
+    Turnstile works;
+#pragma unroll 1
+    for (;; works.next()) {
+      const Slot slot = slots_.work(works.slot);
+      ptx::mbarrier_wait(slot.full, works.parity);
+      const BwdWork& w = reinterpret_cast<const BwdWork*>(shared_ + C::kSmemWorks)[works.slot];
+      if (w.last) break;
+      if (w.tiles == 0) {
+        fill_gradients(w);
+      } else {
+        f(w);
+      }
+      __syncwarp();
+      arrive(slot.empty);
+    }
+  }
+
+  char* const shared_;
+  const uint32_t smem_;
+  const BwdSlots<C> slots_;
+  const HopperBwdParams& p_;
+  const int group_;
+  Ring<C::kStages> ring_;  // of Q and dO
+  int pairs_parity_ = 0;   // of dS
+  int keys_parity_ = 0;    // of K and V
+  bool bad_keys_;          // something in K or V is not finite
+  int first_;              // query of the block
+  bool contain_;
+};
+
+}  // namespace flashmoe::cuda::sm90

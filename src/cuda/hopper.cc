@@ -108,6 +108,9 @@ std::string missing_on_hopper(const AttentionPlan& plan) {
   if (plan.len_k == 0 || plan.len_q == 0) return "there is nothing to attend to";
   const bool backward = p.pass == Pass::kBackward;
   const Geometry g = geometry(p);
+  if (backward && std::max(plan.head_dim, plan.head_dim_v) > 128) {
+    return "has no backward pass for head dims above 128 yet";
+  }
   if (backward && p.ragged) return "has no backward pass of ragged batches yet";
   if (backward && (g.softcap > 0 || !(g.scale > 0))) {
     return "has no backward pass with a softcap yet, nor with a scale of 0 or less";

@@ -105,7 +105,12 @@ std::string missing_on_hopper(const AttentionPlan& plan) {
     return text("is for sm_90 alone, the device is sm_", p.device.compute_capability);
   }
   if (p.bias) return "takes no bias; the sm80 family does";
-  if (plan.len_k == 0 || plan.len_q == 0) return "there is nothing to attend to";
+  if (plan.len_k == 0 || plan.len_q == 0 || plan.batch == 0 || plan.heads_q == 0) {
+    return "there is nothing to attend to";
+  }
+  if (!p.ragged && ceil_div(plan.len_q, 64) * plan.heads_q > kNoLimit / plan.batch) {
+    return text("more than ", kNoLimit, " blocks cannot be counted");
+  }
   const bool backward = p.pass == Pass::kBackward;
   const Geometry g = geometry(p);
   if (backward && std::max(plan.head_dim, plan.head_dim_v) > 128) {

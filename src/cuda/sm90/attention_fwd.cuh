@@ -19,7 +19,7 @@
 // FlashAttention-3's.) P stays in registers. Blocks go from the last to the first, so that those
 // that need a mask come first. With two Q it goes on like this from one work to the next: S of its
 // first block is on its way together with the last O of the work before, which leaves under the
-// products of the other warpgroups. Short sequences need that.
+// products of the other warpgroups.
 #pragma once
 
 #include "cuda/sm90/attention_fwd_rows.cuh"

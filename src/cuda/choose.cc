@@ -605,7 +605,7 @@ Status choose(AttentionPlan& plan) {
     } else {
       if (!std::strcmp(family.name, "sm90")) {
         why = missing_on_hopper(plan);
-        if (why.empty() && !forced) why = chooser.slower_on_hopper();
+        if (why.empty() && !forced && has_family("sm80")) why = chooser.slower_on_hopper();
       }
       if (why.empty()) chosen = chooser.find(family.name, forced_tile, why);
     }

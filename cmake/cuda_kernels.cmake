@@ -20,8 +20,8 @@ set(flashmoe_head_dims_sm90 64 96 128 192 256)
 set(flashmoe_head_dims_sm90_bwd 64 96 128)
 
 target_sources(flashmoe PRIVATE
-  src/cuda/catalogue.cc src/cuda/choose.cc src/cuda/driver.cc src/cuda/hopper.cc src/cuda/launch.cc src/cuda/run.cc
-  src/cuda/tensor_map.cc)
+  src/cuda/catalogue.cc src/cuda/choose.cc src/cuda/choose_bias.cc src/cuda/driver.cc src/cuda/hopper.cc
+  src/cuda/launch.cc src/cuda/run.cc src/cuda/tensor_map.cc)
 target_link_libraries(flashmoe PRIVATE ${CMAKE_DL_LIBS})
 
 if(FLASHMOE_CUDA STREQUAL "OFF")

@@ -11,6 +11,8 @@ namespace flashmoe::cuda {
 // The second and third dimension of a grid are 16-bit.
 inline constexpr int64_t kMaxGridYZ = 65535;
 
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 // Fills in kernel, tile and grid, or says why no kernel of this build can do it and what would
 // work. Asks no device: all it knows of the chip is problem.device.
 Status choose(AttentionPlan& plan);

@@ -13,8 +13,6 @@
 namespace flashmoe::cuda {
 namespace {
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // The tensor as (batch, heads, length, D), as a tensor map wants it: its leading dimensions as one.
 // False where no map describes it, because they lie otherwise or something is broadcast. Ragged, it
 // is (tokens, heads, D).
@@ -43,7 +41,6 @@ bool four_dimensions(const TensorSpec& spec, bool ragged, TensorSpec& four) {
   return four.shape[3] > 0;
 }
 
-// The map of a tensor, copied `rows` rows at a time.
 Status encode(TensorMap& map, const TensorSpec& tensor, const void* data,
               std::span<const int> box) {
   const Result<CUtensorMap> encoded = encode_tensor_map(tensor, data, box);
@@ -51,6 +48,7 @@ Status encode(TensorMap& map, const TensorSpec& tensor, const void* data,
   std::copy(std::begin(encoded.value().opaque), std::end(encoded.value().opaque), map.opaque);
   return {};
 }
+// The map of a tensor, copied `rows` rows of one head at a time.
 Status encode_keys(TensorMap& map, const TensorSpec& spec, const void* data, int64_t rows,
                    bool ragged) {
   TensorSpec four;
@@ -58,7 +56,7 @@ Status encode_keys(TensorMap& map, const TensorSpec& spec, const void* data, int
   const int box[] = {1, 1, static_cast<int>(rows), 64};
   return encode(map, four, data, box);
 }
-// (batch, heads, length, 2^pack, D)
+// The same as (batch, heads, length, 2^pack, D): see HopperFwdParams.
 Status encode_queries(TensorMap& map, const TensorSpec& spec, const void* data, int64_t rows,
                       int pack, bool ragged) {
   TensorSpec four;
@@ -176,7 +174,6 @@ Status run_hopper_forward(const AttentionPlan& plan, const AttentionTensors& t, 
   HopperFwdParams p{};
   fill_problem(p, plan, t, g);
   fill_sign(p, g);
-  p.splits = 1;
   merge_batch(p, {p.query_strides.batch, p.key_strides.batch, p.value_strides.batch,
                   p.out_strides.batch, p.lse_strides.batch, p.key_lengths_strides});
   p.pack = hopper_pack(plan, plan.block_q);

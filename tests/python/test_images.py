@@ -285,15 +285,16 @@ def strange_code(kernel: str, chip: str, opcodes: Counter[str]) -> list[str]:
     products = role in WITH_PRODUCTS or (short and role in FINISH)
     found = [f"has {opcode}" for opcode in some(rf".*(?:{family.foreign})")]
     wanted = [re.escape(prefix) for prefix in family.instructions if products]
-    if CATALOGUE[kernel]["family"] == "sm90":  # the copy engine stores; works are counted
+    hopper = CATALOGUE[kernel]["family"] == "sm90"
+    if hopper:  # the copy engine stores
         wanted += [r"UTMASTG"] if products else []
-        if products:
-            return found + [f"lacks {x}" for x in wanted if not some(x)]
     elif role == "attention_bias_rows":  # which copies 16-bit numbers that may lie anywhere
         wanted.append(r"STG\.E\.U16")
     elif role not in ("attention_combine", BIAS_SUM):  # which write single numbers
         wanted.append(r"STG\.E\.128")
-    if role in BACKWARD and not short:  # four numbers at once from Hopper on
+    if hopper and products:  # tickets are integers; only a backward pass adds numbers
+        found += [f"has {x}" for x in some(SHARED_SUMS + r".*F32") if role in FORWARD]
+    elif role in BACKWARD and not short:  # four numbers at once from Hopper on
         wanted.append(r"REDG?\.E\.ADD\.F32" + (r"x4\b" if chip == "sm_90" else r"\."))
     elif role in BACKWARD:  # tickets are integers
         found += [f"has {opcode}" for opcode in some(SHARED_SUMS + r".*F32")]

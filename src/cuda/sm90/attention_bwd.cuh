@@ -112,8 +112,8 @@ class BwdKeys : BwdGroup<C> {
   __device__ __forceinline__ void issue_pairs(float (&sums)[C::kBlockQ / 2], uint32_t keys,
                                               uint32_t rows) {
     using Wgmma = ptx::Wgmma<C::kBf16, C::kBlockQ>;
-    keys = this->same(keys + group_ * 64 * 128);
-    rows = this->same(rows);
+    keys = same(keys + group_ * 64 * 128);
+    rows = same(rows);
     Wgmma::shared_first(sums, C::Keys::along(C::Keys::descriptor(keys), 0),
                         C::Rows::along(C::Rows::descriptor(rows), 0));
 #pragma unroll
@@ -133,7 +133,7 @@ class BwdKeys : BwdGroup<C> {
   __device__ __forceinline__ void issue_gradient(float (&sums)[C::kDim / 2],
                                                  const uint32_t (&pairs)[C::kBlockQ / 16][4],
                                                  uint32_t rows) {
-    rows = this->same(rows);
+    rows = same(rows);
 #pragma unroll
     for (int step = 0; step < C::kBlockQ / 16; ++step) {
       ptx::Wgmma<C::kBf16, C::kDim>::registers(sums, pairs[step],
@@ -143,9 +143,8 @@ class BwdKeys : BwdGroup<C> {
   }
   // dQ = dS K
   __device__ __forceinline__ void issue_query_gradient() {
-    const uint32_t sdS = this->same(this->pairs_tile() + (kByRows ? group_ * 64 * 128 : 0));
-    const uint32_t sK =
-        this->same(smem() + C::kSmemK + (kByRows ? 0 : group_ * C::Keys::kBlockBytes));
+    const uint32_t sdS = same(this->pairs_tile() + (kByRows ? group_ * 64 * 128 : 0));
+    const uint32_t sK = same(smem() + C::kSmemK + (kByRows ? 0 : group_ * C::Keys::kBlockBytes));
     using Wgmma = ptx::Wgmma<C::kBf16, kN>;
     Wgmma::across_first(dq_, C::Pairs::along(C::Pairs::descriptor(sdS), 0),
                         C::Keys::across(C::Keys::descriptor(sK), 0));

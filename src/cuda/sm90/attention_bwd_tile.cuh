@@ -290,11 +290,6 @@ class BwdGroup {
     if (lane() == 0) ptx::mbarrier_arrive(barrier);
   }
 
-  // What is the same for all threads; so that the compiler knows, too, and computes descriptors
-  // with uniform registers.
-  static __device__ __forceinline__ uint32_t same(uint32_t x) {
-    return __shfl_sync(0xffffffffu, x, 0);
-  }
   __device__ __forceinline__ uint32_t stage_q() const {
     return smem() + C::kSmemQ + ring_.at() * C::Rows::kBytes;
   }

@@ -126,8 +126,8 @@ class FwdRows {
     return static_cast<uint32_t>(ptx::opaque_thread()) % 128;
   }
   __device__ __forceinline__ int warp() const { return thread() >> 5; }
-  // Rows that a thread holds: row() and row() + 8 of the warpgroup's.
   __device__ __forceinline__ int lane() const { return thread() & 31; }
+  // Rows that a thread holds: row() and row() + 8 of the warpgroup's.
   __device__ __forceinline__ int row() const { return warp() * 16 + (lane() >> 2); }
   __device__ __forceinline__ int first_row() const { return work().first_row + group_ * 64; }
   __device__ __forceinline__ const FwdWork& work() const { return *C::work(shared_, works_.at()); }
@@ -156,9 +156,6 @@ class FwdRows {
     __syncwarp();
     if (lane() == 0) ptx::mbarrier_arrive(slot.empty);
   }
-
-  // What is the same for all threads; so that the compiler knows, too.
-  static __device__ __forceinline__ int same(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
   // The next work, or false.
   __device__ __forceinline__ bool take() {

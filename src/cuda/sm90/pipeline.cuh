@@ -45,6 +45,13 @@ class Ring {
   uint32_t turns_;
 };
 
+// What is the same for all threads of a warp; so that the compiler knows, too, and has it in
+// uniform registers.
+template <class Number>
+__device__ __forceinline__ Number same(Number x) {
+  return __shfl_sync(0xffffffffu, x, 0);
+}
+
 // A tile, in blocks of 64 columns, on its way to shared memory: `where` names row, head and so on.
 template <class Tile, class... Where>
 __device__ __forceinline__ void fill(const Slot& slot, uint32_t shared, const TensorMap& map,

@@ -17,7 +17,6 @@ set(flashmoe_chips_sm75 -gencode arch=compute_75,code=sm_75 -gencode arch=comput
 set(flashmoe_head_dims_sm75 16 32 48 64 96 128 192 256)
 set(flashmoe_head_dims_sm80 ${flashmoe_head_dims_sm75})
 set(flashmoe_head_dims_sm90 64 96 128 192 256)
-set(flashmoe_head_dims_sm90_bwd 64 96 128)
 
 target_sources(flashmoe PRIVATE
   src/cuda/catalogue.cc src/cuda/choose.cc src/cuda/choose_bias.cc src/cuda/driver.cc src/cuda/hopper.cc
@@ -109,11 +108,7 @@ foreach(family IN LISTS FLASHMOE_CUDA_FAMILIES)
     get_filename_component(stem ${file} NAME_WE)
     file(STRINGS src/cuda/${family}/${file} by_head_dim REGEX FLASHMOE_HEAD_DIM)
     if(by_head_dim)
-      string(REGEX MATCH bwd pass ${stem})
-      if(NOT DEFINED flashmoe_head_dims_${family}_${pass})
-        set(flashmoe_head_dims_${family}_${pass} ${flashmoe_head_dims_${family}})
-      endif()
-      foreach(head_dim IN LISTS flashmoe_head_dims_${family}_${pass})
+      foreach(head_dim IN LISTS flashmoe_head_dims_${family})
         flashmoe_add_image(${family} ${file} ${family}_${stem}_d${head_dim} -DFLASHMOE_HEAD_DIM=${head_dim})
       endforeach()
     else()

@@ -72,6 +72,9 @@ Status encode_queries(TensorMap& map, const TensorSpec& spec, const void* data, 
   return encode(map, five, data, box);
 }
 
+// What is to stay in the second-level cache, which has room for the rest as well.
+constexpr int64_t kCachedBytes = 32 << 20;
+
 // Heads whose blocks are mixed. Where all blocks see as many keys, none: those of a head follow
 // each other and share its keys. Else their keys and values should leave the second-level cache
 // room for the rest, and their blocks are twice as many as there are CTAs, or a multiple of that:
@@ -79,14 +82,22 @@ Status encode_queries(TensorMap& map, const TensorSpec& spec, const void* data, 
 // many heads, all go together.
 int64_t heads_together(const AttentionPlan& plan, const HopperFwdParams& p) {
   if (p.right >= kNoLimit) return 1;
-  constexpr int64_t kCached = 32 << 20;
   const int64_t bytes = 2 * plan.len_k * (plan.head_dim + plan.head_dim_v);
-  const int64_t cached = std::max<int64_t>(kCached / bytes, 1) * p.group;
+  const int64_t cached = std::max<int64_t>(kCachedBytes / bytes, 1) * p.group;
   const int64_t both_ways = 2 * int64_t{plan.grid[0]};
   const int64_t unit = both_ways / std::gcd(both_ways, int64_t{p.query_blocks});
   const int64_t heads = int64_t{p.heads} * p.batch;
   if (unit > 2 * cached || unit >= heads) return std::max<int64_t>(heads, 1);
   return std::max<int64_t>(cached / unit, 1) * unit;
+}
+
+// Heads whose blocks of keys are mixed: as many as the second-level cache holds Q, dO and sums of
+// dQ of, for each block of keys reads and adds to all of these; and as there are CTAs for.
+int64_t key_heads_together(const AttentionPlan& plan, const HopperBwdParams& p) {
+  const int64_t bytes =
+      p.group * plan.len_q * (2 * plan.head_dim + 2 * plan.head_dim_v + 4 * p.dim);
+  const int64_t cached = kCachedBytes / std::max<int64_t>(bytes, 1);
+  return std::max(cached, ceil_div(plan.grid[0], p.key_blocks));
 }
 
 // Of a ragged batch: the list of its blocks, and how many were given out.
@@ -111,9 +122,6 @@ std::string missing_on_hopper(const AttentionPlan& plan) {
   }
   const bool backward = p.pass == Pass::kBackward;
   const Geometry g = geometry(p);
-  if (backward && std::max(plan.head_dim, plan.head_dim_v) > 128) {
-    return "has no backward pass for head dims above 128 yet";
-  }
   if (backward && p.ragged) return "has no backward pass of ragged batches yet";
   if (backward && (g.softcap > 0 || !(g.scale > 0))) {
     return "has no backward pass with a softcap yet, nor with a scale of 0 or less";
@@ -213,6 +221,7 @@ Status fill_hopper_backward(HopperBwdParams& p, const AttentionPlan& plan,
                             const AttentionTensors& t) {
   const AttentionProblem& problem = plan.problem;
   p.key_blocks = static_cast<int32_t>(ceil_div(plan.len_k, plan.block_k));
+  p.heads_together = static_cast<int32_t>(key_heads_together(plan, p));
   Status status = encode_keys(p.query_map, problem.query, t.query, plan.block_q, false);
   if (status.ok()) status = encode_keys(p.key_map, problem.key, t.key, plan.block_k, false);
   if (status.ok()) status = encode_keys(p.value_map, problem.value, t.value, plan.block_k, false);

@@ -229,8 +229,10 @@ HOPPER_CALLS = [
     Call(96, (3, 3), (200, 200), lead=(2,), options=CAUSAL),
     Call(128, (3, 3), (300, 300), lead=(9,), options={"window": (50, 7)}),
     Call(128, (2, 1), (70, 200), lead=(3,), key_lengths=(0, 129, 200)),
-    Call(192, (2, 2), (65, 113), layout=rows_apart, options=CAUSAL, needs=""),
-    Call(256, (2, 1), (130, 70), dv=200, needs=""),
+    Call(192, (2, 2), (65, 113), layout=rows_apart, options=CAUSAL),
+    Call(192, (2, 1), (150, 200), options={"window": (-1, 30)}),
+    Call(256, (2, 1), (130, 70), dv=200),
+    Call(256, (4, 2), (200, 200), options=CAUSAL),
     Call(128, (16, 2), (5, 300), options=CAUSAL, needs=""),  # heads in a tile
     Call(64, (2, 1), (100, 200), options={"softcap": 3.0}, needs=""),
     Call(64, (2, 1), ragged=SEQUENCES, options=CAUSAL, needs=""),

@@ -21,9 +21,12 @@
 // block of keys stores, so that the sums need no zeros, and the others wait for it; or for their
 // turn, where sums are deterministic (see find_work()). A first kernel (any/attention_rows.cuh)
 // makes lse and delta, a last one (attention_bwd_rows.cuh) rounds dQ.
+//
+// Head dims above 128: attention_bwd_wide.cuh.
 #pragma once
 
 #include "cuda/sm90/attention_bwd_tile.cuh"
+#include "cuda/sm90/attention_bwd_wide.cuh"
 
 namespace flashmoe::cuda::sm90 {
 
@@ -354,18 +357,31 @@ __device__ __forceinline__ void attention_bwd(const HopperBwdParams& p) {
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const BwdSlots<C> slots{smem + C::kSmemBarriers};
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
-  if (threadIdx.x == 0) slots.init();
+  const int helpers = !C::kWide || p.grad_query_sums ? C::kParts : 0;
+  if (threadIdx.x == 0) slots.init(helpers);
   __syncthreads();  // the barriers are there
   if (group == 0) {
     ptx::setmaxnreg_dec<C::kLoaderRegisters>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (threadIdx.x % 32 != 0) return;
     if (warp == 0) load_all<C>(shared, slots, p);
-    if (warp > 0 && warp <= C::kGroups) store_all<C>(shared, slots, warp - 1, p);
+    if (warp > 0 && warp <= helpers) {
+      if constexpr (C::kWide) {
+        keep_turns<C>(shared, slots, p);
+      } else {
+        store_all<C>(shared, slots, warp - 1, p);
+      }
+    }
     return;
   }
   ptx::setmaxnreg_inc<C::kRegisters>();
-  BwdKeys<C>(shared, slots, group - 1, p).run();
+  if constexpr (!C::kWide) {
+    BwdKeys<C>(shared, slots, group - 1, p).run();
+  } else if (group == 1) {
+    BwdWide<C, true>(shared, slots, 0, p).run();
+  } else {
+    BwdWide<C, false>(shared, slots, 1, p).run();
+  }
 }
 
 }  // namespace flashmoe::cuda::sm90

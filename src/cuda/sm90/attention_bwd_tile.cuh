@@ -37,9 +37,11 @@ struct BwdConfig {
   using Type = T;
   static constexpr bool kBf16 = std::is_same_v<T, Bf16>;
   static constexpr HopperBwdTile kTile = kTile_;
+  static constexpr bool kWide = kTile.wide();
   static constexpr int kDim = kTile.head_dim, kSumDim = kTile.sum_dim(), kStages = kTile.kStages;
   static constexpr int kBlockQ = kTile.block_q, kBlockK = kTile.block_k;
-  static constexpr int kGroups = 2;  // warpgroups that compute
+  static constexpr int kGroups = 2;                   // warpgroups that compute
+  static constexpr int kParts = kWide ? 1 : kGroups;  // of dQ
   using Rows = Tile<kBlockQ, kDim>;
   using Keys = Tile<kBlockK, kDim>;
   using Pairs = Tile<kBlockQ, kBlockK>;  // dS
@@ -52,15 +54,17 @@ struct BwdConfig {
   static constexpr uint32_t kSmemQ = kSmemV + Keys::kBytes;
   static constexpr uint32_t kSmemGradOut = kSmemQ + kStages * Rows::kBytes;
   static constexpr uint32_t kSmemPairs = kSmemGradOut + kStages * Rows::kBytes;
-  static constexpr uint32_t kSmemSums = kSmemPairs + 2 * Pairs::kBytes;
-  static constexpr uint32_t kSmemTerms = kSmemSums + kBlockQ * kSumDim * 4;
+  static constexpr uint32_t kSmemSums = kSmemPairs + 2 * Pairs::kBytes;  // or P
+  static constexpr uint32_t kSmemTerms =
+      kSmemSums + (kWide ? Pairs::kBytes : kBlockQ * kSumDim * 4);
   static constexpr uint32_t kSmemWorks = kSmemTerms + kStages * kTermBytes;
   static constexpr uint32_t kSmemBarriers = kSmemWorks + 2 * sizeof(BwdWork);
   static_assert(kSmemWorks + kBwdControlBytes == kTile.shared_bytes());
   static_assert(kTile.shared_bytes() <= 227 * 1024);
   static_assert(2 * sizeof(BwdWork) + 22 * 8 <= kBwdControlBytes);
-  static_assert(kBlockK == 64 * kGroups && kBlockQ * kSumDim * 4 == kGroups * kSumBytes);
-  static_assert(Grads::kBytes <= kSumBytes);
+  static_assert(kWide ? kBlockQ == 64 && kBlockK == 64 : kBlockK == 64 * kGroups);
+  static_assert(kWide || kBlockQ * kSumDim * 4 == kGroups * kSumBytes);
+  static_assert(kWide || Grads::kBytes <= kSumBytes);
   static_assert(Keys::kBytes % 1024 == 0 && Rows::kBytes % 1024 == 0 && Pairs::kBytes % 1024 == 0);
   // An SM has 65,536 registers; what the first warpgroup gives away the others share.
   static constexpr int kLoaderRegisters = 24, kRegisters = 240;
@@ -77,24 +81,27 @@ struct BwdSlots {
   __device__ __forceinline__ Slot q(int stage) const { return at(4 + stage); }
   __device__ __forceinline__ Slot grad_out(int stage) const { return at(6 + stage); }
   __device__ __forceinline__ Slot sums(int group) const { return at(8 + group); }
-  // dS of a block is written.
+  // dS of a block is written; P, of wide tiles.
   __device__ __forceinline__ uint32_t pairs() const { return barriers + 16 * 10; }
+  __device__ __forceinline__ uint32_t probabilities() const { return barriers + 16 * 10 + 8; }
 
-  __device__ __forceinline__ void init() const {
+  // `helpers`: threads beside the loading one that look at works.
+  __device__ __forceinline__ void init(int helpers) const {
     const auto init = [](const Slot& slot, int full, int empty) {
       ptx::mbarrier_init(slot.full, full);
       ptx::mbarrier_init(slot.empty, empty);
     };
     constexpr int kEveryone = C::kGroups * kWarps;
     for (int i = 0; i < 2; ++i) {
-      init(work(i), 1, kEveryone + C::kGroups);  // with the storing threads
+      init(work(i), 1, kEveryone + helpers);
       init(q(i), 1, kEveryone);
       init(grad_out(i), 1, kEveryone);
       init(sums(i), kWarps, 1);
     }
     init(k(), 1, kEveryone);
-    init(v(), 1, kEveryone);
-    ptx::mbarrier_init(pairs(), kEveryone);
+    init(v(), 1, C::kWide ? kWarps : kEveryone);
+    ptx::mbarrier_init(pairs(), C::kWide ? kWarps : kEveryone);
+    ptx::mbarrier_init(probabilities(), kWarps);
     ptx::fence_mbarrier_init();
   }
 
@@ -121,21 +128,14 @@ struct Turnstile {
 //   so is behind by as much as it takes to hand on the sums, once, when it begins. (From the first
 //   to the last it would be ahead of those that it waits for.) Blocks of keys that most queries see
 //   go first, which is good for the end as well.
-// - Heads go together, so that only about kBeside blocks of one head are worked on at a time. The
-//   more, the longer the last of them waits in the beginning; the fewer, the less they share of
-//   what is in L2.
+// - Heads go together, as few as the second-level cache holds: see heads_together() on the host.
 // - A ticket is taken when the loads of the work before are all on their way, no earlier: who waits
 //   for a work that lies behind another one waits for both.
-inline constexpr int kBeside = 4;
-
 template <class C>
 __device__ __forceinline__ void find_work(BwdWork& w, int number, const HopperBwdParams& p) {
   w.last = number >= p.works;
   if (w.last) return;
-  // Heads in groups as large as each other, but for the last.
-  const int heads = p.works / p.key_blocks;
-  const int groups = max(heads * kBeside / static_cast<int>(gridDim.x), 1);
-  const int together = (heads + groups - 1) / groups;
+  const int heads = p.works / p.key_blocks, together = p.heads_together;
   const int first_head = number / (together * p.key_blocks) * together;
   const int these = min(together, heads - first_head);
   number -= first_head * p.key_blocks;
@@ -244,10 +244,10 @@ struct Turn {
     turn = p.turns + row / C::kBlockQ;
     // All blocks of keys from the first that a row of the block sees.
     const int begin = w.seq.begin(first, p) / C::kBlockK, block = w.first_key / C::kBlockK;
-    parts_before = C::kGroups * (block - begin);
+    parts_before = C::kParts * (block - begin);
     stores = parts_before == 0;
     passes_on = p.deterministic || stores;
-    if (!p.deterministic) parts_before = min(parts_before, C::kGroups);
+    if (!p.deterministic) parts_before = min(parts_before, C::kParts);
   }
   __device__ __forceinline__ void wait() const {
     if (parts_before == 0) return;

@@ -30,6 +30,7 @@ struct HopperBwdParams : AttentionBwdParams {
   // read lies beyond their end. Maps of gradients that are not wanted are never looked at.
   TensorMap query_map, key_map, value_map, grad_out_map, grad_key_map, grad_value_map;
   int32_t key_blocks, works;
+  int32_t heads_together;  // (batch, key head) whose blocks follow each other
 };
 
 }  // namespace flashmoe::cuda

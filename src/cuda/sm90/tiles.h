@@ -39,12 +39,16 @@ struct HopperBwdTile {
 
   static constexpr int kStages = 2;                  // of Q and dO
   constexpr int threads() const { return 3 * 128; }  // two warpgroups compute
+  // Whether the sums of 64 keys are too many for a warpgroup: one has dV then, the other dK.
+  constexpr bool wide() const { return head_dim > 128; }
   // Columns of the sums of dQ: whole blocks of 64.
   constexpr int sum_dim() const { return (head_dim + 63) / 64 * 64; }
-  // K and V, the stages of Q and dO with lse and delta, dS twice, and dQ on its way out.
+  // K and V, the stages of Q and dO with lse and delta, dS twice, and dQ on its way out or, of wide
+  // tiles, P.
   constexpr int shared_bytes() const {
-    return (2 * block_k + 2 * kStages * block_q) * sum_dim() * 2 + 2 * block_q * block_k * 2 +
-           block_q * sum_dim() * 4 + kStages * block_q * 8 + kBwdControlBytes;
+    const int pairs = block_q * block_k * 2;
+    return (2 * block_k + 2 * kStages * block_q) * sum_dim() * 2 + 2 * pairs +
+           (wide() ? pairs : block_q * sum_dim() * 4) + kStages * block_q * 8 + kBwdControlBytes;
   }
 };
 

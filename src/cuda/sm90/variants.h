@@ -37,12 +37,17 @@
 
 // X(head_dim, block_q, block_k)
 //
-// As many queries as registers allow beside dK and dV of 64 keys. Above D = 128 there is none yet.
+// As many queries as registers allow beside dK and dV of 64 keys; above D = 128 a warpgroup has one
+// of the two.
 #define FLASHMOE_SM90_ATTENTION_BWD_64(X) X(64, 128, 128)
 #define FLASHMOE_SM90_ATTENTION_BWD_96(X) X(96, 64, 128)
 #define FLASHMOE_SM90_ATTENTION_BWD_128(X) X(128, 64, 128)
+#define FLASHMOE_SM90_ATTENTION_BWD_192(X) X(192, 64, 64)
+#define FLASHMOE_SM90_ATTENTION_BWD_256(X) X(256, 64, 64)
 
 #define FLASHMOE_SM90_ATTENTION_BWD(X) \
   FLASHMOE_SM90_ATTENTION_BWD_64(X)    \
   FLASHMOE_SM90_ATTENTION_BWD_96(X)    \
-  FLASHMOE_SM90_ATTENTION_BWD_128(X)
+  FLASHMOE_SM90_ATTENTION_BWD_128(X)   \
+  FLASHMOE_SM90_ATTENTION_BWD_192(X)   \
+  FLASHMOE_SM90_ATTENTION_BWD_256(X)

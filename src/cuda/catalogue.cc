@@ -116,7 +116,9 @@ std::vector<Kernel> list_kernels() {
 #define SM90_FWD(...) TILED(kForward, "fwd", "fwd", HopperFwdTile, "sm90", __VA_ARGS__, false)
 #define SM90_FWD_ANY(...) \
   TILED(kForward, "fwd_any", "fwd", HopperFwdTile, "sm90", __VA_ARGS__, true)
-#define SM90_BWD(...) TILED(kBackward, "bwd", "bwd", HopperBwdTile, "sm90", __VA_ARGS__)
+#define SM90_BWD(...) TILED(kBackward, "bwd", "bwd", HopperBwdTile, "sm90", __VA_ARGS__, false)
+#define SM90_BWD_ANY(...) \
+  TILED(kBackward, "bwd_any", "bwd", HopperBwdTile, "sm90", __VA_ARGS__, true)
 #define SM90_ROWS(TYPE, DTYPE)                                                               \
   list.add("sm90", DTYPE, "sm90_attention_rows_" TYPE, "sm90_attention_ragged_blocks_" TYPE, \
            Role::kRaggedBlocks);                                                             \
@@ -126,6 +128,8 @@ std::vector<Kernel> list_kernels() {
            Role::kFinish);
 #define SM90_FP16_BWD(...) SM90_BWD("fp16", DType::kFloat16, __VA_ARGS__)
 #define SM90_BF16_BWD(...) SM90_BWD("bf16", DType::kBFloat16, __VA_ARGS__)
+#define SM90_FP16_BWD_ANY(...) SM90_BWD_ANY("fp16", DType::kFloat16, __VA_ARGS__)
+#define SM90_BF16_BWD_ANY(...) SM90_BWD_ANY("bf16", DType::kBFloat16, __VA_ARGS__)
 #define SM90_FP16_FWD(...) SM90_FWD("fp16", DType::kFloat16, __VA_ARGS__)
 #define SM90_BF16_FWD(...) SM90_FWD("bf16", DType::kBFloat16, __VA_ARGS__)
 #define SM90_FP16_FWD_ANY(...) SM90_FWD_ANY("fp16", DType::kFloat16, __VA_ARGS__)
@@ -154,6 +158,8 @@ std::vector<Kernel> list_kernels() {
   FLASHMOE_SM90_ATTENTION_FWD_ANY(SM90_BF16_FWD_ANY)
   FLASHMOE_SM90_ATTENTION_BWD(SM90_FP16_BWD)
   FLASHMOE_SM90_ATTENTION_BWD(SM90_BF16_BWD)
+  FLASHMOE_SM90_ATTENTION_BWD_ANY(SM90_FP16_BWD_ANY)
+  FLASHMOE_SM90_ATTENTION_BWD_ANY(SM90_BF16_BWD_ANY)
   SM90_ROWS("fp16", DType::kFloat16)
   SM90_ROWS("bf16", DType::kBFloat16)
   FLASHMOE_SM80_ATTENTION_FWD(SM80_FP16_FWD)

@@ -133,6 +133,7 @@ class Chooser {
     const Geometry g = geometry(p);
     const bool any_score = g.softcap > 0 || !(g.scale > 0);
     int bucket = 0;
+    bool plain = false;  // there is a kernel that does not take such scores
     std::string tiles;
     const Kernel *chosen = nullptr, *roomy = nullptr;
     std::string too_roomy;
@@ -141,17 +142,19 @@ class Chooser {
           k.head_dim < dim || (bucket && k.head_dim != bucket)) {
         continue;
       }
+      if (any_score && !k.any_score) {
+        if (!plain) pass_over(k.id.name, "takes no softcap, and no scale of 0 or less");
+        plain = true;
+        continue;
+      }
       bucket = k.head_dim;
       tiles += text(tiles.empty() ? "" : ", ", k.block_q, "x", k.block_k);
       if (chosen) continue;
       if (forced) {
-        const bool same = k.block_q == forced->block_q && k.block_k == forced->block_k;
-        if (same && (k.any_score || !any_score)) chosen = &k;
+        if (k.block_q == forced->block_q && k.block_k == forced->block_k) chosen = &k;
         continue;
       }
-      if (any_score && !k.any_score) {
-        pass_over(k.id.name, "takes no softcap, and no scale of 0 or less");
-      } else if (k.for_short != short_sequences) {
+      if (k.for_short != short_sequences) {
         pass_over(k.id.name, short_sequences
                                  ? "made for longer sequences"
                                  : "made for many sequences of at most a few dozen tokens");
@@ -292,10 +295,15 @@ class Chooser {
     return {};
   }
 
-  // Three warpgroups have 1.2 times the speed of two, on rows that fill both.
+  // Three warpgroups have 1.2 times the speed of two, on rows that fill both, once there are enough
+  // blocks of keys: more of these at D = 96, and where a causal mask leaves half of them.
   std::string too_large_on_hopper(const Kernel& k) const {
-    constexpr int64_t kSmaller = 128;
+    constexpr int64_t kSmaller = 128, kShort = 1024;
     if (k.block_q <= kSmaller) return {};
+    const bool causal = geometry(plan_.problem).right >= 0;
+    if (length() <= kShort && (causal || k.head_dim > 64)) {
+      return text("tiles of ", kSmaller, " rows are faster for up to ", kShort, " tokens");
+    }
     const auto tokens = [&](int64_t block) {
       const int pack = hopper_pack(plan_, block);
       const int64_t rows = plan_.problem.ragged ? cuda::rows(plan_) : plan_.len_q << pack;

@@ -76,10 +76,11 @@ Status encode_queries(TensorMap& map, const TensorSpec& spec, const void* data, 
 constexpr int64_t kCachedBytes = 32 << 20;
 
 // Heads whose blocks are mixed. Where all blocks see as many keys, none: those of a head follow
-// each other and share its keys. Else their keys and values should leave the second-level cache
-// room for the rest, and their blocks are twice as many as there are CTAs, or a multiple of that:
-// each CTA goes forth and back through them, and has as much as the others. Where that would be too
-// many heads, all go together.
+// each other and share its keys. Else each CTA goes forth and back through the blocks, the longest
+// first, and has as much as the others after `unit` heads. These are mixed, or a multiple of them,
+// as far as the second-level cache holds their keys and values and has room for the rest; if it
+// does not, none are, and longer and shorter blocks come out even over all heads. But where there
+// are too few for that, all are: then many CTAs read the same keys at the same time.
 int64_t heads_together(const AttentionPlan& plan, const HopperFwdParams& p) {
   if (p.right >= kNoLimit) return 1;
   const int64_t bytes = 2 * plan.len_k * (plan.head_dim + plan.head_dim_v);
@@ -87,8 +88,8 @@ int64_t heads_together(const AttentionPlan& plan, const HopperFwdParams& p) {
   const int64_t both_ways = 2 * int64_t{plan.grid[0]};
   const int64_t unit = both_ways / std::gcd(both_ways, int64_t{p.query_blocks});
   const int64_t heads = int64_t{p.heads} * p.batch;
-  if (unit > 2 * cached || unit >= heads) return std::max<int64_t>(heads, 1);
-  return std::max<int64_t>(cached / unit, 1) * unit;
+  if (8 * unit > 9 * heads) return std::max<int64_t>(heads, 1);
+  return unit > cached ? 1 : cached / unit * unit;
 }
 
 // Heads whose blocks of keys are mixed: as many as the second-level cache holds Q, dO and sums of
@@ -121,11 +122,6 @@ std::string missing_on_hopper(const AttentionPlan& plan) {
     return text("more than ", kNoLimit, " blocks cannot be counted");
   }
   const bool backward = p.pass == Pass::kBackward;
-  const Geometry g = geometry(p);
-  if (backward && p.ragged) return "has no backward pass of ragged batches yet";
-  if (backward && (g.softcap > 0 || !(g.scale > 0))) {
-    return "has no backward pass with a softcap yet, nor with a scale of 0 or less";
-  }
   const auto maybe = [](const std::optional<TensorSpec>& spec) { return spec ? &*spec : nullptr; };
   const std::pair<const char*, const TensorSpec*> tensors[] = {{"query", &p.query},
                                                                {"key", &p.key},
@@ -212,7 +208,10 @@ Status run_hopper_forward(const AttentionPlan& plan, const AttentionTensors& t, 
 }
 
 void cut_hopper_backward(AttentionPlan& plan, int64_t multiprocessors) {
-  plan.work_items = ceil_div(plan.len_k, plan.block_k) * plan.heads_k * plan.batch;
+  const AttentionProblem& p = plan.problem;
+  const int64_t blocks = p.ragged ? ragged_slots(p.key.shape[0], plan.block_k, plan.batch)
+                                  : ceil_div(plan.len_k, plan.block_k) * plan.batch;
+  plan.work_items = blocks * plan.heads_k;
   plan.grid[0] = static_cast<uint32_t>(std::min(plan.work_items, multiprocessors));
   plan.grid[1] = plan.grid[2] = 1;
 }
@@ -220,21 +219,28 @@ void cut_hopper_backward(AttentionPlan& plan, int64_t multiprocessors) {
 Status fill_hopper_backward(HopperBwdParams& p, const AttentionPlan& plan,
                             const AttentionTensors& t) {
   const AttentionProblem& problem = plan.problem;
-  p.key_blocks = static_cast<int32_t>(ceil_div(plan.len_k, plan.block_k));
+  const bool ragged = problem.ragged.has_value();
+  p.key_blocks =
+      static_cast<int32_t>(ragged ? ragged_slots(problem.key.shape[0], plan.block_k, plan.batch)
+                                  : ceil_div(plan.len_k, plan.block_k));
   p.heads_together = static_cast<int32_t>(key_heads_together(plan, p));
-  Status status = encode_keys(p.query_map, problem.query, t.query, plan.block_q, false);
-  if (status.ok()) status = encode_keys(p.key_map, problem.key, t.key, plan.block_k, false);
-  if (status.ok()) status = encode_keys(p.value_map, problem.value, t.value, plan.block_k, false);
+  p.tokens_q = problem.query.shape[0];
+  const auto map = [&](TensorMap& map, const TensorSpec& spec, const void* data, int64_t rows) {
+    return encode_keys(map, spec, data, rows, ragged);
+  };
+  Status status = map(p.query_map, problem.query, t.query, plan.block_q);
+  if (status.ok()) status = map(p.key_map, problem.key, t.key, plan.block_k);
+  if (status.ok()) status = map(p.value_map, problem.value, t.value, plan.block_k);
   p.grad_out_map = p.query_map;
-  // Gradients by each warpgroup.
   if (status.ok() && p.grad_out) {
-    status = encode_keys(p.grad_out_map, *problem.grad_out, t.grad_out, plan.block_q, false);
+    status = map(p.grad_out_map, *problem.grad_out, t.grad_out, plan.block_q);
   }
+  // Gradients by each warpgroup.
   if (status.ok() && p.grad_key) {
-    status = encode_keys(p.grad_key_map, *problem.grad_key, t.grad_key, 64, false);
+    status = map(p.grad_key_map, *problem.grad_key, t.grad_key, 64);
   }
   if (status.ok() && p.grad_value) {
-    status = encode_keys(p.grad_value_map, *problem.grad_value, t.grad_value, 64, false);
+    status = map(p.grad_value_map, *problem.grad_value, t.grad_value, 64);
   }
   return status;
 }

@@ -409,6 +409,7 @@ Status run_backward(const AttentionPlan& plan, const AttentionTensors& t, void* 
   // Without queries the preparing kernel does not run, and nobody adds.
   p.deterministic = problem.deterministic && sums && plan.len_q > 0;
 
+  const bool on_hopper = plan.family == "sm90";
   p.prepare_heads = 1;
   const int64_t head_rounds = problem.ragged ? plan.rounds : 1;
   const uint32_t heads_q = static_cast<uint32_t>(plan.heads_q / head_rounds);  // of a round
@@ -421,7 +422,7 @@ Status run_backward(const AttentionPlan& plan, const AttentionTensors& t, void* 
                         .slots = static_cast<int32_t>(slots),
                         .block = static_cast<int32_t>(block),
                         .of_keys = of_keys,
-                        .descending = of_keys && p.right < kNoLimit};
+                        .descending = of_keys && p.right < kNoLimit && !on_hopper};
     };
     std::vector<RaggedList> lists = {list(w.key_blocks, w.key_slots, plan.block_k, true),
                                      list(w.query_blocks, w.query_slots, plan.block_q, false)};
@@ -437,12 +438,12 @@ Status run_backward(const AttentionPlan& plan, const AttentionTensors& t, void* 
     rows_grid[0] = static_cast<uint32_t>(w.query_slots) * heads_q;
     rows_grid[1] = 1;
     // Heads lie side by side: the preparing kernel takes a few at once.
-    while (p.prepare_heads < 8 && heads_q % (2 * p.prepare_heads) == 0) p.prepare_heads *= 2;
+    const uint32_t most = on_hopper ? 1 : 8;
+    while (p.prepare_heads < most && heads_q % (2 * p.prepare_heads) == 0) p.prepare_heads *= 2;
   }
   const bool sums_bias = problem.grad_bias && shares_bias(plan);
   if (problem.grad_bias && !sums_bias) p.grad_bias = t.grad_bias;
   const PairsCopy pairs(plan, launch, at(w.bias_pairs));
-  const bool on_hopper = plan.family == "sm90";
   if (on_hopper) {
     if (Status status = fill_hopper_backward(hopper, plan, t); !status.ok()) return status;
   }
@@ -455,14 +456,14 @@ Status run_backward(const AttentionPlan& plan, const AttentionTensors& t, void* 
     p.row_terms = reinterpret_cast<float*>(at(w.row_terms)) - before;
     Status status = in_rounds(plan, p, [&](uint32_t count) {
       const uint32_t rows[3] = {rows_grid[0], rows_grid[1], count};
-      Status part = launch_part(plan.before.back(), {rows[0] / p.prepare_heads, rows[1], rows[2]},
-                                plan, launch, p);
-      if (part.ok() && on_hopper) {
-        hopper.works = hopper.key_blocks * p.heads * static_cast<int32_t>(count);
-        part = launch_part(plan.kernel, {plan.grid[0], 1, 1}, plan, launch, hopper);
-      } else if (part.ok()) {
-        part = launch_part(plan.kernel, {plan.grid[0], plan.grid[1], count}, plan, launch, p);
-      }
+      const auto launch_both = [&](const auto& params, const uint32_t(&grid)[3]) {
+        const uint32_t before[] = {rows[0] / p.prepare_heads, rows[1], rows[2]};
+        Status status = launch_part(plan.before.back(), before, plan, launch, params);
+        return status.ok() ? launch_part(plan.kernel, grid, plan, launch, params) : status;
+      };
+      hopper.works = hopper.key_blocks * p.heads * static_cast<int32_t>(count);
+      Status part = on_hopper ? launch_both(hopper, {plan.grid[0], 1, 1})
+                              : launch_both(p, {plan.grid[0], plan.grid[1], count});
       if (part.ok() && finishes(plan)) part = launch_part(plan.after[0], rows, plan, launch, p);
       return part;
     });

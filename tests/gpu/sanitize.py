@@ -234,9 +234,11 @@ HOPPER_CALLS = [
     Call(256, (2, 1), (130, 70), dv=200),
     Call(256, (4, 2), (200, 200), options=CAUSAL),
     Call(128, (16, 2), (5, 300), options=CAUSAL, needs=""),  # heads in a tile
-    Call(64, (2, 1), (100, 200), options={"softcap": 3.0}, needs=""),
-    Call(64, (2, 1), ragged=SEQUENCES, options=CAUSAL, needs=""),
-    Call(256, (2, 2), ragged=SEQUENCES, dv=100, needs=""),
+    Call(64, (2, 1), (100, 200), options={"softcap": 3.0}),
+    Call(200, (2, 1), (100, 200), options={"softcap": 3.0, "causal": True}),
+    Call(64, (2, 1), ragged=SEQUENCES, options=CAUSAL),
+    Call(128, (2, 2), ragged=SEQUENCES),
+    Call(256, (2, 2), ragged=SEQUENCES, dv=100),
 ]
 
 

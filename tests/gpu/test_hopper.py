@@ -292,17 +292,71 @@ def test_gradients_contain_what_a_mask_hides(d, which, dtype):
     assert check_containment(clean, dirty, bits=False)
 
 
-@pytest.mark.parametrize(
-    "options, why",
-    [
-        ({"bias": True}, "bias"),
-        ({"backward": True, "softcap": 5.0}, "softcap"),
-        ({"backward": True, "scale": -1.0}, "scale"),
-    ],
-)
-def test_what_it_cannot_do_is_refused(options, why, dtype):
+@every_option
+@pytest.mark.parametrize("d", HEAD_DIMS)
+def test_gradients_with_options(option, d, dtype):
+    shape = {"d": d, "dtype": dtype, "options": OPTIONS[option]}
+    for n, m in ((300, 300), (130, 700)):
+        check_case(dense(n, m, lead=(2,), hq=4, hk=2, **shape))
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_gradients_with_a_softcap_contain_what_a_mask_hides(d, dtype):
+    options = {"causal": True, "softcap": 2.0}
+    clean = dense(300, d=d, dtype=dtype, hq=2, hk=1, options=options)
+    dirty = replace(clean, v=put(clean.v, (0, 0, 170, 3), nan))
+    assert check_containment(clean, dirty, bits=False)
+
+
+@either_way
+@every_mask
+@pytest.mark.parametrize("d", HEAD_DIMS)
+@pytest.mark.parametrize("lengths", RAGGED)
+def test_gradients_of_ragged_batches(lengths, d, causal, deterministic, dtype):
+    shape = {"d": d, "dtype": dtype, "hq": 4, "hk": 2, "deterministic": deterministic}
+    check_case(ragged(RAGGED[lengths], options={"causal": causal}, **shape))
+    check_case(ragged(RAGGED[lengths], rest=(70, 9), options={"causal": causal}, **shape))
+
+
+@every_option
+def test_gradients_of_ragged_batches_with_options(option, dtype):
+    options = OPTIONS[option]
+    check_case(ragged(RAGGED["cross"], options=options, d=128, dtype=dtype))
+    check_case(ragged(RAGGED["edges"], options=options, d=40, dv=23, dtype=dtype))
+    check_case(ragged(RAGGED["edges"], options=options, d=200, dtype=dtype, hq=2, hk=1))
+
+
+@either_way
+def test_gradients_of_more_ragged_work_than_sms(deterministic, dtype):
+    lengths = tuple((100 + 37 * i % 900, 100 + 37 * i % 900) for i in range(30))
+    shape = {"dtype": dtype, "hq": 8, "hk": 4, "deterministic": deterministic}
+    for d in (64, 128, 256):
+        check_case(ragged(lengths, d=d, options={"causal": True}, **shape))
+
+
+@pytest.mark.parametrize("value", [nan, inf])
+@pytest.mark.parametrize("which", ["q", "k", "v", "grad_out"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_gradients_of_other_sequences_stay_clean(d, which, value, dtype):
+    """What one sequence holds does not reach those before and after it, in the same tiles."""
+    shape = {"d": d, "dtype": dtype, "hq": 2, "hk": 1, "grad_lse": False}
+    clean = ragged(((70, 70), (50, 50), (90, 90)), options={}, **shape)
+    bad = put(getattr(clean, which), (slice(70, 120),), value)
+    want, got = results(clean), results(replace(clean, **{which: bad}))
+    for name in ("dq", "dk", "dv"):
+        for part in (slice(0, 70), slice(120, 210)):
+            close(got[name][part], want[name][part])
+    assert not got["dq"][70:120].isfinite().all()
+
+
+def test_gradients_of_wrong_cumulative_lengths_are_nan(dtype):
+    case = ragged(((200, 200), (100, 100)), dtype=dtype, grad_lse=False)
+    case.cu_k[1] += 7  # longer than stated
+    got = results(replace(case, max_k=200))
+    assert got["dq"][:200].isnan().all() and got["dk"][:200].isnan().all()
+
+
+def test_what_it_cannot_do_is_refused(dtype):
     q, k, v = qkv(100, dtype=dtype)
-    if "bias" in options:
-        options = {"bias": torch.zeros(100, 100, dtype=dtype, device=q.device)}
-    with pytest.raises(RuntimeError, match=rf"(?s)sm90: .*{why}"):
-        fm.explain(q, k, v, **options)
+    with pytest.raises(RuntimeError, match=r"(?s)sm90: .*bias"):
+        fm.explain(q, k, v, bias=torch.zeros(100, 100, dtype=dtype, device=q.device))

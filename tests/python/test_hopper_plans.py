@@ -49,6 +49,9 @@ def test_so_do_their_gradients(dtype):
             assert plan["after"] == [f"sm90_attention_bwd_finish_{dtype}"]
             assert plan["grid"] == (132, 1, 1)
             assert ("not bitwise reproducible" in text) != deterministic
+        capped = kernel_of(*problem(dtype, d, **LONG), backward=True, softcap=30.0)
+        assert capped["family"] == "sm90" and "_bwd_any_" in capped["name"]
+        assert capped["head_dim"] == {64: 96, 128: 192}.get(d, d)
 
 
 def test_each_bucket_has_the_next_larger_dims(monkeypatch):
@@ -94,16 +97,15 @@ def test_ragged_batches():
     assert CATALOGUE[plan["kernel"]]["family"] == "sm90"
     assert plan["before"] == ["sm90_attention_ragged_blocks_fp16"]
     assert plan["grid"] == (132, 1, 1)
+    plan = told(fm.explain(*tensors, **options, backward=True, **H200))
+    assert CATALOGUE[plan["kernel"]]["family"] == "sm90"
+    assert plan["grid"] == (132, 1, 1)
 
 
 @pytest.mark.parametrize(
     "why, tensors, options",
     [
         ("takes no bias; the sm80 family does", problem(), {"bias": spec(300, 517)}),
-        ("has no backward pass with a softcap yet", problem(), {"backward": True, "softcap": 3.0}),
-        ("has no backward pass with a softcap yet", problem(), {"backward": True, "scale": -1.0}),
-        ("has no backward pass of ragged batches yet", ragged()[0],
-         ragged()[1] | {"backward": True}),
         ("there is nothing to attend to", problem(m=0), {}),
         ("there is nothing to attend to", problem(batch=0), {}),
         ("more than 1073741824 blocks cannot be counted",

@@ -294,6 +294,9 @@ def strange_code(kernel: str, chip: str, opcodes: Counter[str]) -> list[str]:
         wanted.append(r"STG\.E\.128")
     if hopper and products:  # tickets are integers; only a backward pass adds numbers
         found += [f"has {x}" for x in some(SHARED_SUMS + r".*F32") if role in FORWARD]
+        # Where the compiler loses sight of warps being together, the main loop loses a tenth.
+        divergent = sum(opcodes[x] for x in some(r"BRA\.DIV"))
+        found += [f"has {divergent} BRA.DIV"] if role in FORWARD and divergent > 2 else []
     elif role in BACKWARD and not short:  # four numbers at once from Hopper on
         wanted.append(r"REDG?\.E\.ADD\.F32" + (r"x4\b" if chip == "sm_90" else r"\."))
     elif role in BACKWARD:  # tickets are integers

@@ -38,13 +38,13 @@ __device__ __forceinline__ void store_all(char* shared, const BwdSlots<C>& slots
   const uint32_t from = smem + C::kSmemSums + group * C::kSumBytes;
   const Slot sums = slots.sums(group);
   constexpr bool kByRows = C::kBlockQ == 64 * C::kGroups;
-  Turnstile works;
+  Ring<2> works;
   int parity = 0;
 #pragma unroll 1
-  for (;; works.next()) {
-    const Slot slot = slots.work(works.slot);
-    ptx::mbarrier_wait(slot.full, works.parity);
-    const BwdWork& w = reinterpret_cast<const BwdWork*>(shared + C::kSmemWorks)[works.slot];
+  for (;; works.advance()) {
+    const Slot slot = slots.work(works.at());
+    works.wait_full(slot);
+    const BwdWork& w = reinterpret_cast<const BwdWork*>(shared + C::kSmemWorks)[works.at()];
     if (w.last) break;
     for_each_tile<C>(w, p, [&](int head, int first) {
       const Turn<C> turn(w, head, first, p);
@@ -52,8 +52,8 @@ __device__ __forceinline__ void store_all(char* shared, const BwdSlots<C>& slots
       ptx::mbarrier_wait(sums.full, parity);
       parity ^= 1;
       if (p.grad_query_sums) {
-        float* const to =
-            query_sums<C>(w, head, first, kByRows ? group : 0, kByRows ? 0 : group, p);
+        float* const to = kByRows ? query_sums<C>(turn.row + 64 * group, 0, p)
+                                  : query_sums<C>(turn.row, group, p);
         ptx::fence_proxy_async_all();  // sums by others come before
         if (turn.stores) {
           ptx::bulk_store(to, from, C::kSumBytes);
@@ -73,11 +73,13 @@ __device__ __forceinline__ void store_all(char* shared, const BwdSlots<C>& slots
     if (w.tiles > 0) {
       ptx::mbarrier_wait(sums.full, parity);
       parity ^= 1;
-      if (p.grad_key) {
+      const int first_key = w.first_key + 64 * group;
+      if (p.grad_key && !ends_within(w, first_key, p)) {
+        const int token = static_cast<int>(w.seq.token_k) + first_key;
 #pragma unroll
         for (int i = 0; i < C::Grads::kBlocks; ++i) {
-          ptx::tma_store(from + i * C::Grads::kBlockBytes, &p.grad_key_map, 64 * i,
-                         w.first_key + 64 * group, w.key_head, w.batch);
+          ptx::tma_store(from + i * C::Grads::kBlockBytes, &p.grad_key_map, 64 * i, token,
+                         w.key_head, w.batch);
         }
         ptx::tma_commit_group();
         ptx::tma_wait_group_read();
@@ -94,8 +96,8 @@ template <class C>
 class BwdKeys : BwdGroup<C> {
   using Base = BwdGroup<C>;
   using Base::arrive, Base::contain_, Base::group_, Base::keys_parity_, Base::lane, Base::p_,
-      Base::pairs_parity_, Base::ring_, Base::slots_, Base::smem, Base::thread;
-  using typename Base::Type;
+      Base::ring_, Base::slots_, Base::smem, Base::smem_, Base::stage_, Base::thread;
+  using typename Base::Type, typename Base::Pairs;
 
  public:
   __device__ __forceinline__ BwdKeys(char* shared, const BwdSlots<C>& slots, int group,
@@ -115,8 +117,7 @@ class BwdKeys : BwdGroup<C> {
   __device__ __forceinline__ void issue_pairs(float (&sums)[C::kBlockQ / 2], uint32_t keys,
                                               uint32_t rows) {
     using Wgmma = ptx::Wgmma<C::kBf16, C::kBlockQ>;
-    keys = same(keys + group_ * 64 * 128);
-    rows = same(rows);
+    keys += group_ * 64 * 128;
     Wgmma::shared_first(sums, C::Keys::along(C::Keys::descriptor(keys), 0),
                         C::Rows::along(C::Rows::descriptor(rows), 0));
 #pragma unroll
@@ -127,16 +128,16 @@ class BwdKeys : BwdGroup<C> {
     ptx::wgmma_commit_group();
   }
   __device__ __forceinline__ void issue_scores() {
-    issue_pairs(s_, smem() + C::kSmemK, this->stage_q());
+    issue_pairs(s_, smem_ + C::kSmemK, this->stage_q());
   }
   __device__ __forceinline__ void issue_grad_probabilities() {
-    issue_pairs(dp_, smem() + C::kSmemV, this->stage_grad_out());
+    ptx::mbarrier_wait(slots_.grad_out(ring_.at()).full, ring_.parity());
+    ptx::wgmma_fence();
+    issue_pairs(dp_, smem_ + C::kSmemV, this->stage_grad_out());
   }
   // dV += P dO, or dK += dS Q
-  __device__ __forceinline__ void issue_gradient(float (&sums)[C::kDim / 2],
-                                                 const uint32_t (&pairs)[C::kBlockQ / 16][4],
+  __device__ __forceinline__ void issue_gradient(float (&sums)[C::kDim / 2], const Pairs& pairs,
                                                  uint32_t rows) {
-    rows = same(rows);
 #pragma unroll
     for (int step = 0; step < C::kBlockQ / 16; ++step) {
       ptx::Wgmma<C::kBf16, C::kDim>::registers(sums, pairs[step],
@@ -146,8 +147,8 @@ class BwdKeys : BwdGroup<C> {
   }
   // dQ = dS K
   __device__ __forceinline__ void issue_query_gradient() {
-    const uint32_t sdS = same(this->pairs_tile() + (kByRows ? group_ * 64 * 128 : 0));
-    const uint32_t sK = same(smem() + C::kSmemK + (kByRows ? 0 : group_ * C::Keys::kBlockBytes));
+    const uint32_t sdS = this->pairs_tile(stage_) + (kByRows ? group_ * 64 * 128 : 0);
+    const uint32_t sK = smem_ + C::kSmemK + (kByRows ? 0 : group_ * C::Keys::kBlockBytes);
     using Wgmma = ptx::Wgmma<C::kBf16, kN>;
     Wgmma::across_first(dq_, C::Pairs::along(C::Pairs::descriptor(sdS), 0),
                         C::Keys::across(C::Keys::descriptor(sK), 0));
@@ -159,17 +160,20 @@ class BwdKeys : BwdGroup<C> {
     ptx::wgmma_commit_group();
   }
 
+  // Whether dP is issued after P is found: beside a softcap there are no registers for both.
+  static constexpr bool kAfter = C::kTile.any_score;
+
   // P in place of S, while dP is on its way.
   __device__ __forceinline__ void find_probabilities(const BwdWork& w) {
-    const bool masked = this->look_at(w, 64 * group_);
-    ptx::wgmma_wait_group<1>(s_);
-    this->probabilities(s_);
+    const bool masked = this->look_at_rows(group_);
+    ptx::wgmma_wait_group<kAfter ? 0 : 1>(s_);
+    this->probabilities(s_, slopes_);
     if (masked) this->mask(s_, w.seq, w.first_key + 64 * group_);
   }
   // dS in place of dP, with kPending products after it. P is taken as it was rounded: in fp32 it
   // would be 64 registers more at D = 64.
   template <int kPending>
-  __device__ __forceinline__ void differentiate(const uint32_t (&pairs)[C::kBlockQ / 16][4]) {
+  __device__ __forceinline__ void differentiate(const Pairs& pairs) {
     const uint32_t terms = this->stage_terms();
     ptx::wgmma_wait_group<kPending>(dp_);
 #pragma unroll
@@ -180,6 +184,10 @@ class BwdKeys : BwdGroup<C> {
         const uint32_t both = pairs[i / 2][i % 2 * 2 + j / 2];
         const float p = Type::unpack(static_cast<uint16_t>(j % 2 ? both >> 16 : both));
         dp_[4 * i + j] = (dp_[4 * i + j] - (j % 2 ? delta.y : delta.x)) * p;
+        if (C::kTile.any_score && p_.softcap_scale) {
+          const uint32_t slopes = slopes_[i / 2][i % 2 * 2 + j / 2];
+          dp_[4 * i + j] *= Type::unpack(static_cast<uint16_t>(j % 2 ? slopes >> 16 : slopes));
+        }
       }
     }
   }
@@ -196,9 +204,10 @@ class BwdKeys : BwdGroup<C> {
                         uint4{__float_as_uint(dq_[4 * i]), __float_as_uint(dq_[4 * i + 1]),
                               __float_as_uint(dq_[4 * i + 2]), __float_as_uint(dq_[4 * i + 3])});
     }
+  }
+  __device__ __forceinline__ void send_sums() {
     ptx::fence_proxy_async();
-    __syncwarp();
-    arrive(sums.full);
+    arrive(slots_.sums(group_).full);
   }
 
   // A block of queries, whose P is there and whose dP is on its way. Then that is so of the next
@@ -209,7 +218,7 @@ class BwdKeys : BwdGroup<C> {
   __device__ __forceinline__ void step(const BwdWork& w) {
     if (contain_) return step_contained<kMore>(w);
     const Slot q = slots_.q(ring_.at()), grad_out = slots_.grad_out(ring_.at());
-    uint32_t p_pairs[C::kBlockQ / 16][4], ds_pairs[C::kBlockQ / 16][4];
+    Pairs p_pairs, ds_pairs;
     this->pack(p_pairs, s_);
     ptx::wgmma_fence();
     issue_gradient(dv_, p_pairs, this->stage_grad_out());
@@ -219,30 +228,27 @@ class BwdKeys : BwdGroup<C> {
     issue_gradient(dk_, ds_pairs, this->stage_q());
     this->store_pairs(ds_pairs, 64 * group_);
     ptx::fence_proxy_async();
-    __syncwarp();
     arrive(slots_.pairs());
-    ptx::mbarrier_wait(slots_.pairs(), pairs_parity_);  // dS of both warpgroups
+    this->wait_pairs(stage_);  // dS of both warpgroups
     ptx::wgmma_fence();
     issue_query_gradient();
-    pairs_parity_ ^= 1;
     ptx::wgmma_wait_group<1>(dv_);
     ptx::wgmma_wait_group<1>(dk_);
     ptx::wgmma_done_with(p_pairs);
     ptx::wgmma_done_with(ds_pairs);
     arrive(grad_out.empty);
     arrive(q.empty);
-    ring_.advance();
+    this->advance();
     if (kMore) {
       ptx::mbarrier_wait(slots_.q(ring_.at()).full, ring_.parity());
       ptx::wgmma_fence();
       issue_scores();
       ptx::wgmma_wait_group<1>(dq_);
       write_sums();
-      ptx::mbarrier_wait(slots_.grad_out(ring_.at()).full, ring_.parity());
-      ptx::wgmma_fence();
-      issue_grad_probabilities();
-      this->first_ = this->next_first(w);
+      if (!kAfter) issue_grad_probabilities();
+      send_sums();  // not at once: it waits until they are written
       find_probabilities(w);
+      if (kAfter) issue_grad_probabilities();
     }
   }
 
@@ -250,7 +256,7 @@ class BwdKeys : BwdGroup<C> {
   template <bool kMore>
   __device__ __forceinline__ void step_contained(const BwdWork& w) {
     const Slot q = slots_.q(ring_.at()), grad_out = slots_.grad_out(ring_.at());
-    uint32_t p_pairs[C::kBlockQ / 16][4], ds_pairs[C::kBlockQ / 16][4];
+    Pairs p_pairs, ds_pairs;
     const auto mine = [&](int key, int query) {
       return this->pair_at(w, query, 64 * group_ + key);
     };
@@ -263,9 +269,8 @@ class BwdKeys : BwdGroup<C> {
                                                         this->stage_grad_out(), 0);
     this->sync_group();  // and done with
     this->store_pairs(ds_pairs, 64 * group_);
-    __syncwarp();
     arrive(slots_.pairs());
-    ptx::mbarrier_wait(slots_.pairs(), pairs_parity_);  // dS of both warpgroups
+    this->wait_pairs(stage_);  // dS of both warpgroups
     this->template multiply_contained<typename C::Rows>(dk_, C::kBlockQ, mine, this->stage_q(), 0);
 #pragma unroll
     for (float& x : dq_) x = 0;
@@ -275,21 +280,18 @@ class BwdKeys : BwdGroup<C> {
           return this->pair_at(w, query + (kByRows ? 64 * group_ : 0), key);
         },
         smem() + C::kSmemK, kByRows ? 0 : 64 * group_);
-    pairs_parity_ ^= 1;
-    __syncwarp();
     arrive(grad_out.empty);
     arrive(q.empty);
-    ring_.advance();
+    this->advance();
     if (kMore) {
       write_sums();
+      send_sums();
       ptx::mbarrier_wait(slots_.q(ring_.at()).full, ring_.parity());
       ptx::wgmma_fence();
       issue_scores();
-      ptx::mbarrier_wait(slots_.grad_out(ring_.at()).full, ring_.parity());
-      ptx::wgmma_fence();
-      issue_grad_probabilities();
-      this->first_ = this->next_first(w);
+      if (!kAfter) issue_grad_probabilities();
       find_probabilities(w);
+      if (kAfter) issue_grad_probabilities();
     }
   }
 
@@ -303,13 +305,11 @@ class BwdKeys : BwdGroup<C> {
     issue_scores();
     ptx::mbarrier_wait(slots_.v().full, keys_parity_);
     this->clear_keys(w, smem() + C::kSmemV, 64 * group_);
-    ptx::mbarrier_wait(slots_.grad_out(ring_.at()).full, ring_.parity());
-    ptx::wgmma_fence();
-    issue_grad_probabilities();
+    if (!kAfter) issue_grad_probabilities();
     this->bad_keys_ = this->find_bad_keys(w);
     keys_parity_ ^= 1;
-    this->first_ = w.query_end - C::kBlockQ;
     find_probabilities(w);
+    if (kAfter) issue_grad_probabilities();
 #pragma unroll 1
     for (int n = 1; n < w.tiles; ++n) step<true>(w);
     step<false>(w);
@@ -322,30 +322,30 @@ class BwdKeys : BwdGroup<C> {
     this->write_gradient(sV, C::Keys::kBlockBytes, dv_, 1.f);
     ptx::fence_proxy_async();
     this->sync_group();  // dV is there
-    if (thread() == 0 && p_.grad_value) {
-#pragma unroll
-      for (int i = 0; i < C::Keys::kBlocks; ++i) {
-        ptx::tma_store(sV + i * C::Keys::kBlockBytes, &p_.grad_value_map, 64 * i, first_key,
-                       w.key_head, w.batch);
-      }
-      ptx::tma_commit_group();
-    }
+    this->send_gradient(w, p_.grad_value, p_.grad_value_strides, p_.grad_value_map, p_.head_dim_v,
+                        sV, C::Keys::kBlockBytes, first_key);
     ptx::wgmma_wait_group<0>(dq_);
     arrive(slots_.k().empty);
     write_sums();
+    send_sums();
     if (thread() == 0) ptx::tma_wait_group_read();
     arrive(slots_.v().empty);
 
     const Slot sums = slots_.sums(group_);
     ptx::mbarrier_wait(sums.empty, sums_parity_);
     sums_parity_ ^= 1;
-    this->write_gradient(smem() + C::kSmemSums + group_ * C::kSumBytes, C::Grads::kBlockBytes, dk_,
-                         p_.scale);
+    const uint32_t to = smem() + C::kSmemSums + group_ * C::kSumBytes;
+    this->write_gradient(to, C::Grads::kBlockBytes, dk_, p_.scale);
+    if (ends_within(w, first_key, p_)) {
+      this->sync_group();  // dK is there
+      this->send_gradient(w, p_.grad_key, p_.grad_key_strides, p_.grad_key_map, p_.head_dim, to,
+                          C::Grads::kBlockBytes, first_key);
+    }
     ptx::fence_proxy_async();
-    __syncwarp();
     arrive(sums.full);
   }
 
+  Pairs slopes_;                                  // of a softcap
   int sums_parity_ = 1;                           // the first turn finds the place empty
   float s_[C::kBlockQ / 2], dp_[C::kBlockQ / 2];  // then P and dS; as wgmma lays them out
   float dk_[C::kDim / 2], dv_[C::kDim / 2], dq_[kN / 2];

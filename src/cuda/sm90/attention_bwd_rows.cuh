@@ -2,9 +2,9 @@
 #pragma once
 
 #include "cuda/any/attention_rows.cuh"
-#include "cuda/params.h"
 #include "cuda/ptx/shared.cuh"
 #include "cuda/sm90/operand.cuh"
+#include "cuda/sm90/params.h"
 #include "cuda/sm90/tiles.h"
 #include "cuda/tile/dtype.cuh"
 #include "cuda/tile/sequence.cuh"
@@ -55,7 +55,7 @@ __device__ __forceinline__ void row_products(float (&sums)[kRows], const char* c
 // the other families. Sums of dQ need no zeros, as the first block of keys stores them; whose turn
 // it is does. The grid is that of attention_bwd_finish.
 template <class T>
-__device__ __forceinline__ void attention_bwd_prepare(const AttentionBwdParams& p) {
+__device__ __forceinline__ void attention_bwd_prepare(const HopperBwdParams& p) {
   if (blockIdx.x + blockIdx.y + blockIdx.z + threadIdx.x == 0) *p.tickets = 0;
   const auto [seq, kind, batch, head, first] = find_query_rows(p);
   if (kind != RaggedKind::kBlock || first >= seq.len_q) return;
@@ -100,7 +100,19 @@ __device__ __forceinline__ void attention_bwd_prepare(const AttentionBwdParams& 
         if (natural == -INFINITY && !(square < INFINITY)) terms.y = NAN;
       }
       if (natural == INFINITY) terms.y = NAN;
-      if (first + r >= seq.len_q) terms = {INFINITY, 0};
+      const bool past = first + r >= seq.len_q;
+      if (past) terms = {INFINITY, 0};
+      // Ragged, others' rows follow. A NaN shows that something there is not finite.
+      if (p.blocks && __any_sync(0xffffffffu, past)) {
+        const int64_t other = min(int64_t{first} + r, p.tokens_q - 1 - seq.token_q);
+        const char* q = gQ + other * p.query_strides.row * 2;
+        float square = row_product<T>(q, q, p.head_dim, lane, lanes);
+        if (p.grad_out) {
+          const char* dO = gdO + other * p.grad_out_strides.row * 2;
+          square += row_product<T>(dO, dO, p.head_dim_v, lane, lanes);
+        }
+        if (past && !(square < INFINITY)) terms.y = NAN;
+      }
       if (lane == 0) terms_of[r] = terms;
     }
   }

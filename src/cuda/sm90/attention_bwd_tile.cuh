@@ -22,7 +22,7 @@
 namespace flashmoe::cuda::sm90 {
 
 // A block of keys of one (batch, key head), and the blocks of queries that see it.
-struct alignas(8) BwdWork {
+struct alignas(16) BwdWork {
   Sequence seq;
   int64_t first_row;  // of the sequence in the workspace
   int64_t round_row;  // and where there is room for a round only
@@ -30,6 +30,16 @@ struct alignas(8) BwdWork {
   int query_begin, query_end;  // in whole blocks
   int tiles;                   // blocks of queries, of all heads of the group
   bool last;                   // there is no more work, nor is this any
+};
+
+// A block of queries in shared memory: what all threads are to know of it.
+struct alignas(16) BwdRows {
+  int64_t row;  // among the sums of dQ
+  int first;    // query
+  int flags;
+  // The first 64 keys of the block need a mask, the second 64 do, all of them do. And that its dQ
+  // is stored, not added: these are the first keys that it sees.
+  static constexpr int kMasked = 1, kMaskedAny = 4, kStores = 8;
 };
 
 template <class T, HopperBwdTile kTile_>
@@ -58,16 +68,19 @@ struct BwdConfig {
   static constexpr uint32_t kSmemTerms =
       kSmemSums + (kWide ? Pairs::kBytes : kBlockQ * kSumDim * 4);
   static constexpr uint32_t kSmemWorks = kSmemTerms + kStages * kTermBytes;
-  static constexpr uint32_t kSmemBarriers = kSmemWorks + 2 * sizeof(BwdWork);
+  static constexpr uint32_t kSmemRows = kSmemWorks + 2 * sizeof(BwdWork);
+  static constexpr uint32_t kSmemBarriers = kSmemRows + kStages * sizeof(BwdRows);
   static_assert(kSmemWorks + kBwdControlBytes == kTile.shared_bytes());
   static_assert(kTile.shared_bytes() <= 227 * 1024);
-  static_assert(2 * sizeof(BwdWork) + 22 * 8 <= kBwdControlBytes);
+  static_assert(kSmemBarriers + 22 * 8 <= kSmemWorks + kBwdControlBytes);
+  static_assert(sizeof(BwdWork) % 16 == 0);
   static_assert(kWide ? kBlockQ == 64 && kBlockK == 64 : kBlockK == 64 * kGroups);
   static_assert(kWide || kBlockQ * kSumDim * 4 == kGroups * kSumBytes);
   static_assert(kWide || Grads::kBytes <= kSumBytes);
   static_assert(Keys::kBytes % 1024 == 0 && Rows::kBytes % 1024 == 0 && Pairs::kBytes % 1024 == 0);
-  // An SM has 65,536 registers; what the first warpgroup gives away the others share.
-  static constexpr int kLoaderRegisters = 24, kRegisters = 240;
+  static constexpr int kLoaderRegisters = kDim == 192 ? 40 : 24;
+  static constexpr int kRegisters = kDim == 192 ? 232 : 240;
+  static_assert(kLoaderRegisters + kGroups * kRegisters <= 3 * registers_at_first(3));
 };
 
 // Barriers. Who empties a place arrives with each warp.
@@ -93,7 +106,7 @@ struct BwdSlots {
     };
     constexpr int kEveryone = C::kGroups * kWarps;
     for (int i = 0; i < 2; ++i) {
-      init(work(i), 1, kEveryone + helpers);
+      init(work(i), 1, C::kGroups * 128 + helpers);  // each thread for itself
       init(q(i), 1, kEveryone);
       init(grad_out(i), 1, kEveryone);
       init(sums(i), kWarps, 1);
@@ -107,15 +120,6 @@ struct BwdSlots {
 
  private:
   __device__ __forceinline__ Slot at(int i) const { return Slot(barriers + i * Slot::kBytes); }
-};
-
-// Which of the two works, and how often it was filled before.
-struct Turnstile {
-  int slot = 0, parity = 0;
-  __device__ __forceinline__ void next() {
-    parity ^= slot;
-    slot ^= 1;
-  }
 };
 
 // The order of the works. Blocks of keys add to the sums of a block of queries in ascending order,
@@ -135,17 +139,34 @@ template <class C>
 __device__ __forceinline__ void find_work(BwdWork& w, int number, const HopperBwdParams& p) {
   w.last = number >= p.works;
   if (w.last) return;
-  const int heads = p.works / p.key_blocks, together = p.heads_together;
-  const int first_head = number / (together * p.key_blocks) * together;
-  const int these = min(together, heads - first_head);
-  number -= first_head * p.key_blocks;
-  const int block = number / these, index = first_head + number % these;
-  w.batch = p.first_batch + index / p.heads;
-  w.key_head = p.first_head + index % p.heads;
-  w.first_key = block * C::kBlockK;
-  const Sequence seq = find_sequence(p, w.batch);
-  w.seq = seq;
-  w.first_row = workspace_row(p, seq, w.batch);
+  int sequence;
+  if (p.blocks) {
+    const RaggedBlock block = p.blocks[number / p.heads];
+    w.last = block.kind == RaggedKind::kEmpty;  // and so are all that follow
+    if (w.last) return;
+    w.batch = 0;
+    w.key_head = p.first_head + number % p.heads;
+    w.first_key = block.block * C::kBlockK;
+    w.seq = find_sequence(block);
+    if (block.kind == RaggedKind::kRest) {  // keys that nobody sees
+      w.seq.valid = true;
+      w.seq.len_q = 0;
+    }
+    sequence = block.sequence;
+  } else {
+    const int heads = p.works / p.key_blocks, together = p.heads_together;
+    const int first_head = number / (together * p.key_blocks) * together;
+    const int these = min(together, heads - first_head);
+    number -= first_head * p.key_blocks;
+    const int block = number / these, index = first_head + number % these;
+    w.batch = p.first_batch + index / p.heads;
+    w.key_head = p.first_head + index % p.heads;
+    w.first_key = block * C::kBlockK;
+    w.seq = find_sequence(p, w.batch);
+    sequence = w.batch;
+  }
+  const Sequence seq = w.seq;
+  w.first_row = workspace_row(p, seq, sequence);
   w.round_row = w.first_row - round_rows(p);
   // Row i sees key j when i + shift - left <= j <= i + shift + right.
   const int last_key = min(w.first_key + C::kBlockK, seq.len_k) - 1;
@@ -155,6 +176,12 @@ __device__ __forceinline__ void find_work(BwdWork& w, int number, const HopperBw
   w.query_begin = first / C::kBlockQ * C::kBlockQ;
   w.query_end = seen ? (last / C::kBlockQ + 1) * C::kBlockQ : w.query_begin;
   w.tiles = (w.query_end - w.query_begin) / C::kBlockQ * p.group;
+}
+
+// Whether among 64 keys there are some of the next sequence, ragged.
+__device__ __forceinline__ bool ends_within(const BwdWork& w, int first_key,
+                                            const HopperBwdParams& p) {
+  return p.blocks && first_key + 64 > w.seq.len_k;
 }
 
 // f(head, first query) for the blocks of queries of a work, in their order.
@@ -168,66 +195,10 @@ __device__ __forceinline__ void for_each_tile(const BwdWork& w, const HopperBwdP
   }
 }
 
-// The thread that fills shared memory, and finds out what the others are to work on.
+// The sums of dQ of 64 rows x 64 columns from column block `cols` on: 128 threads x 4 floats for
+// each 8 columns, as wgmma leaves them.
 template <class C>
-__device__ __forceinline__ void load_all(char* shared, const BwdSlots<C>& slots,
-                                         const HopperBwdParams& p) {
-  const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  const auto fill = [&](const Slot& slot, uint32_t to, const TensorMap& map, auto tile, int row,
-                        int head, int batch, int more_bytes) {
-    using Tile = decltype(tile);
-    ptx::mbarrier_arrive_expect_tx(slot.full, Tile::kBytes + more_bytes);
-#pragma unroll
-    for (int i = 0; i < Tile::kBlocks; ++i) {
-      ptx::tma_load(smem + to + i * Tile::kBlockBytes, &map, slot.full, 64 * i, row, head, batch);
-    }
-  };
-  Ring<C::kStages> ring;
-  Turnstile works;
-  int keys_parity = 1;  // the first turn finds every place empty
-#pragma unroll 1
-  for (;; works.next()) {
-    BwdWork& w = reinterpret_cast<BwdWork*>(shared + C::kSmemWorks)[works.slot];
-    ptx::mbarrier_wait(slots.work(works.slot).empty, works.parity ^ 1);
-    find_work<C>(w, atomicAdd(p.tickets, 1), p);
-    ptx::mbarrier_arrive(slots.work(works.slot).full);
-    if (w.last) break;
-    if (w.tiles == 0) continue;
-    bool keys = false;  // are on their way
-    for_each_tile<C>(w, p, [&](int head, int first) {
-      const Slot q = slots.q(ring.at()), grad_out = slots.grad_out(ring.at());
-      const uint32_t at = ring.at() * C::Rows::kBytes;
-      const int64_t row = head * p.rows + w.first_row + first;
-      ptx::mbarrier_wait(q.empty, ring.parity() ^ 1);
-      fill(q, C::kSmemQ + at, p.query_map, typename C::Rows(), first, head, w.batch, C::kTermBytes);
-      ptx::bulk_load(smem + C::kSmemTerms + ring.at() * C::kTermBytes, p.row_terms + 2 * row,
-                     C::kTermBytes, q.full);
-      if (!keys) {
-        ptx::mbarrier_wait(slots.k().empty, keys_parity);
-        fill(slots.k(), C::kSmemK, p.key_map, typename C::Keys(), w.first_key, w.key_head, w.batch,
-             0);
-      }
-      ptx::mbarrier_wait(grad_out.empty, ring.parity() ^ 1);
-      fill(grad_out, C::kSmemGradOut + at, p.grad_out_map, typename C::Rows(),
-           p.grad_out ? first : kNoLimit, head, w.batch, 0);
-      if (!keys) {
-        ptx::mbarrier_wait(slots.v().empty, keys_parity);
-        fill(slots.v(), C::kSmemV, p.value_map, typename C::Keys(), w.first_key, w.key_head,
-             w.batch, 0);
-        keys_parity ^= 1;
-        keys = true;
-      }
-      ring.advance();
-    });
-  }
-}
-
-// The sums of dQ of 64 rows x 64 columns from column block `cols` on, of rows from 64 `part` on of
-// a block of queries: 128 threads x 4 floats for each 8 columns, as wgmma leaves them.
-template <class C>
-__device__ __forceinline__ float* query_sums(const BwdWork& w, int head, int first, int part,
-                                             int cols, const HopperBwdParams& p) {
-  const int64_t row = head * p.sum_rows + w.round_row + first + 64 * part;
+__device__ __forceinline__ float* query_sums(int64_t row, int cols, const HopperBwdParams& p) {
   return p.grad_query_sums + row * C::kSumDim + cols * (64 * 64);
 }
 
@@ -235,12 +206,13 @@ __device__ __forceinline__ float* query_sums(const BwdWork& w, int head, int fir
 // not, all wait for the first, which stores. Each has one part or two: `turns` counts them.
 template <class C>
 struct Turn {
+  int64_t row;  // where the block's sums begin
   int* turn;
   int parts_before;  // to wait for
   bool stores, passes_on;
 
   __device__ __forceinline__ Turn(const BwdWork& w, int head, int first, const HopperBwdParams& p) {
-    const int64_t row = head * p.sum_rows + w.round_row + first;
+    row = head * p.sum_rows + w.round_row + first;
     turn = p.turns + row / C::kBlockQ;
     // All blocks of keys from the first that a row of the block sees.
     const int begin = w.seq.begin(first, p) / C::kBlockK, block = w.first_key / C::kBlockK;
@@ -259,11 +231,90 @@ struct Turn {
   }
 };
 
+template <class C>
+__device__ __forceinline__ BwdRows find_rows(const BwdWork& w, int head, int first,
+                                             const HopperBwdParams& p) {
+  const auto masked = [&](int first_key, int count) {
+    const int last_key = first_key + count - 1;
+    return last_key >= w.seq.len_k || first + w.seq.shift + p.right < last_key ||
+           first + C::kBlockQ - 1 + w.seq.shift - p.left > first_key;
+  };
+  const Turn<C> turn(w, head, first, p);
+  int flags = turn.stores ? BwdRows::kStores : 0;
+  if (masked(w.first_key, 64)) flags |= BwdRows::kMasked;
+  if (C::kBlockK > 64 && masked(w.first_key + 64, 64)) flags |= BwdRows::kMasked << 1;
+  // Ragged, others' rows follow the last: they are as good as masked.
+  const bool followed = p.blocks && first + C::kBlockQ > w.seq.len_q;
+  if (followed || masked(w.first_key, C::kBlockK)) flags |= BwdRows::kMaskedAny;
+  return {turn.row, first, flags};
+}
+
+// The thread that fills shared memory, and finds out what the others are to work on.
+template <class C>
+__device__ __forceinline__ void load_all(char* shared, const BwdSlots<C>& slots,
+                                         const HopperBwdParams& p) {
+  const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const auto fill = [&](const Slot& slot, uint32_t to, const TensorMap& map, auto tile, int row,
+                        int head, int batch, int more_bytes) {
+    using Tile = decltype(tile);
+    ptx::mbarrier_arrive_expect_tx(slot.full, Tile::kBytes + more_bytes);
+#pragma unroll
+    for (int i = 0; i < Tile::kBlocks; ++i) {
+      ptx::tma_load(smem + to + i * Tile::kBlockBytes, &map, slot.full, 64 * i, row, head, batch);
+    }
+  };
+  Ring<C::kStages> ring;
+  Ring<2> works;
+  int keys_parity = 1;  // the first turn finds every place empty
+#pragma unroll 1
+  for (;; works.advance()) {
+    BwdWork& w = reinterpret_cast<BwdWork*>(shared + C::kSmemWorks)[works.at()];
+    works.wait_empty(slots.work(works.at()));
+    find_work<C>(w, atomicAdd(p.tickets, 1), p);
+    ptx::mbarrier_arrive(slots.work(works.at()).full);
+    if (w.last) break;
+    if (w.tiles == 0) continue;
+    const uint32_t first_turn = ring.turns();
+    for_each_tile<C>(w, p, [&](int head, int first) {
+      const Slot q = slots.q(ring.at()), grad_out = slots.grad_out(ring.at());
+      const auto at = [&](uint32_t tiles) { return tiles + ring.at() * C::Rows::kBytes; };
+      const bool begins = ring.turns() == first_turn;
+      ptx::mbarrier_wait(q.empty, ring.parity() ^ 1);
+      reinterpret_cast<BwdRows*>(shared + C::kSmemRows)[ring.at()] =
+          find_rows<C>(w, head, first, p);
+      const int token_q = static_cast<int>(w.seq.token_q) + first;
+      const auto token_k = [&] { return static_cast<int>(w.seq.token_k) + w.first_key; };
+      fill(q, at(C::kSmemQ), p.query_map, typename C::Rows(), token_q, head, w.batch,
+           C::kTermBytes);
+      ptx::bulk_load(smem + C::kSmemTerms + ring.at() * C::kTermBytes,
+                     p.row_terms + 2 * (head * p.rows + w.first_row + first), C::kTermBytes,
+                     q.full);
+      if (begins) {
+        ptx::mbarrier_wait(slots.k().empty, keys_parity);
+        fill(slots.k(), C::kSmemK, p.key_map, typename C::Keys(), token_k(), w.key_head, w.batch,
+             0);
+      }
+      ptx::mbarrier_wait(grad_out.empty, ring.parity() ^ 1);
+      fill(grad_out, at(C::kSmemGradOut), p.grad_out_map, typename C::Rows(),
+           p.grad_out ? token_q : kNoLimit, head, w.batch, 0);
+      if (begins) {
+        ptx::mbarrier_wait(slots.v().empty, keys_parity);
+        fill(slots.v(), C::kSmemV, p.value_map, typename C::Keys(), token_k(), w.key_head, w.batch,
+             0);
+        keys_parity ^= 1;
+      }
+      ring.advance();
+    });
+  }
+}
+
 // One warpgroup: what the two kernels have in common.
 template <class C>
 class BwdGroup {
  protected:
   using Type = typename C::Type;
+  // P or dS of the warpgroup, two in a register, as wgmma reads them.
+  using Pairs = uint32_t[C::kBlockQ / 16][4];
 
   __device__ __forceinline__ BwdGroup(char* shared, const BwdSlots<C>& slots, int group,
                                       const HopperBwdParams& p)
@@ -286,15 +337,23 @@ class BwdGroup {
   __device__ __forceinline__ int lane() const { return thread() % 32; }
   // Rows that a thread holds of the warpgroup's 64: row() and row() + 8.
   __device__ __forceinline__ int row() const { return thread() / 32 * 16 + lane() / 4; }
+  // By a warp, all of which is done with something.
   __device__ __forceinline__ void arrive(uint32_t barrier) const {
+    __syncwarp();
     if (lane() == 0) ptx::mbarrier_arrive(barrier);
   }
 
+  // Where Q and dO of the block are, in uniform registers: computed as soon as it is next, since to
+  // find out that all threads have the same takes a while.
   __device__ __forceinline__ uint32_t stage_q() const {
-    return smem() + C::kSmemQ + ring_.at() * C::Rows::kBytes;
+    return smem_ + C::kSmemQ + stage_ * C::Rows::kBytes;
   }
   __device__ __forceinline__ uint32_t stage_grad_out() const {
-    return smem() + C::kSmemGradOut + ring_.at() * C::Rows::kBytes;
+    return smem_ + C::kSmemGradOut + stage_ * C::Rows::kBytes;
+  }
+  __device__ __forceinline__ void advance() {
+    ring_.advance();
+    stage_ = same(ring_.at());
   }
   // Of rows 2 (lane % 4) and the next, and 8 rows on for each 64 bytes: lse, delta, lse, delta.
   __device__ __forceinline__ uint32_t stage_terms() const {
@@ -305,24 +364,27 @@ class BwdGroup {
   static __device__ __forceinline__ float2 two_terms(uint32_t terms) {
     return {ptx::ld_shared_f32(terms), ptx::ld_shared_f32(terms + 8)};
   }
-  __device__ __forceinline__ uint32_t pairs_tile() const {
-    return smem() + C::kSmemPairs + pairs_parity_ * C::Pairs::kBytes;
+  // Of dS there are as many as of Q and dO, and its barrier has a turn for each block.
+  static_assert(C::kStages == 2);
+  __device__ __forceinline__ uint32_t pairs_tile(uint32_t stage) const {
+    return smem_ + C::kSmemPairs + stage * C::Pairs::kBytes;
+  }
+  __device__ __forceinline__ void wait_pairs(uint32_t stage) const {
+    ptx::mbarrier_wait(slots_.pairs(), stage);
   }
 
-  // Whether the block of queries needs a mask for 64 of the keys; and care, where a mask for any of
-  // them hides something not finite. All warps of the CTA find the same.
-  __device__ __forceinline__ bool look_at(const BwdWork& w, int tile_row) {
-    const auto full = [&](int first_key, int last_key) {
-      return last_key < w.seq.len_k && first_ + w.seq.shift + p_.right >= last_key &&
-             first_ + C::kBlockQ - 1 + w.seq.shift - p_.left <= first_key;
-    };
-    const int first_key = w.first_key + tile_row;
-    contain_ = !full(w.first_key, w.first_key + C::kBlockK - 1) && (bad_keys_ || bad_terms());
-    return !full(first_key, first_key + 63);
+  // The block of queries that is next: whether it needs a mask, for the warpgroup's keys; and care,
+  // where a mask for any of the keys hides something not finite. All warps of the CTA find the
+  // same.
+  __device__ __forceinline__ bool look_at_rows(int half) {
+    const BwdRows& rows = this->rows();
+    const int flags = rows.flags;
+    first_ = rows.first;
+    contain_ = flags & BwdRows::kMaskedAny && (bad_keys_ || bad_terms());
+    return flags & BwdRows::kMasked << half;
   }
-  // Of the block after this one, of the next head if need be.
-  __device__ __forceinline__ int next_first(const BwdWork& w) const {
-    return (first_ > w.query_begin ? first_ : w.query_end) - C::kBlockQ;
+  __device__ __forceinline__ const BwdRows& rows() const {
+    return reinterpret_cast<const BwdRows*>(shared_ + C::kSmemRows)[ring_.at()];
   }
   // A NaN or infinity in Q, K, V or dO must not reach what does not see it, but in a product a 0 of
   // P or dS times NaN is NaN. What is known of the rows of a block, lse in base 2 and delta, shows
@@ -388,11 +450,21 @@ class BwdGroup {
   // dS, or what else was stored by store_pairs().
   __device__ __forceinline__ Factor pair_at(const BwdWork& w, int query, int key) const {
     return {sees(w, query, key),
-            Type::unpack(ptx::ld_shared_u16(pairs_tile() + C::Pairs::at(query, key)))};
+            Type::unpack(ptx::ld_shared_u16(pairs_tile(stage_) + C::Pairs::at(query, key)))};
   }
 
-  // P = 2^(S - lse), a row for each key.
-  __device__ __forceinline__ void probabilities(float (&s)[C::kBlockQ / 2]) const {
+  // P = 2^(S - lse), a row for each key; and with a softcap what dS is yet to be multiplied with.
+  __device__ __forceinline__ void probabilities(float (&s)[C::kBlockQ / 2], Pairs& slopes) const {
+    if (C::kTile.any_score && p_.softcap_scale) {
+#pragma unroll
+      for (int i = 0; i < C::kBlockQ / 4; ++i) {
+        const Tanh two[] = {tanh_and_derivative(s[2 * i] * p_.softcap_scale),
+                            tanh_and_derivative(s[2 * i + 1] * p_.softcap_scale)};
+        s[2 * i] = two[0].value;
+        s[2 * i + 1] = two[1].value;
+        slopes[i / 4][i % 4] = Type::pack(two[0].derivative, two[1].derivative);
+      }
+    }
     const uint32_t terms = stage_terms();
 #pragma unroll
     for (int i = 0; i < C::kBlockQ / 8; ++i) {
@@ -419,19 +491,17 @@ class BwdGroup {
       }
     }
   }
-  __device__ __forceinline__ void pack(uint32_t (&pairs)[C::kBlockQ / 16][4],
-                                       const float (&x)[C::kBlockQ / 2]) const {
+  __device__ __forceinline__ void pack(Pairs& pairs, const float (&x)[C::kBlockQ / 2]) const {
 #pragma unroll
     for (int i = 0; i < C::kBlockQ / 4; ++i) {
       pairs[i / 4][i % 4] = Type::pack(x[2 * i], x[2 * i + 1]);
     }
   }
   // dS to shared memory, a row for each query; the warpgroup's keys from column `first` on.
-  __device__ __forceinline__ void store_pairs(const uint32_t (&pairs)[C::kBlockQ / 16][4],
-                                              int first) const {
+  __device__ __forceinline__ void store_pairs(const Pairs& pairs, int first) const {
     const int query = lane() / 16 * 8 + lane() % 8;
     const int key = first + thread() / 32 * 16 + lane() / 8 % 2 * 8;
-    const uint32_t to = pairs_tile() + C::Pairs::at(query, key);
+    const uint32_t to = pairs_tile(stage_) + C::Pairs::at(query, key);
 #pragma unroll
     for (int i = 0; i < C::kBlockQ / 16; ++i) ptx::stmatrix_x4_trans(to + i * 16 * 128, pairs[i]);
   }
@@ -452,9 +522,40 @@ class BwdGroup {
     }
   }
 
+  // The same from there to where they belong: by the copy engine, except where others' keys follow,
+  // ragged. `first_key` is that of the 64. Shared memory is free again once the warps are through,
+  // and the first thread has waited for the copy engine.
+  __device__ __forceinline__ void send_gradient(const BwdWork& w, const void* gradient,
+                                                const Strides& strides, const TensorMap& map,
+                                                int dim, uint32_t from, uint32_t block_bytes,
+                                                int first_key) const {
+    if (!gradient) return;
+    if (!ends_within(w, first_key, p_)) {
+      if (thread() > 0) return;
+      const int token = static_cast<int>(w.seq.token_k) + first_key;
+#pragma unroll
+      for (int i = 0; i < C::Grads::kBlocks; ++i) {
+        ptx::tma_store(from + i * block_bytes, &map, 64 * i, token, w.key_head, w.batch);
+      }
+      ptx::tma_commit_group();
+      return;
+    }
+    const char* const to = rows_of(gradient, p_, strides, w.batch, w.key_head, w.seq.token_k);
+    const int rows = w.seq.len_k - first_key;
+#pragma unroll 1
+    for (int i = thread(); i < rows * dim; i += 128) {
+      const int r = i / dim, column = i % dim;
+      const uint32_t at = from + column / 64 * block_bytes + C::Grads::at(r, column % 64);
+      reinterpret_cast<uint16_t*>(const_cast<char*>(
+          to + (first_key + r) * static_cast<int64_t>(strides.row_bytes())))[column] =
+          ptx::ld_shared_u16(at);
+    }
+  }
+
   __device__ __forceinline__ bool any_unseen(const BwdWork& w, int first_key, int count) const {
     return w.seq.begin(0, p_) > first_key ||
-           w.seq.end(w.seq.len_q - 1, p_) < min(first_key + count, p_.len_k);
+           w.seq.end(w.seq.len_q - 1, p_) <
+               (p_.blocks ? first_key + count : min(first_key + count, p_.len_k));
   }
   // Keys that no row sees may hold anything, those past the end of the sequence above all: nothing,
   // then. Of 64 keys, in rows from `tile_row` on of K or V at `keys`.
@@ -479,7 +580,7 @@ class BwdGroup {
     const auto fill = [&](void* gradient, const Strides& strides, int dim) {
       if (!gradient) return;
       const char* to = rows_of(gradient, p_, strides, w.batch, w.key_head, w.seq.token_k);
-      const int end = min(w.first_key + C::kBlockK, p_.len_k);
+      const int end = min(w.first_key + C::kBlockK, p_.blocks ? w.seq.len_k : p_.len_k);
 #pragma unroll 1
       for (int r = w.first_key + group_; r < end; r += C::kGroups) {
         uint16_t* const numbers = reinterpret_cast<uint16_t*>(
@@ -494,20 +595,20 @@ class BwdGroup {
   // f(work) for all works of the CTA.
   template <class F>
   __device__ __forceinline__ void for_each_work(const F& f) {
-    Turnstile works;
+    Ring<2> works;
 #pragma unroll 1
-    for (;; works.next()) {
-      const Slot slot = slots_.work(works.slot);
-      ptx::mbarrier_wait(slot.full, works.parity);
-      const BwdWork& w = reinterpret_cast<const BwdWork*>(shared_ + C::kSmemWorks)[works.slot];
+    for (;; works.advance()) {
+      const Slot slot = slots_.work(works.at());
+      works.wait_full(slot);
+      const BwdWork& w = reinterpret_cast<const BwdWork*>(shared_ + C::kSmemWorks)[works.at()];
       if (w.last) break;
       if (w.tiles == 0) {
         fill_gradients(w);
       } else {
         f(w);
       }
-      __syncwarp();
-      arrive(slot.empty);
+      ptx::mbarrier_arrive(slot.empty);
+      __syncwarp();  // so that the compiler knows it of the next work as well
     }
   }
 
@@ -517,7 +618,7 @@ class BwdGroup {
   const HopperBwdParams& p_;
   const int group_;
   Ring<C::kStages> ring_;  // of Q and dO
-  int pairs_parity_ = 0;   // of dS
+  uint32_t stage_ = 0;     // of these
   int keys_parity_ = 0;    // of K and V
   bool bad_keys_;          // something in K or V is not finite
   int first_;              // query of the block

@@ -30,13 +30,13 @@ template <class C>
 __device__ __forceinline__ void keep_turns(char* shared, const BwdSlots<C>& slots,
                                            const HopperBwdParams& p) {
   const Slot sums = slots.sums(1);
-  Turnstile works;
+  Ring<2> works;
   int parity = 0;
 #pragma unroll 1
-  for (;; works.next()) {
-    const Slot slot = slots.work(works.slot);
-    ptx::mbarrier_wait(slot.full, works.parity);
-    const BwdWork& w = reinterpret_cast<const BwdWork*>(shared + C::kSmemWorks)[works.slot];
+  for (;; works.advance()) {
+    const Slot slot = slots.work(works.at());
+    works.wait_full(slot);
+    const BwdWork& w = reinterpret_cast<const BwdWork*>(shared + C::kSmemWorks)[works.at()];
     if (w.last) break;
     for_each_tile<C>(w, p, [&](int head, int first) {
       const Turn<C> turn(w, head, first, p);
@@ -53,9 +53,9 @@ __device__ __forceinline__ void keep_turns(char* shared, const BwdSlots<C>& slot
 template <class C, bool kValues>
 class BwdWide : BwdGroup<C> {
   using Base = BwdGroup<C>;
-  using Base::arrive, Base::contain_, Base::first_, Base::group_, Base::keys_parity_, Base::lane,
-      Base::p_, Base::pairs_parity_, Base::ring_, Base::slots_, Base::smem, Base::thread;
-  using typename Base::Type;
+  using Base::arrive, Base::contain_, Base::group_, Base::keys_parity_, Base::lane, Base::p_,
+      Base::ring_, Base::slots_, Base::smem, Base::stage_, Base::thread;
+  using typename Base::Type, typename Base::Pairs;
 
  public:
   __device__ __forceinline__ BwdWide(char* shared, const BwdSlots<C>& slots, int group,
@@ -83,7 +83,7 @@ class BwdWide : BwdGroup<C> {
     ptx::wgmma_commit_group();
   }
   // dV += P dO, or dK += dS Q
-  __device__ __forceinline__ void issue_gradient(const uint32_t (&pairs)[C::kBlockQ / 16][4]) {
+  __device__ __forceinline__ void issue_gradient(const Pairs& pairs) {
     const uint32_t rows = same(kValues ? this->stage_grad_out() : this->stage_q());
 #pragma unroll
     for (int step = 0; step < C::kBlockQ / 16; ++step) {
@@ -93,8 +93,8 @@ class BwdWide : BwdGroup<C> {
     ptx::wgmma_commit_group();
   }
   // dQ = dS K, of one block of columns.
-  __device__ __forceinline__ void issue_query_gradient(float (&dq)[32], int block) {
-    const uint32_t sdS = same(this->pairs_tile());
+  __device__ __forceinline__ void issue_query_gradient(float (&dq)[32], int block, uint32_t stage) {
+    const uint32_t sdS = same(this->pairs_tile(stage));
     const uint32_t sK = same(smem() + C::kSmemK + block * C::Keys::kBlockBytes);
     using Wgmma = ptx::Wgmma<C::kBf16, 64>;
     Wgmma::across_first(dq, C::Pairs::along(C::Pairs::descriptor(sdS), 0),
@@ -125,24 +125,39 @@ class BwdWide : BwdGroup<C> {
     }
   }
 
-  // P and dS in the registers, as the products want them; P for the other warpgroup as well.
-  __device__ __forceinline__ void find_pairs(const BwdWork& w, bool masked,
-                                             uint32_t (&pairs)[C::kBlockQ / 16][4]) {
+  __device__ __forceinline__ void write_pairs(uint32_t to, const Pairs& pairs) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      ptx::st_shared_v4(to + i * 2048, uint4{pairs[i][0], pairs[i][1], pairs[i][2], pairs[i][3]});
+    }
+  }
+  // P and dS in the registers, as the products want them; P for the other warpgroup as well, with a
+  // softcap multiplied with its derivative.
+  __device__ __forceinline__ void find_pairs(const BwdWork& w, bool masked, Pairs& pairs) {
     const uint32_t sP = smem() + C::kSmemSums + thread() * 16;
     if constexpr (kValues) {
-      this->probabilities(s_);
+      Pairs slopes;
+      this->probabilities(s_, slopes);
       if (masked) this->mask(s_, w.seq, w.first_key);
       this->pack(pairs, s_);
-      ptx::mbarrier_wait(slots_.pairs(), pairs_parity_ ^ 1);  // P before it was read
+      if (C::kTile.any_score && p_.softcap_scale) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        ptx::st_shared_v4(sP + i * 2048, uint4{pairs[i][0], pairs[i][1], pairs[i][2], pairs[i][3]});
+        for (int i = 0; i < C::kBlockQ / 4; ++i) {
+          uint32_t& two = slopes[i / 4][i % 4];
+          two = Type::pack(s_[2 * i] * Type::unpack(two & 0xffff),
+                           s_[2 * i + 1] * Type::unpack(static_cast<uint16_t>(two >> 16)));
+        }
       }
-      __syncwarp();
+      this->wait_pairs(stage_ ^ 1);  // P before it was read
+      if (C::kTile.any_score && p_.softcap_scale) {
+        write_pairs(sP, slopes);
+      } else {
+        write_pairs(sP, pairs);
+      }
       arrive(slots_.probabilities());
     } else {
       const uint32_t terms = this->stage_terms();
-      ptx::mbarrier_wait(slots_.probabilities(), pairs_parity_);
+      ptx::mbarrier_wait(slots_.probabilities(), stage_);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const uint4 p = ptx::ld_shared_v4(sP + i * 2048);
@@ -162,7 +177,6 @@ class BwdWide : BwdGroup<C> {
       }
       this->store_pairs(pairs, 0);
       ptx::fence_proxy_async();
-      __syncwarp();
       arrive(slots_.pairs());
     }
   }
@@ -176,7 +190,6 @@ class BwdWide : BwdGroup<C> {
   }
   __device__ __forceinline__ void pass_turn() const {
     if (!p_.grad_query_sums) return;
-    __syncwarp();  // everyone's sums are on their way
     arrive(slots_.sums(group_).full);
   }
 
@@ -189,52 +202,51 @@ class BwdWide : BwdGroup<C> {
 
   // A block of queries, whose S or dP is there. Then that of the next one is, if there is kMore.
   template <bool kMore>
-  __device__ __forceinline__ void step(const BwdWork& w, int head) {
+  __device__ __forceinline__ void step(const BwdWork& w) {
     const Slot q = slots_.q(ring_.at()), grad_out = slots_.grad_out(ring_.at());
-    uint32_t pairs[C::kBlockQ / 16][4];
+    Pairs pairs;
     if (!kValues) {
       arrive(grad_out.empty);
       ptx::mbarrier_wait(q.full, ring_.parity());
     }
-    find_pairs(w, this->look_at(w, 0), pairs);
+    find_pairs(w, this->look_at_rows(0), pairs);
     if (kValues) {
       arrive(q.empty);
       ptx::mbarrier_wait(grad_out.full, ring_.parity());
     }
-    if (contain_) return finish_contained<kMore>(w, head);
+    if (contain_) return finish_contained<kMore>(w, pairs);
     ptx::wgmma_fence();
     issue_gradient(pairs);
     if constexpr (kValues) {
       if (kMore) {
-        ring_.advance();
+        this->advance();
         issue_next_pairs();
       }
       ptx::wgmma_wait_group<kMore ? 1 : 0>(sums_);
       ptx::wgmma_done_with(pairs);
       if (kMore) arrive(grad_out.empty);  // the last dO is where dV goes
-      pairs_parity_ ^= 1;
       if (kMore) ptx::wgmma_wait_group<0>(s_);
     } else {
-      add_query_gradient<kMore>(w, head, q, pairs);
+      add_query_gradient<kMore>(q, pairs);
     }
   }
   // dQ, two blocks of columns at a time, while dK is on its way.
   template <bool kMore>
-  __device__ __forceinline__ void add_query_gradient(const BwdWork& w, int head, const Slot& q,
-                                                     const uint32_t (&pairs)[C::kBlockQ / 16][4]) {
+  __device__ __forceinline__ void add_query_gradient(const Slot& q, const Pairs& pairs) {
     constexpr int kBlocks = C::kSumDim / 64;
-    float* const sums = query_sums<C>(w, head, first_, 0, 0, p_);
+    const uint32_t stage = stage_;
+    const auto [row, first, flags] = this->rows();
+    float* const sums = query_sums<C>(row, 0, p_);
     float dq[2][32];
-    ptx::mbarrier_wait(slots_.pairs(), pairs_parity_);  // dS is there
+    this->wait_pairs(stage_);  // dS is there
     ptx::wgmma_fence();
-    issue_query_gradient(dq[0], 0);
-    issue_query_gradient(dq[1], 1);
+    issue_query_gradient(dq[0], 0, stage);
+    issue_query_gradient(dq[1], 1, stage);
     ptx::wgmma_wait_group<2>(sums_);
     ptx::wgmma_done_with(pairs);
     arrive(q.empty);
     wait_turn();
-    const bool stores = Turn<C>(w, head, first_, p_).stores;
-    if (kMore) ring_.advance();
+    if (kMore) this->advance();
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
       float(&these)[32] = dq[block % 2];
@@ -243,23 +255,26 @@ class BwdWide : BwdGroup<C> {
       } else {
         ptx::wgmma_wait_group<0>(these);
       }
-      add_sums(these, sums, block, stores);
+      add_sums(these, sums, block, flags & BwdRows::kStores);
       if (block + 2 < kBlocks) {
         ptx::wgmma_fence();
-        issue_query_gradient(these, block + 2);
+        issue_query_gradient(these, block + 2, stage);
       } else if (kMore && block + 2 == kBlocks) {
         issue_next_pairs();
       }
     }
     pass_turn();
-    pairs_parity_ ^= 1;
     if (kMore) ptx::wgmma_wait_group<0>(s_);
   }
 
   // The products of a block where a mask hides something not finite.
   template <bool kMore>
-  __device__ __forceinline__ void finish_contained(const BwdWork& w, int head) {
-    ptx::mbarrier_wait(slots_.pairs(), pairs_parity_);  // dS is there
+  __device__ __forceinline__ void finish_contained(const BwdWork& w, const Pairs& pairs) {
+    this->wait_pairs(stage_);  // dS is there
+    if (kValues && C::kTile.any_score) {
+      write_pairs(smem() + C::kSmemSums + thread() * 16, pairs);  // P itself
+      this->sync_group();
+    }
     const auto pair = [&](int key, int query) {
       if (!kValues) return this->pair_at(w, query, key);
       // P, where find_pairs() has put it.
@@ -271,7 +286,8 @@ class BwdWide : BwdGroup<C> {
     this->template multiply_contained<typename C::Rows>(
         sums_, C::kBlockQ, pair, kValues ? this->stage_grad_out() : this->stage_q(), 0);
     if constexpr (!kValues) {
-      float* const sums = query_sums<C>(w, head, first_, 0, 0, p_);
+      const auto [row, first, flags] = this->rows();
+      float* const sums = query_sums<C>(row, 0, p_);
       wait_turn();
 #pragma unroll 1
       for (int block = 0; block < C::kSumDim / 64; ++block) {
@@ -279,16 +295,15 @@ class BwdWide : BwdGroup<C> {
         this->template multiply_contained<typename C::Keys>(
             dq, C::kBlockK, [&](int query, int key) { return this->pair_at(w, query, key); },
             smem() + C::kSmemK, 64 * block);
-        add_sums(dq, sums, block, Turn<C>(w, head, first_, p_).stores);
+        add_sums(dq, sums, block, flags & BwdRows::kStores);
       }
       pass_turn();
     }
-    pairs_parity_ ^= 1;
     this->sync_group();  // everyone has read P: it is written again
     const Slot slot = kValues ? slots_.grad_out(ring_.at()) : slots_.q(ring_.at());
     if (!kValues || kMore) arrive(slot.empty);
     if (kMore) {
-      ring_.advance();
+      this->advance();
       issue_next_pairs();
       ptx::wgmma_wait_group<0>(s_);
     }
@@ -312,39 +327,31 @@ class BwdWide : BwdGroup<C> {
     this->bad_keys_ = this->find_bad_keys(w);
     ptx::wgmma_wait_group<0>(s_);
     keys_parity_ ^= 1;
-    first_ = w.query_end - C::kBlockQ;
-    int head = w.key_head * p_.group;
 #pragma unroll 1
-    for (int n = 1; n < w.tiles; ++n) {
-      step<true>(w, head);
-      if (first_ == w.query_begin) ++head;
-      first_ = this->next_first(w);
-    }
-    step<false>(w, head);
+    for (int n = 1; n < w.tiles; ++n) step<true>(w);
+    step<false>(w);
     arrive(slots_.k().empty);
     store(w);
-    ring_.advance();
+    this->advance();
   }
 
   // dV through the last dO, dK through V.
   __device__ __forceinline__ void store(const BwdWork& w) {
     // dV goes where the last dO is, which the other warpgroup reads for dP: dS is written after
     // that.
-    if (kValues) ptx::mbarrier_wait(slots_.pairs(), pairs_parity_ ^ 1);
+    if (kValues) this->wait_pairs(stage_);
     const uint32_t from = kValues ? this->stage_grad_out() : smem() + C::kSmemV;
     this->write_gradient(from, C::Grads::kBlockBytes, sums_, kValues ? 1.f : p_.scale);
     ptx::fence_proxy_async();
     this->sync_group();  // all of it is there
-    if (thread() == 0 && (kValues ? p_.grad_value : p_.grad_key)) {
-#pragma unroll
-      for (int i = 0; i < C::Grads::kBlocks; ++i) {
-        ptx::tma_store(from + i * C::Grads::kBlockBytes,
-                       kValues ? &p_.grad_value_map : &p_.grad_key_map, 64 * i, w.first_key,
-                       w.key_head, w.batch);
-      }
-      ptx::tma_commit_group();
-      ptx::tma_wait_group_read();
+    if constexpr (kValues) {
+      this->send_gradient(w, p_.grad_value, p_.grad_value_strides, p_.grad_value_map, p_.head_dim_v,
+                          from, C::Grads::kBlockBytes, w.first_key);
+    } else {
+      this->send_gradient(w, p_.grad_key, p_.grad_key_strides, p_.grad_key_map, p_.head_dim, from,
+                          C::Grads::kBlockBytes, w.first_key);
     }
+    if (thread() == 0) ptx::tma_wait_group_read();
     arrive(kValues ? slots_.grad_out(ring_.at()).empty : slots_.v().empty);
   }
 

@@ -4,7 +4,7 @@
 // away and keeps one thread busy: that one finds out what is next to be worked on, and has Q, K and
 // V copied to shared memory as soon as there is room. Each of the others has 64 rows of queries:
 //
-//   shared memory   sQ   1 or 2 x block_q x D
+//   shared memory   sQ   block_q x D
 //                   sK   stages x block_k x D
 //                   sV   stages x block_k x D
 //                   sO   1 or 2 x block_q x 64    on its way out, 64 columns at a time
@@ -17,9 +17,7 @@
 // S = Q K^T of a block is on its way together with O += P V of the one before, and the exponentials
 // of a warpgroup run under the products of another: they take turns in issuing products. (Both are
 // FlashAttention-3's.) P stays in registers. Blocks go from the last to the first, so that those
-// that need a mask come first. With two Q it goes on like this from one work to the next: S of its
-// first block is on its way together with the last O of the work before, which leaves under the
-// products of the other warpgroups.
+// that need a mask come first.
 #pragma once
 
 #include "cuda/sm90/attention_fwd_rows.cuh"
@@ -97,6 +95,7 @@ class FwdLoader {
     }
     w.first_row = first_row;
     w.seq = seq;
+    w.lse = offset(p_, p_.lse_strides, w.batch, w.head << p_.pack, seq.token_q);
     const int last_row = min((first_row + C::kBlockQ - 1) >> p_.pack, seq.len_q - 1);
     const int key_begin = seq.begin(first_row >> p_.pack, p_) / C::kBlockK;
     const int key_end = (max(seq.end(last_row, p_), 0) + C::kBlockK - 1) / C::kBlockK;
@@ -107,6 +106,8 @@ class FwdLoader {
     for (int group = 0; group < C::kGroups; ++group) {
       const int first = (first_row + group * 64) >> p_.pack;
       const int last = (first_row + group * 64 + 63) >> p_.pack;
+      const int end = first < seq.len_q ? seq.end(min(last, seq.len_q - 1), p_) : 0;
+      w.end[group] = min(max((end + C::kBlockK - 1) / C::kBlockK, key_begin + 1), w.key_end);
       const int begin = (seq.begin(last, p_) + C::kBlockK - 1) / C::kBlockK;
       w.full_begin[group] = max(begin, key_begin);
       w.full_end[group] = max(max(seq.end(first, p_), 0) / C::kBlockK, key_begin);
@@ -115,11 +116,6 @@ class FwdLoader {
 
   __device__ __forceinline__ void load(const FwdWork& w) {
     const int key_head = w.head / p_.group, token_k = static_cast<int>(w.seq.token_k);
-    queries_.wait_empty(slots_.q(queries_.at()));
-    fill<typename C::Rows>(slots_.q(queries_.at()),
-                           smem_ + C::kSmemQ + queries_.at() * C::Rows::kBytes, p_.query_map, 0,
-                           w.first_token(p_), w.head, w.batch);
-    queries_.advance();
 #pragma unroll 1
     for (int n = w.key_end - 1; n >= w.key_begin; --n, keys_.advance()) {
       const uint32_t at = keys_.at() * C::Keys::kBytes;
@@ -127,6 +123,12 @@ class FwdLoader {
       const int row = token_k + n * C::kBlockK;
       keys_.wait_empty(k);
       fill<typename C::Keys>(k, smem_ + C::kSmemK + at, p_.key_map, row, key_head, w.batch);
+      if (n == w.key_end - 1) {  // after the keys, for which there is room earlier
+        queries_.wait_empty(slots_.q());
+        fill<typename C::Rows>(slots_.q(), smem_ + C::kSmemQ, p_.query_map, 0, w.first_token(p_),
+                               w.head, w.batch);
+        queries_.advance();
+      }
       keys_.wait_empty(v);
       fill<typename C::Keys>(v, smem_ + C::kSmemV + at, p_.value_map, row, key_head, w.batch);
     }
@@ -136,7 +138,7 @@ class FwdLoader {
   const uint32_t smem_;
   const FwdSlots<C> slots_;
   const HopperFwdParams& p_;
-  Ring<C::kQueryStages> queries_;
+  Ring<1> queries_;
   Ring<C::kStages> keys_;
 };
 

@@ -20,8 +20,10 @@ struct alignas(8) FwdWork {
   Sequence seq;
   int batch = 0, head = 0, first_row = 0;
   int key_begin = 0, key_end = 0;
-  int full_begin[3] = {}, full_end[3] = {};  // those of a warpgroup that need no mask
+  int end[3] = {};                           // those that rows of a warpgroup see
+  int full_begin[3] = {}, full_end[3] = {};  // and that need no mask
   int more = false;                          // or that there is none
+  int64_t lse = 0;                           // where that of its head begins
 
   // Of the block, as the tensor maps count.
   __device__ __forceinline__ int first_token(const HopperFwdParams& p) const {
@@ -36,25 +38,26 @@ struct FwdConfig {
   static constexpr HopperFwdTile kTile = kTile_;
   static constexpr int kDim = kTile.head_dim, kStages = kTile.stages;
   static constexpr int kBlockQ = kTile.block_q, kBlockK = kTile.block_k;
-  static constexpr int kQueryStages = kTile.query_stages(), kOutStages = kTile.out_stages();
+  static constexpr int kOutStages = kTile.out_stages();
   static constexpr int kGroups = kBlockQ / 64;  // of warps, with rows
   using Rows = Tile<kBlockQ, kDim>;
   using Keys = Tile<kBlockK, kDim>;
   using Out = Tile<kBlockQ, 64>;
   static constexpr uint32_t kSmemQ = 0;
-  static constexpr uint32_t kSmemK = kQueryStages * Rows::kBytes;
+  static constexpr uint32_t kSmemK = Rows::kBytes;
   static constexpr uint32_t kSmemV = kSmemK + kStages * Keys::kBytes;
   static constexpr uint32_t kSmemO = kSmemV + kStages * Keys::kBytes;
   static constexpr uint32_t kSmemWorks = kSmemO + kOutStages * Out::kBytes;
   static constexpr uint32_t kSmemBarriers = kSmemWorks + 2 * sizeof(FwdWork);
-  static constexpr int kSlots = 2 + kQueryStages + 2 * kStages;
+  static constexpr int kSlots = 3 + 2 * kStages;
   static_assert(kSmemWorks + kBarrierBytes == kTile.shared_bytes());
   static_assert(2 * sizeof(FwdWork) + kSlots * Slot::kBytes <= kBarrierBytes);
   static_assert(sizeof(FwdWork) % 8 == 0 && kBlockQ % 64 == 0 && kBlockK % 16 == 0);
   static_assert(Rows::kBytes % 1024 == 0 && Keys::kBytes % 1024 == 0);
-  // An SM has 65,536 registers; what the first warpgroup gives away the others share.
   static constexpr int kLoaderRegisters = kGroups == 3 ? 32 : 40;
   static constexpr int kRegisters = kGroups == 3 ? 160 : 232;
+  static_assert(kLoaderRegisters + kGroups * kRegisters <=
+                (kGroups + 1) * registers_at_first(kGroups + 1));
 
   static __device__ __forceinline__ FwdWork* work(char* shared, int i) {
     return reinterpret_cast<FwdWork*>(shared + kSmemWorks) + i;
@@ -65,14 +68,13 @@ template <class C>
 struct FwdSlots {
   uint32_t barriers;
   __device__ __forceinline__ Slot work(int i) const { return at(i); }
-  __device__ __forceinline__ Slot q(int i) const { return at(2 + i); }
-  __device__ __forceinline__ Slot k(int i) const { return at(2 + C::kQueryStages + i); }
-  __device__ __forceinline__ Slot v(int i) const {
-    return at(2 + C::kQueryStages + C::kStages + i);
-  }
+  __device__ __forceinline__ Slot q() const { return at(2); }
+  __device__ __forceinline__ Slot k(int i) const { return at(3 + i); }
+  __device__ __forceinline__ Slot v(int i) const { return at(3 + C::kStages + i); }
 
+  // Works are read, and so done with, by each thread for itself; tiles by warps.
   __device__ __forceinline__ void init() const {
-    for (int i = 0; i < C::kSlots; ++i) at(i).init(4 * C::kGroups);  // warps
+    for (int i = 0; i < C::kSlots; ++i) at(i).init((i < 2 ? 128 : 4) * C::kGroups);
     ptx::fence_mbarrier_init();
   }
 
@@ -93,26 +95,16 @@ class FwdRows {
 
   __device__ __forceinline__ void run() {
     if (C::kGroups > 1 && group_ == C::kGroups - 1) ptx::bar_arrive(kTurn, kTwoGroups);
-    if (take()) {
+    while (take()) {
+      skip();
       begin();
-      while (true) {
-        first_softmax();
-        go_through_keys();
-        works_.advance();
-        const bool overlaps = C::kQueryStages == 2 && take();
-        if (overlaps) {
-          finish_and_begin();
-        } else {
-          finish();
-        }
-        store();
-        release(slots_.work(1 - works_.at()));
-        if (C::kQueryStages == 2 && !overlaps) break;
-        if (C::kQueryStages == 1) {
-          if (!take()) break;
-          begin();
-        }
-      }
+      first_softmax();
+      go_through_keys();
+      finish();
+      store();
+      ptx::mbarrier_arrive(slots_.work(works_.at()).empty);
+      __syncwarp();  // so that the compiler knows it of the next work as well
+      works_.advance();
     }
     if (C::kGroups > 1 && group_ == 0) ptx::bar_sync(kTurn, kTwoGroups);  // the last one's
     if (thread() == 0) ptx::tma_wait_group();
@@ -131,17 +123,9 @@ class FwdRows {
   __device__ __forceinline__ int row() const { return warp() * 16 + (lane() >> 2); }
   __device__ __forceinline__ int first_row() const { return work().first_row + group_ * 64; }
   __device__ __forceinline__ const FwdWork& work() const { return *C::work(shared_, works_.at()); }
-  // The one before, of which O is.
-  __device__ __forceinline__ const FwdWork& done() const {
-    return *C::work(shared_, 1 - works_.at());
-  }
   // Each time anew: registers are few.
   static __device__ __forceinline__ int read(const int& x) {
     return *const_cast<const volatile int*>(&x);
-  }
-  // Where its Q is.
-  __device__ __forceinline__ Ring<C::kQueryStages> queries() const {
-    return Ring<C::kQueryStages>(works_.turns());
   }
   // The query of a row of the work.
   __device__ __forceinline__ int query(int row) const { return row >> p_.pack; }
@@ -162,12 +146,12 @@ class FwdRows {
     works_.wait_full(slots_.work(works_.at()));
     const FwdWork& w = work();
     if (!same(w.more)) return false;
-    block_ = same(w.key_end) - 1;
+    block_ = same(w.end[group_]) - 1;
     return true;
   }
 
   __device__ __forceinline__ void issue_scores() {
-    const uint32_t sQ = smem_ + C::kSmemQ + queries().at() * C::Rows::kBytes + group_ * 64 * 128;
+    const uint32_t sQ = smem_ + C::kSmemQ + group_ * 64 * 128;
     const uint32_t q = same(C::Rows::descriptor(sQ));
     const uint32_t k = same(C::Keys::descriptor(smem_ + C::kSmemK + keys_.at() * C::Keys::kBytes));
 #pragma unroll
@@ -268,8 +252,8 @@ class FwdRows {
   // By each warp for itself.
   __device__ __forceinline__ void scores_again() {
     const int r = lane() % 16, column = lane() / 16 * 8;
-    const uint32_t q = smem_ + C::kSmemQ + queries().at() * C::Rows::kBytes +
-                       (group_ * 64 + warp() * 16) * 128 + C::Rows::at(r, column);
+    const uint32_t q =
+        smem_ + C::kSmemQ + (group_ * 64 + warp() * 16) * 128 + C::Rows::at(r, column);
     const uint32_t k = smem_ + C::kSmemK + keys_.at() * C::Keys::kBytes + C::Keys::at(r, column);
 #pragma unroll
     for (float& x : s_) x = 0;
@@ -320,7 +304,7 @@ class FwdRows {
   __device__ __forceinline__ void release_scores() {
     release(slots_.k(keys_.at()));
     if (block_ > read(work().key_begin)) return;
-    release(slots_.q(queries().at()));
+    release(slots_.q());
   }
 
   // S of the next block, and O of the one before it, whose place in the ring this is.
@@ -338,9 +322,25 @@ class FwdRows {
     return before.at();
   }
 
+  // Blocks that none of the warpgroup's rows sees, before the first that some do.
+  __device__ __forceinline__ void skip() {
+#pragma unroll 1
+    for (int n = read(work().key_end) - 1; same(n) > block_; --n) {
+      const Slot k = slots_.k(keys_.at()), v = slots_.v(keys_.at());
+      keys_.wait_full(k);
+      wait_turn();
+      pass_turn();
+      keys_.wait_full(v);
+      if (lane() == 0) {
+        ptx::mbarrier_arrive(k.empty);
+        ptx::mbarrier_arrive(v.empty);
+      }
+      keys_.advance();
+    }
+  }
   // S of the first block of a work.
   __device__ __forceinline__ void begin() {
-    queries().wait_full(slots_.q(queries().at()));
+    ptx::mbarrier_wait(slots_.q().full, works_.turns() % 2);
     keys_.wait_full(slots_.k(keys_.at()));
     wait_turn();
     ptx::wgmma_fence();
@@ -356,21 +356,6 @@ class FwdRows {
     ptx::wgmma_fence();
     issue_values(last);
     ptx::wgmma_wait_group<0>(o_);
-    release(slots_.v(last));
-  }
-  // Both, of a work and of the next one. Without a turn: warpgroups need not end a work one after
-  // the other.
-  __device__ __forceinline__ void finish_and_begin() {
-    const int last = keys_.at();
-    keys_.wait_full(slots_.v(last));
-    keys_.advance();
-    queries().wait_full(slots_.q(queries().at()));
-    keys_.wait_full(slots_.k(keys_.at()));
-    ptx::wgmma_fence();
-    issue_values(last);
-    issue_scores();
-    ptx::wgmma_wait_group<0>(o_);
-    ptx::wgmma_wait_group<0>(s_);
     release(slots_.v(last));
   }
   __device__ __forceinline__ void first_softmax() {
@@ -450,7 +435,7 @@ class FwdRows {
     // After the fences, which would wait for it.
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int r = done().first_row + group_ * 64 + row() + 8 * half;
+      const int r = work().first_row + group_ * 64 + row() + 8 * half;
       if (lane() % 4 == 0) write_lse(r, lse[half]);
     }
     contain();
@@ -458,17 +443,17 @@ class FwdRows {
 
   // Rows of a sequence that end within the tile are followed by those of the next.
   __device__ __forceinline__ void send(uint32_t sO, int column) const {
-    const int first = done().first_row + group_ * 64;
-    if (!p_.blocks || first + 64 <= done().seq.len_q) {
+    const int first = work().first_row + group_ * 64;
+    if (!p_.blocks || first + 64 <= work().seq.len_q) {
       if (thread() == 0) {
         ptx::tma_store(sO + group_ * 64 * 128, &p_.out_map, column, 0,
-                       static_cast<int>(done().seq.token_q) + (first >> p_.pack), done().head,
-                       done().batch);
+                       static_cast<int>(work().seq.token_q) + (first >> p_.pack), work().head,
+                       work().batch);
         ptx::tma_commit_group();
       }
       return;
     }
-    const int rows = min(done().seq.len_q - first, 64), columns = min(p_.head_dim_v - column, 64);
+    const int rows = min(work().seq.len_q - first, 64), columns = min(p_.head_dim_v - column, 64);
 #pragma unroll 1
     for (int i = thread(); i < rows * 8; i += 128) {
       const uint16_t* from = static_cast<const uint16_t*>(
@@ -484,7 +469,7 @@ class FwdRows {
 
   // Where a row of the work lies.
   __device__ __forceinline__ int64_t row_offset(const Strides& strides, int row) const {
-    const FwdWork& w = done();
+    const FwdWork& w = work();
     const int head = (w.head << p_.pack) + (row & ((1 << p_.pack) - 1));
     return offset(p_, strides, w.batch, head, w.seq.token_q) + query(row) * strides.row;
   }
@@ -492,7 +477,9 @@ class FwdRows {
     return static_cast<uint16_t*>(p_.out) + row_offset(p_.out_strides, row);
   }
   __device__ __forceinline__ void write_lse(int row, float lse) const {
-    if (p_.lse && query(row) < done().seq.len_q) p_.lse[row_offset(p_.lse_strides, row)] = lse;
+    if (!p_.lse || query(row) >= work().seq.len_q) return;
+    const int head = row & ((1 << p_.pack) - 1);
+    p_.lse[work().lse + head * p_.lse_strides.head + query(row) * p_.lse_strides.row] = lse;
   }
 
   // A probability of 0 times a hidden NaN is NaN: rows with something not finite are computed once
@@ -500,7 +487,7 @@ class FwdRows {
   __device__ __forceinline__ void contain() const {
     const bool hides = p_.left < kNoLimit || p_.right < kNoLimit || p_.key_lengths || p_.blocks;
     if (!hides) return;
-    bool finite[2] = {done().seq.valid, done().seq.valid};
+    bool finite[2] = {work().seq.valid, work().seq.valid};
 #pragma unroll
     for (int i = 0; i < C::kDim / 2; ++i) finite[i % 4 / 2] &= isfinite(o_[i]);
     const uint32_t upper = __ballot_sync(0xffffffffu, !finite[0]);
@@ -514,7 +501,7 @@ class FwdRows {
   // Rows of the warp key by key, from what each really sees. `upper` has four bits for each of the
   // first eight rows, `lower` for the others. Slow, and rarely needed.
   __device__ __forceinline__ void store_again(uint32_t upper, uint32_t lower) const {
-    const FwdWork& w = done();
+    const FwdWork& w = work();
     constexpr int kEach = (C::kDim + 31) / 32;  // columns of a lane
     const int key_head = w.head / p_.group;
     const auto number = [](const uint16_t* row, int column, int dim) {

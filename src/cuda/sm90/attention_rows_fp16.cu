@@ -9,7 +9,7 @@ extern "C" __global__ void __launch_bounds__(kRaggedThreads)
 }
 
 extern "C" __global__ void __launch_bounds__(kRowThreads)
-    sm90_attention_bwd_prepare_fp16(const __grid_constant__ AttentionBwdParams p) {
+    sm90_attention_bwd_prepare_fp16(const __grid_constant__ HopperBwdParams p) {
   sm90::attention_bwd_prepare<Fp16>(p);
 }
 

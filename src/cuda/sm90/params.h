@@ -26,11 +26,13 @@ struct HopperFwdParams : AttentionFwdParams {
 // A backward pass. The grid is as many CTAs as the chip holds at once; `tickets` gives out the
 // `works` blocks of keys, deterministic or not.
 struct HopperBwdParams : AttentionBwdParams {
-  // (batch, heads, length, D). Where there is no grad_out, its map is that of the queries: what is
-  // read lies beyond their end. Maps of gradients that are not wanted are never looked at.
+  // (batch, heads, length, D); ragged: tokens are the length. Where there is no grad_out, its map
+  // is that of the queries: what is read lies beyond their end. Maps of gradients that are not
+  // wanted are never looked at.
   TensorMap query_map, key_map, value_map, grad_out_map, grad_key_map, grad_value_map;
   int32_t key_blocks, works;
   int32_t heads_together;  // (batch, key head) whose blocks follow each other
+  int64_t tokens_q;        // ragged: of all sequences, and what comes after them
 };
 
 }  // namespace flashmoe::cuda

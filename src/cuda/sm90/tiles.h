@@ -6,6 +6,10 @@ namespace flashmoe::cuda {
 // Shared memory of an SM of Hopper that a CTA may have, and for barriers and what is worked on.
 inline constexpr int kHopperShared = 227 * 1024, kBarrierBytes = 512;
 
+// Registers that each thread of a CTA has when it begins, which warpgroups then share out anew: who
+// asks for more than the others gave away waits for ever.
+constexpr int registers_at_first(int warpgroups) { return 65536 / (warpgroups * 128) / 8 * 8; }
+
 struct HopperFwdTile {
   int head_dim;
   int block_q, block_k;  // a warpgroup for each 64 rows, and one more
@@ -17,11 +21,8 @@ struct HopperFwdTile {
   // Tiles lie in blocks of 64 columns; the output leaves through one or two such blocks.
   constexpr int blocks() const { return (head_dim + 63) / 64; }
   constexpr int out_stages() const { return blocks() > 1 ? 2 : 1; }
-  // Two where there is room: the next Q is then there before the last block of keys is done with.
-  constexpr int query_stages() const { return bytes(2) <= kHopperShared ? 2 : 1; }
-  constexpr int shared_bytes() const { return bytes(query_stages()); }
-  constexpr int bytes(int queries) const {
-    const int tiles = queries * block_q + 2 * stages * block_k;
+  constexpr int shared_bytes() const {
+    const int tiles = block_q + 2 * stages * block_k;
     return (tiles * blocks() + out_stages() * block_q) * 128 + kBarrierBytes;
   }
 };
@@ -35,7 +36,8 @@ inline constexpr int kBwdControlBytes = 512;
 struct HopperBwdTile {
   int head_dim;
   int block_q, block_k;
-  int ctas = 1;  // on an SM: it takes all there is
+  bool any_score = false;  // whether there may be a softcap
+  int ctas = 1;            // on an SM: it takes all there is
 
   static constexpr int kStages = 2;                  // of Q and dO
   constexpr int threads() const { return 3 * 128; }  // two warpgroups compute

@@ -142,6 +142,16 @@ struct Wgmma;
           : FLASHMOE_FLOATS_##COUNT("+f")                                                          \
           : "l"(a), "l"(b));                                                                       \
     }                                                                                              \
+    /* Both with a row for each of the depth. */                                                   \
+    static __device__ __forceinline__ void both_across(float (&sums)[COUNT], uint64_t a,           \
+                                                       uint64_t b) {                               \
+      asm volatile(                                                                                \
+          "{ .reg .pred add; setp.eq.u32 add, 0, 0;"                                               \
+          "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                          \
+          " {" FLASHMOE_SUMS_##COUNT "}, " P0 ", " P1 ", add, 1, 1, 1, 1; }"                       \
+          : FLASHMOE_FLOATS_##COUNT("+f")                                                          \
+          : "l"(a), "l"(b));                                                                       \
+    }                                                                                              \
     /* The first of either: sums = A B. What sums held before needs no registers. */               \
     static __device__ __forceinline__ void shared_first(float (&sums)[COUNT], uint64_t a,          \
                                                         uint64_t b) {                              \

@@ -25,7 +25,7 @@
 // Head dims above 128: attention_bwd_wide.cuh.
 #pragma once
 
-#include "cuda/sm90/attention_bwd_tile.cuh"
+#include "cuda/sm90/attention_bwd_scores.cuh"
 #include "cuda/sm90/attention_bwd_wide.cuh"
 
 namespace flashmoe::cuda::sm90 {
@@ -93,11 +93,12 @@ __device__ __forceinline__ void store_all(char* shared, const BwdSlots<C>& slots
 
 // One warpgroup with 64 keys.
 template <class C>
-class BwdKeys : BwdGroup<C> {
-  using Base = BwdGroup<C>;
-  using Base::arrive, Base::contain_, Base::group_, Base::keys_parity_, Base::lane, Base::p_,
-      Base::ring_, Base::slots_, Base::smem, Base::smem_, Base::stage_, Base::thread;
-  using typename Base::Type, typename Base::Pairs;
+class BwdKeys : BwdScores<C> {
+  using Base = BwdScores<C>;
+  using Base::arrive, Base::contain_, Base::dp_, Base::group_, Base::kAfter, Base::keys_parity_,
+      Base::p_, Base::ring_, Base::s_, Base::slots_, Base::smem, Base::smem_, Base::stage_,
+      Base::thread;
+  using typename Base::Pairs;
 
  public:
   __device__ __forceinline__ BwdKeys(char* shared, const BwdSlots<C>& slots, int group,
@@ -113,38 +114,6 @@ class BwdKeys : BwdGroup<C> {
   static constexpr bool kByRows = C::kBlockQ == 64 * C::kGroups;  // how dQ is shared out
   static constexpr int kN = 64;                                   // its columns of a warpgroup
 
-  // S = K Q^T, or dP = V dO^T
-  __device__ __forceinline__ void issue_pairs(float (&sums)[C::kBlockQ / 2], uint32_t keys,
-                                              uint32_t rows) {
-    using Wgmma = ptx::Wgmma<C::kBf16, C::kBlockQ>;
-    keys += group_ * 64 * 128;
-    Wgmma::shared_first(sums, C::Keys::along(C::Keys::descriptor(keys), 0),
-                        C::Rows::along(C::Rows::descriptor(rows), 0));
-#pragma unroll
-    for (int step = 1; step < C::kDim / 16; ++step) {
-      Wgmma::shared(sums, C::Keys::along(C::Keys::descriptor(keys), step),
-                    C::Rows::along(C::Rows::descriptor(rows), step), true);
-    }
-    ptx::wgmma_commit_group();
-  }
-  __device__ __forceinline__ void issue_scores() {
-    issue_pairs(s_, smem_ + C::kSmemK, this->stage_q());
-  }
-  __device__ __forceinline__ void issue_grad_probabilities() {
-    ptx::mbarrier_wait(slots_.grad_out(ring_.at()).full, ring_.parity());
-    ptx::wgmma_fence();
-    issue_pairs(dp_, smem_ + C::kSmemV, this->stage_grad_out());
-  }
-  // dV += P dO, or dK += dS Q
-  __device__ __forceinline__ void issue_gradient(float (&sums)[C::kDim / 2], const Pairs& pairs,
-                                                 uint32_t rows) {
-#pragma unroll
-    for (int step = 0; step < C::kBlockQ / 16; ++step) {
-      ptx::Wgmma<C::kBf16, C::kDim>::registers(sums, pairs[step],
-                                               C::Rows::across(C::Rows::descriptor(rows), step));
-    }
-    ptx::wgmma_commit_group();
-  }
   // dQ = dS K
   __device__ __forceinline__ void issue_query_gradient() {
     const uint32_t sdS = this->pairs_tile(stage_) + (kByRows ? group_ * 64 * 128 : 0);
@@ -158,38 +127,6 @@ class BwdKeys : BwdGroup<C> {
                     C::Keys::across(C::Keys::descriptor(sK), step));
     }
     ptx::wgmma_commit_group();
-  }
-
-  // Whether dP is issued after P is found: beside a softcap there are no registers for both.
-  static constexpr bool kAfter = C::kTile.any_score;
-
-  // P in place of S, while dP is on its way.
-  __device__ __forceinline__ void find_probabilities(const BwdWork& w) {
-    const bool masked = this->look_at_rows(group_);
-    ptx::wgmma_wait_group<kAfter ? 0 : 1>(s_);
-    this->probabilities(s_, slopes_);
-    if (masked) this->mask(s_, w.seq, w.first_key + 64 * group_);
-  }
-  // dS in place of dP, with kPending products after it. P is taken as it was rounded: in fp32 it
-  // would be 64 registers more at D = 64.
-  template <int kPending>
-  __device__ __forceinline__ void differentiate(const Pairs& pairs) {
-    const uint32_t terms = this->stage_terms();
-    ptx::wgmma_wait_group<kPending>(dp_);
-#pragma unroll
-    for (int i = 0; i < C::kBlockQ / 8; ++i) {
-      const float2 delta = this->two_terms(terms + 64 * i + 4);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const uint32_t both = pairs[i / 2][i % 2 * 2 + j / 2];
-        const float p = Type::unpack(static_cast<uint16_t>(j % 2 ? both >> 16 : both));
-        dp_[4 * i + j] = (dp_[4 * i + j] - (j % 2 ? delta.y : delta.x)) * p;
-        if (C::kTile.any_score && p_.softcap_scale) {
-          const uint32_t slopes = slopes_[i / 2][i % 2 * 2 + j / 2];
-          dp_[4 * i + j] *= Type::unpack(static_cast<uint16_t>(j % 2 ? slopes >> 16 : slopes));
-        }
-      }
-    }
   }
 
   // dQ to where the copy engine finds it.
@@ -221,15 +158,15 @@ class BwdKeys : BwdGroup<C> {
     Pairs p_pairs, ds_pairs;
     this->pack(p_pairs, s_);
     ptx::wgmma_fence();
-    issue_gradient(dv_, p_pairs, this->stage_grad_out());
-    differentiate<1>(p_pairs);
+    this->issue_gradient(dv_, p_pairs, this->stage_grad_out());
+    this->template differentiate<1>(p_pairs);
     this->pack(ds_pairs, dp_);
     ptx::wgmma_fence();
-    issue_gradient(dk_, ds_pairs, this->stage_q());
+    this->issue_gradient(dk_, ds_pairs, this->stage_q());
     this->store_pairs(ds_pairs, 64 * group_);
     ptx::fence_proxy_async();
-    arrive(slots_.pairs());
-    this->wait_pairs(stage_);  // dS of both warpgroups
+    arrive(slots_.pairs(0).full);
+    ptx::mbarrier_wait(slots_.pairs(0).full, stage_);  // dS of both warpgroups
     ptx::wgmma_fence();
     issue_query_gradient();
     ptx::wgmma_wait_group<1>(dv_);
@@ -242,13 +179,13 @@ class BwdKeys : BwdGroup<C> {
     if (kMore) {
       ptx::mbarrier_wait(slots_.q(ring_.at()).full, ring_.parity());
       ptx::wgmma_fence();
-      issue_scores();
+      this->issue_scores();
       ptx::wgmma_wait_group<1>(dq_);
       write_sums();
-      if (!kAfter) issue_grad_probabilities();
+      if (!kAfter) this->issue_grad_probabilities();
       send_sums();  // not at once: it waits until they are written
-      find_probabilities(w);
-      if (kAfter) issue_grad_probabilities();
+      this->find_probabilities(w);
+      if (kAfter) this->issue_grad_probabilities();
     }
   }
 
@@ -261,7 +198,7 @@ class BwdKeys : BwdGroup<C> {
       return this->pair_at(w, query, 64 * group_ + key);
     };
     this->pack(p_pairs, s_);
-    differentiate<0>(p_pairs);
+    this->template differentiate<0>(p_pairs);
     this->pack(ds_pairs, dp_);
     this->store_pairs(p_pairs, 64 * group_);
     this->sync_group();  // P is there
@@ -269,8 +206,8 @@ class BwdKeys : BwdGroup<C> {
                                                         this->stage_grad_out(), 0);
     this->sync_group();  // and done with
     this->store_pairs(ds_pairs, 64 * group_);
-    arrive(slots_.pairs());
-    this->wait_pairs(stage_);  // dS of both warpgroups
+    arrive(slots_.pairs(0).full);
+    ptx::mbarrier_wait(slots_.pairs(0).full, stage_);  // dS of both warpgroups
     this->template multiply_contained<typename C::Rows>(dk_, C::kBlockQ, mine, this->stage_q(), 0);
 #pragma unroll
     for (float& x : dq_) x = 0;
@@ -288,10 +225,10 @@ class BwdKeys : BwdGroup<C> {
       send_sums();
       ptx::mbarrier_wait(slots_.q(ring_.at()).full, ring_.parity());
       ptx::wgmma_fence();
-      issue_scores();
-      if (!kAfter) issue_grad_probabilities();
-      find_probabilities(w);
-      if (kAfter) issue_grad_probabilities();
+      this->issue_scores();
+      if (!kAfter) this->issue_grad_probabilities();
+      this->find_probabilities(w);
+      if (kAfter) this->issue_grad_probabilities();
     }
   }
 
@@ -302,14 +239,14 @@ class BwdKeys : BwdGroup<C> {
     this->clear_keys(w, smem() + C::kSmemK, 64 * group_);
     ptx::mbarrier_wait(slots_.q(ring_.at()).full, ring_.parity());
     ptx::wgmma_fence();
-    issue_scores();
+    this->issue_scores();
     ptx::mbarrier_wait(slots_.v().full, keys_parity_);
     this->clear_keys(w, smem() + C::kSmemV, 64 * group_);
-    if (!kAfter) issue_grad_probabilities();
+    if (!kAfter) this->issue_grad_probabilities();
     this->bad_keys_ = this->find_bad_keys(w);
     keys_parity_ ^= 1;
-    find_probabilities(w);
-    if (kAfter) issue_grad_probabilities();
+    this->find_probabilities(w);
+    if (kAfter) this->issue_grad_probabilities();
 #pragma unroll 1
     for (int n = 1; n < w.tiles; ++n) step<true>(w);
     step<false>(w);
@@ -345,9 +282,7 @@ class BwdKeys : BwdGroup<C> {
     arrive(sums.full);
   }
 
-  Pairs slopes_;                                  // of a softcap
-  int sums_parity_ = 1;                           // the first turn finds the place empty
-  float s_[C::kBlockQ / 2], dp_[C::kBlockQ / 2];  // then P and dS; as wgmma lays them out
+  int sums_parity_ = 1;  // the first turn finds the place empty
   float dk_[C::kDim / 2], dv_[C::kDim / 2], dq_[kN / 2];
 };
 
@@ -378,9 +313,9 @@ __device__ __forceinline__ void attention_bwd(const HopperBwdParams& p) {
   if constexpr (!C::kWide) {
     BwdKeys<C>(shared, slots, group - 1, p).run();
   } else if (group == 1) {
-    BwdWide<C, true>(shared, slots, 0, p).run();
+    BwdWideValues<C>(shared, slots, p).run();
   } else {
-    BwdWide<C, false>(shared, slots, 1, p).run();
+    BwdWideKeys<C>(shared, slots, p).run();
   }
 }
 

@@ -64,15 +64,14 @@ struct BwdConfig {
   static constexpr uint32_t kSmemQ = kSmemV + Keys::kBytes;
   static constexpr uint32_t kSmemGradOut = kSmemQ + kStages * Rows::kBytes;
   static constexpr uint32_t kSmemPairs = kSmemGradOut + kStages * Rows::kBytes;
-  static constexpr uint32_t kSmemSums = kSmemPairs + 2 * Pairs::kBytes;  // or P
-  static constexpr uint32_t kSmemTerms =
-      kSmemSums + (kWide ? Pairs::kBytes : kBlockQ * kSumDim * 4);
+  static constexpr uint32_t kSmemSums = kSmemPairs + 2 * Pairs::kBytes;
+  static constexpr uint32_t kSmemTerms = kSmemSums + (kWide ? 0 : kBlockQ * kSumDim * 4);
   static constexpr uint32_t kSmemWorks = kSmemTerms + kStages * kTermBytes;
   static constexpr uint32_t kSmemRows = kSmemWorks + 2 * sizeof(BwdWork);
   static constexpr uint32_t kSmemBarriers = kSmemRows + kStages * sizeof(BwdRows);
   static_assert(kSmemWorks + kBwdControlBytes == kTile.shared_bytes());
   static_assert(kTile.shared_bytes() <= 227 * 1024);
-  static_assert(kSmemBarriers + 22 * 8 <= kSmemWorks + kBwdControlBytes);
+  static_assert(kSmemBarriers + 12 * Slot::kBytes <= kSmemWorks + kBwdControlBytes);
   static_assert(sizeof(BwdWork) % 16 == 0);
   static_assert(kWide ? kBlockQ == 64 && kBlockK == 64 : kBlockK == 64 * kGroups);
   static_assert(kWide || kBlockQ * kSumDim * 4 == kGroups * kSumBytes);
@@ -94,9 +93,8 @@ struct BwdSlots {
   __device__ __forceinline__ Slot q(int stage) const { return at(4 + stage); }
   __device__ __forceinline__ Slot grad_out(int stage) const { return at(6 + stage); }
   __device__ __forceinline__ Slot sums(int group) const { return at(8 + group); }
-  // dS of a block is written; P, of wide tiles.
-  __device__ __forceinline__ uint32_t pairs() const { return barriers + 16 * 10; }
-  __device__ __forceinline__ uint32_t probabilities() const { return barriers + 16 * 10 + 8; }
+  // dS. Where both warpgroups write and read it, they need no more than to wait for each other.
+  __device__ __forceinline__ Slot pairs(int stage) const { return at(10 + stage); }
 
   // `helpers`: threads beside the loading one that look at works.
   __device__ __forceinline__ void init(int helpers) const {
@@ -108,13 +106,12 @@ struct BwdSlots {
     for (int i = 0; i < 2; ++i) {
       init(work(i), 1, C::kGroups * 128 + helpers);  // each thread for itself
       init(q(i), 1, kEveryone);
-      init(grad_out(i), 1, kEveryone);
+      init(grad_out(i), 1, C::kWide ? kWarps : kEveryone);
+      init(pairs(i), C::kWide ? kWarps : kEveryone, kWarps);
       init(sums(i), kWarps, 1);
     }
     init(k(), 1, kEveryone);
     init(v(), 1, C::kWide ? kWarps : kEveryone);
-    ptx::mbarrier_init(pairs(), C::kWide ? kWarps : kEveryone);
-    ptx::mbarrier_init(probabilities(), kWarps);
     ptx::fence_mbarrier_init();
   }
 
@@ -343,6 +340,11 @@ class BwdGroup {
     if (lane() == 0) ptx::mbarrier_arrive(barrier);
   }
 
+  // An address that is the same for all threads. Of wide tiles, computed once more where it is
+  // used: there are many, and no registers to keep them.
+  static __device__ __forceinline__ uint32_t anew(uint32_t address) {
+    return C::kWide ? same(ptx::opaque(address)) : address;
+  }
   // Where Q and dO of the block are, in uniform registers: computed as soon as it is next, since to
   // find out that all threads have the same takes a while.
   __device__ __forceinline__ uint32_t stage_q() const {
@@ -364,13 +366,9 @@ class BwdGroup {
   static __device__ __forceinline__ float2 two_terms(uint32_t terms) {
     return {ptx::ld_shared_f32(terms), ptx::ld_shared_f32(terms + 8)};
   }
-  // Of dS there are as many as of Q and dO, and its barrier has a turn for each block.
-  static_assert(C::kStages == 2);
+  // Of dS there are as many as of Q and dO.
   __device__ __forceinline__ uint32_t pairs_tile(uint32_t stage) const {
     return smem_ + C::kSmemPairs + stage * C::Pairs::kBytes;
-  }
-  __device__ __forceinline__ void wait_pairs(uint32_t stage) const {
-    ptx::mbarrier_wait(slots_.pairs(), stage);
   }
 
   // The block of queries that is next: whether it needs a mask, for the warpgroup's keys; and care,

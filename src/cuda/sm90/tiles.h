@@ -45,12 +45,12 @@ struct HopperBwdTile {
   constexpr bool wide() const { return head_dim > 128; }
   // Columns of the sums of dQ: whole blocks of 64.
   constexpr int sum_dim() const { return (head_dim + 63) / 64 * 64; }
-  // K and V, the stages of Q and dO with lse and delta, dS twice, and dQ on its way out or, of wide
-  // tiles, P.
+  // K and V, the stages of Q and dO with lse and delta, dS twice, and dQ on its way out, for which
+  // there is no room in wide tiles.
   constexpr int shared_bytes() const {
-    const int pairs = block_q * block_k * 2;
-    return (2 * block_k + 2 * kStages * block_q) * sum_dim() * 2 + 2 * pairs +
-           (wide() ? pairs : block_q * sum_dim() * 4) + kStages * block_q * 8 + kBwdControlBytes;
+    const int tiles = (2 * block_k + 2 * kStages * block_q) * sum_dim() * 2;
+    const int pairs = 2 * block_q * block_k * 2, sums = wide() ? 0 : block_q * sum_dim() * 4;
+    return tiles + pairs + sums + kStages * block_q * 8 + kBwdControlBytes;
   }
 };
 

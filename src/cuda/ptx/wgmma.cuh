@@ -31,11 +31,14 @@ __device__ __forceinline__ void wgmma_done_with(const uint32_t (&a)[kSteps][4]) 
   }
 }
 
-// wgmma_wait_group<0> in other words, which compilers do not take for the same: for the other side
-// of a branch that is to stay one.
+// wgmma_wait_group<0>, no earlier than it is known whether something is `rare`: left to itself the
+// compiler waits first and computes later. What sleeps a nanosecond then is there to be waited for.
 template <int kCount>
-__device__ __forceinline__ void wgmma_wait_all_otherwise(float (&sums)[kCount]) {
-  asm volatile("wgmma.wait_group.sync.aligned 0;  // otherwise" ::: "memory");
+__device__ __forceinline__ void wgmma_wait_all_after(bool rare, float (&sums)[kCount]) {
+  asm volatile(
+      "{ .reg .pred rare; setp.ne.u32 rare, %0, 0; @rare nanosleep.u32 1; }"
+      "wgmma.wait_group.sync.aligned 0;" ::"r"(int{rare})
+      : "memory");
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }

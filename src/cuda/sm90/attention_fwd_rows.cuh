@@ -238,13 +238,13 @@ class FwdRows {
       s_[i] = ptx::ex2_approx_ftz(s_[i] * p_.scale_log2 - rows_.reference[half]);
       sum[half] += s_[i];
     }
-    if (__any_sync(0xffffffffu, !(sum[0] <= kMost && sum[1] <= kMost))) {
-      ptx::wgmma_wait_group<0>(o_);
+    const bool again = __any_sync(0xffffffffu, !(sum[0] <= kMost && sum[1] <= kMost));
+    ptx::wgmma_wait_all_after(again, o_);
+    if (again) {
       scores_again();
       softmax<false>();
       correct_output();
     } else {
-      wait_output();
 #pragma unroll
       for (int half = 0; half < 2; ++half) rows_.sum[half] += sum[half];
     }
@@ -277,17 +277,11 @@ class FwdRows {
 #pragma unroll
     for (int i = 0; i < C::kDim / 2; ++i) o_[i] *= correction_[i % 4 / 2];
   }
-  // Left to itself the compiler waits before it computes exponentials, so each waiting is on one
-  // side of a branch that depends on their sums. This is the other side.
-  __device__ __forceinline__ void wait_output() { ptx::wgmma_wait_all_otherwise(o_); }
   __device__ __forceinline__ void wait_and_correct() {
     const bool corrects = correction_[0] != 1 || correction_[1] != 1;
-    if (__any_sync(0xffffffffu, corrects || !(rows_.sum[0] + rows_.sum[1] >= 0))) {
-      ptx::wgmma_wait_group<0>(o_);
-      correct_output();
-    } else {
-      wait_output();
-    }
+    const bool any = __any_sync(0xffffffffu, corrects || !(rows_.sum[0] + rows_.sum[1] >= 0));
+    ptx::wgmma_wait_all_after(any, o_);
+    if (any) correct_output();
   }
   __device__ __forceinline__ void pack_pairs() {
 #pragma unroll

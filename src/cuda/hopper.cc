@@ -79,8 +79,9 @@ constexpr int64_t kCachedBytes = 32 << 20;
 // each other and share its keys. Else each CTA goes forth and back through the blocks, the longest
 // first, and has as much as the others after `unit` heads. These are mixed, or a multiple of them,
 // as far as the second-level cache holds their keys and values and has room for the rest; if it
-// does not, none are, and longer and shorter blocks come out even over all heads. But where there
-// are too few for that, all are: then many CTAs read the same keys at the same time.
+// does not, none are, and longer and shorter blocks come out even over all heads. But where these
+// are no multiple of `unit`, nearly, all are mixed: that comes out even, and where there are few
+// heads many CTAs read the same keys at the same time.
 int64_t heads_together(const AttentionPlan& plan, const HopperFwdParams& p) {
   if (p.right >= kNoLimit) return 1;
   const int64_t bytes = 2 * plan.len_k * (plan.head_dim + plan.head_dim_v);
@@ -88,7 +89,8 @@ int64_t heads_together(const AttentionPlan& plan, const HopperFwdParams& p) {
   const int64_t both_ways = 2 * int64_t{plan.grid[0]};
   const int64_t unit = both_ways / std::gcd(both_ways, int64_t{p.query_blocks});
   const int64_t heads = int64_t{p.heads} * p.batch;
-  if (8 * unit > 9 * heads) return std::max<int64_t>(heads, 1);
+  const int64_t odd = std::min(heads % unit, unit - heads % unit);
+  if (8 * odd > heads) return std::max<int64_t>(heads, 1);
   return unit > cached ? 1 : cached / unit * unit;
 }
 

@@ -190,13 +190,20 @@ class Chooser {
   // not.
   std::string slower_on_hopper() const {
     constexpr int64_t kDim = 32, kShort = 64, kLong = 1024, kRows = 128;
-    if (std::max(plan_.head_dim, plan_.head_dim_v) <= kDim) {
+    constexpr int64_t kRaggedDim = 64, kRaggedShort = 200;  // backward
+    const int64_t dim = std::max(plan_.head_dim, plan_.head_dim_v);
+    const bool ragged = plan_.problem.ragged.has_value();
+    const bool backward = plan_.problem.pass == Pass::kBackward;
+    if (dim <= kDim) {
       return text("head dims up to ", kDim, " have tiles of their own in sm80");
     }
     if (length() <= kShort) {
       return text("sequences of at most ", kShort, " tokens have smaller tiles in sm80");
     }
-    if (plan_.problem.ragged || plan_.problem.pass == Pass::kBackward) return {};
+    if (ragged && backward && dim <= kRaggedDim && length() <= kRaggedShort) {
+      return text("packed sequences of at most ", kRaggedShort, " tokens fill sm80's tiles better");
+    }
+    if (ragged || backward) return {};
     if (plan_.len_q == 1) return "one query: sm80 splits its keys over SMs";
     const int pack = hopper_pack(plan_, kRows);
     const int64_t blocks =

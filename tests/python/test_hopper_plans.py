@@ -25,6 +25,13 @@ def kernel_of(*tensors, **options) -> dict:
     return CATALOGUE[told(fm.explain(*tensors, **options, **H200))["kernel"]]
 
 
+def packed(batch: int, length: int) -> tuple[list, dict]:
+    """Sequences of this length on average, and the gradients."""
+    offsets = {f"cu_seqlens_{x}": spec(batch + 1, dtype=torch.int32) for x in "qk"}
+    longest = {f"max_seqlen_{x}": 2 * length for x in "qk"}
+    return [spec(batch * length, 16, 64)] * 3, offsets | longest | {"backward": True}
+
+
 @pytest.mark.parametrize("dtype", TORCH_DTYPES)
 def test_long_sequences_take_it(dtype):
     for d in (64, 96, 128, 192, 256):
@@ -137,6 +144,7 @@ def test_what_it_cannot_do_is_said_and_runs_elsewhere(why, tensors, options, mon
         ("at most 64 tokens have smaller tiles in sm80", *ragged()),
         ("head dims up to 32 have tiles of their own", problem(d=32, **LONG), {}),
         ("one query: sm80 splits its keys", problem(batch=64, n=1, m=4096), {}),
+        ("of at most 200 tokens fill sm80's tiles better", *packed(8, 150)),
         ("blocks would leave most of 132 SMs idle", problem(batch=1, n=300, m=8192), {}),
     ],
     ids=lambda x: x[:30] if isinstance(x, str) else "",

@@ -100,7 +100,8 @@ int64_t key_heads_together(const AttentionPlan& plan, const HopperBwdParams& p) 
   const int64_t bytes =
       p.group * plan.len_q * (2 * plan.head_dim + 2 * plan.head_dim_v + 4 * p.dim);
   const int64_t cached = kCachedBytes / std::max<int64_t>(bytes, 1);
-  return std::max(cached, ceil_div(plan.grid[0], p.key_blocks));
+  const int64_t busy = ceil_div(plan.grid[0], p.key_blocks);
+  return std::min(std::max(cached, busy), plan.heads_k * plan.batch);
 }
 
 // Of a ragged batch: the list of its blocks, and how many were given out.
@@ -120,10 +121,11 @@ std::string missing_on_hopper(const AttentionPlan& plan) {
   if (plan.len_k == 0 || plan.len_q == 0 || plan.batch == 0 || plan.heads_q == 0) {
     return "there is nothing to attend to";
   }
-  if (!p.ragged && ceil_div(plan.len_q, 64) * plan.heads_q > kNoLimit / plan.batch) {
+  const bool backward = p.pass == Pass::kBackward;
+  const int64_t length = backward ? std::max(plan.len_q, plan.len_k) : plan.len_q;
+  if (!p.ragged && ceil_div(length, 64) * plan.heads_q > kNoLimit / plan.batch) {
     return text("more than ", kNoLimit, " blocks cannot be counted");
   }
-  const bool backward = p.pass == Pass::kBackward;
   const auto maybe = [](const std::optional<TensorSpec>& spec) { return spec ? &*spec : nullptr; };
   const std::pair<const char*, const TensorSpec*> tensors[] = {{"query", &p.query},
                                                                {"key", &p.key},

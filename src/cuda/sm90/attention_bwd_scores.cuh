@@ -1,7 +1,7 @@
 // A warpgroup that has S and dP of 64 keys, and makes P and dS of them.
 #pragma once
 
-#include "cuda/sm90/attention_bwd_tile.cuh"
+#include "cuda/sm90/attention_bwd_group.cuh"
 
 namespace flashmoe::cuda::sm90 {
 

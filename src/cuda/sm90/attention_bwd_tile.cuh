@@ -1,23 +1,19 @@
-// What the two kernels of the backward pass for Hopper share: the tile, the work of a CTA, and the
-// thread that has shared memory filled.
+// The backward pass for Hopper: the tile, the work of a CTA, and the thread that has shared memory
+// filled.
 #pragma once
 
 #include <type_traits>
 
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/memory.cuh"
-#include "cuda/ptx/shared.cuh"
 #include "cuda/ptx/special_registers.cuh"
 #include "cuda/ptx/tma.cuh"
-#include "cuda/ptx/wgmma.cuh"
-#include "cuda/sm90/attention_bwd_rows.cuh"
 #include "cuda/sm90/operand.cuh"
 #include "cuda/sm90/params.h"
 #include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/tiles.h"
 #include "cuda/tile/dtype.cuh"
 #include "cuda/tile/sequence.cuh"
-#include "cuda/tile/softmax.cuh"
 
 namespace flashmoe::cuda::sm90 {
 
@@ -251,15 +247,6 @@ template <class C>
 __device__ __forceinline__ void load_all(char* shared, const BwdSlots<C>& slots,
                                          const HopperBwdParams& p) {
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  const auto fill = [&](const Slot& slot, uint32_t to, const TensorMap& map, auto tile, int row,
-                        int head, int batch, int more_bytes) {
-    using Tile = decltype(tile);
-    ptx::mbarrier_arrive_expect_tx(slot.full, Tile::kBytes + more_bytes);
-#pragma unroll
-    for (int i = 0; i < Tile::kBlocks; ++i) {
-      ptx::tma_load(smem + to + i * Tile::kBlockBytes, &map, slot.full, 64 * i, row, head, batch);
-    }
-  };
   Ring<C::kStages> ring;
   Ring<2> works;
   int keys_parity = 1;  // the first turn finds every place empty
@@ -274,353 +261,34 @@ __device__ __forceinline__ void load_all(char* shared, const BwdSlots<C>& slots,
     const uint32_t first_turn = ring.turns();
     for_each_tile<C>(w, p, [&](int head, int first) {
       const Slot q = slots.q(ring.at()), grad_out = slots.grad_out(ring.at());
-      const auto at = [&](uint32_t tiles) { return tiles + ring.at() * C::Rows::kBytes; };
+      const auto at = [&](uint32_t tiles) { return smem + tiles + ring.at() * C::Rows::kBytes; };
       const bool begins = ring.turns() == first_turn;
       ptx::mbarrier_wait(q.empty, ring.parity() ^ 1);
       reinterpret_cast<BwdRows*>(shared + C::kSmemRows)[ring.at()] =
           find_rows<C>(w, head, first, p);
       const int token_q = static_cast<int>(w.seq.token_q) + first;
       const auto token_k = [&] { return static_cast<int>(w.seq.token_k) + w.first_key; };
-      fill(q, at(C::kSmemQ), p.query_map, typename C::Rows(), token_q, head, w.batch,
-           C::kTermBytes);
+      fill<typename C::Rows, C::kTermBytes>(q, at(C::kSmemQ), p.query_map, token_q, head, w.batch);
       ptx::bulk_load(smem + C::kSmemTerms + ring.at() * C::kTermBytes,
                      p.row_terms + 2 * (head * p.rows + w.first_row + first), C::kTermBytes,
                      q.full);
       if (begins) {
         ptx::mbarrier_wait(slots.k().empty, keys_parity);
-        fill(slots.k(), C::kSmemK, p.key_map, typename C::Keys(), token_k(), w.key_head, w.batch,
-             0);
+        fill<typename C::Keys>(slots.k(), smem + C::kSmemK, p.key_map, token_k(), w.key_head,
+                               w.batch);
       }
       ptx::mbarrier_wait(grad_out.empty, ring.parity() ^ 1);
-      fill(grad_out, at(C::kSmemGradOut), p.grad_out_map, typename C::Rows(),
-           p.grad_out ? token_q : kNoLimit, head, w.batch, 0);
+      fill<typename C::Rows>(grad_out, at(C::kSmemGradOut), p.grad_out_map,
+                             p.grad_out ? token_q : kNoLimit, head, w.batch);
       if (begins) {
         ptx::mbarrier_wait(slots.v().empty, keys_parity);
-        fill(slots.v(), C::kSmemV, p.value_map, typename C::Keys(), token_k(), w.key_head, w.batch,
-             0);
+        fill<typename C::Keys>(slots.v(), smem + C::kSmemV, p.value_map, token_k(), w.key_head,
+                               w.batch);
         keys_parity ^= 1;
       }
       ring.advance();
     });
   }
 }
-
-// One warpgroup: what the two kernels have in common.
-template <class C>
-class BwdGroup {
- protected:
-  using Type = typename C::Type;
-  // P or dS of the warpgroup, two in a register, as wgmma reads them.
-  using Pairs = uint32_t[C::kBlockQ / 16][4];
-
-  __device__ __forceinline__ BwdGroup(char* shared, const BwdSlots<C>& slots, int group,
-                                      const HopperBwdParams& p)
-      : shared_(shared),
-        smem_(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
-        slots_(slots),
-        p_(p),
-        group_(group) {}
-
-  // kStore and the next: barriers of a warpgroup
-  static constexpr int kStore = 1, kAgree = 3, kTurn = 4;
-  __device__ __forceinline__ void sync_group() const { ptx::bar_sync(kStore + group_, 128); }
-
-  // What is computed from these is computed where it is used: the main loop has no registers for
-  // addresses.
-  __device__ __forceinline__ uint32_t smem() const { return ptx::opaque(smem_); }
-  __device__ __forceinline__ int thread() const {
-    return static_cast<uint32_t>(ptx::opaque_thread()) % 128;
-  }
-  __device__ __forceinline__ int lane() const { return thread() % 32; }
-  // Rows that a thread holds of the warpgroup's 64: row() and row() + 8.
-  __device__ __forceinline__ int row() const { return thread() / 32 * 16 + lane() / 4; }
-  // By a warp, all of which is done with something.
-  __device__ __forceinline__ void arrive(uint32_t barrier) const {
-    __syncwarp();
-    if (lane() == 0) ptx::mbarrier_arrive(barrier);
-  }
-
-  // An address that is the same for all threads. Of wide tiles, computed once more where it is
-  // used: there are many, and no registers to keep them.
-  static __device__ __forceinline__ uint32_t anew(uint32_t address) {
-    return C::kWide ? same(ptx::opaque(address)) : address;
-  }
-  // Where Q and dO of the block are, in uniform registers: computed as soon as it is next, since to
-  // find out that all threads have the same takes a while.
-  __device__ __forceinline__ uint32_t stage_q() const {
-    return smem_ + C::kSmemQ + stage_ * C::Rows::kBytes;
-  }
-  __device__ __forceinline__ uint32_t stage_grad_out() const {
-    return smem_ + C::kSmemGradOut + stage_ * C::Rows::kBytes;
-  }
-  __device__ __forceinline__ void advance() {
-    ring_.advance();
-    stage_ = same(ring_.at());
-  }
-  // Of rows 2 (lane % 4) and the next, and 8 rows on for each 64 bytes: lse, delta, lse, delta.
-  __device__ __forceinline__ uint32_t stage_terms() const {
-    return smem() + C::kSmemTerms + ring_.at() * C::kTermBytes + lane() % 4 * 16;
-  }
-  // One of the two, of both rows. (Each 4 bytes of a load are a warp's turn at shared memory,
-  // although only those of four threads are different: nothing that is not needed.)
-  static __device__ __forceinline__ float2 two_terms(uint32_t terms) {
-    return {ptx::ld_shared_f32(terms), ptx::ld_shared_f32(terms + 8)};
-  }
-  // Of dS there are as many as of Q and dO.
-  __device__ __forceinline__ uint32_t pairs_tile(uint32_t stage) const {
-    return smem_ + C::kSmemPairs + stage * C::Pairs::kBytes;
-  }
-
-  // The block of queries that is next: whether it needs a mask, for the warpgroup's keys; and care,
-  // where a mask for any of the keys hides something not finite. All warps of the CTA find the
-  // same.
-  __device__ __forceinline__ bool look_at_rows(int half) {
-    const BwdRows& rows = this->rows();
-    const int flags = rows.flags;
-    first_ = rows.first;
-    contain_ = flags & BwdRows::kMaskedAny && (bad_keys_ || bad_terms());
-    return flags & BwdRows::kMasked << half;
-  }
-  __device__ __forceinline__ const BwdRows& rows() const {
-    return reinterpret_cast<const BwdRows*>(shared_ + C::kSmemRows)[ring_.at()];
-  }
-  // A NaN or infinity in Q, K, V or dO must not reach what does not see it, but in a product a 0 of
-  // P or dS times NaN is NaN. What is known of the rows of a block, lse in base 2 and delta, shows
-  // whether there is one in Q or dO (see attention_bwd_prepare).
-  __device__ __forceinline__ bool bad_terms() const {
-    const uint32_t terms = smem() + C::kSmemTerms + ring_.at() * C::kTermBytes + lane() * 16;
-    bool bad = false;
-#pragma unroll
-    for (int i = 0; i < static_cast<int>(C::kTermBytes) / 512; ++i) {
-      const float4 two = ptx::ld_shared_v4_f32(terms + i * 512);
-      bad |=
-          isnan(two.x) || isnan(two.z) || !(fabsf(two.y) < INFINITY) || !(fabsf(two.w) < INFINITY);
-    }
-    return __any_sync(0xffffffffu, bad);
-  }
-  // K and V are looked at when a work begins, if there is a mask, by all warpgroups that compute.
-  __device__ __forceinline__ bool find_bad_keys(const BwdWork& w) const {
-    if (p_.left >= kNoLimit && p_.right >= kNoLimit) return false;
-    if (any_unseen(w, w.first_key, C::kBlockK)) {
-      ptx::bar_sync(kAgree, C::kGroups * 128);  // they are cleared
-    }
-    uint32_t zero = 0;  // two numbers times 0, added up
-#pragma unroll 4
-    for (uint32_t i = threadIdx.x - 128; i < 2 * C::Keys::kBytes / 16; i += C::kGroups * 128) {
-      const uint4 eight = ptx::ld_shared_v4(smem() + C::kSmemK + i * 16);
-      for (const uint32_t two : {eight.x, eight.y, eight.z, eight.w}) {
-        zero = C::kBf16 ? ptx::fma_rn_bf16x2(two, 0, zero) : ptx::fma_rn_f16x2(two, 0, zero);
-      }
-    }
-    return ptx::bar_any(kAgree, C::kGroups * 128, zero & 0x7fff7fff);
-  }
-
-  // The products once more for a block that has something not finite behind its mask: number by
-  // number, hidden ones left out. Slow, and rarely needed. For 64 rows of the warpgroup, of which
-  // left(row, d) is {seen, number}, and a tile with a row for each of the depth, from `column` on.
-  struct Factor {
-    bool seen;
-    float value;
-  };
-  template <class Right, int kCount, class Left>
-  __device__ __forceinline__ void multiply_contained(float (&acc)[kCount], int depth,
-                                                     const Left& left, uint32_t right,
-                                                     int column) const {
-#pragma unroll
-    for (int i = 0; i < kCount / 4; ++i) {
-#pragma unroll 1
-      for (int d = 0; d < depth; ++d) {  // inside, or registers would not do
-        const Factor factors[2] = {left(row(), d), left(row() + 8, d)};
-        const uint32_t two =
-            ptx::ld_shared_u32(right + Right::at(d, column + 8 * i + lane() % 4 * 2));
-        const float numbers[2] = {Type::unpack(two & 0xffff), Type::unpack(two >> 16)};
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          if (factors[j / 2].seen) acc[4 * i + j] += factors[j / 2].value * numbers[j % 2];
-        }
-      }
-    }
-  }
-  __device__ __forceinline__ bool sees(const BwdWork& w, int query, int key) const {
-    const int r = first_ + query, k = w.first_key + key;
-    return k >= w.seq.begin(r, p_) && k < w.seq.end(r, p_) && r < w.seq.len_q;
-  }
-  // dS, or what else was stored by store_pairs().
-  __device__ __forceinline__ Factor pair_at(const BwdWork& w, int query, int key) const {
-    return {sees(w, query, key),
-            Type::unpack(ptx::ld_shared_u16(pairs_tile(stage_) + C::Pairs::at(query, key)))};
-  }
-
-  // P = 2^(S - lse), a row for each key; and with a softcap what dS is yet to be multiplied with.
-  __device__ __forceinline__ void probabilities(float (&s)[C::kBlockQ / 2], Pairs& slopes) const {
-    if (C::kTile.any_score && p_.softcap_scale) {
-#pragma unroll
-      for (int i = 0; i < C::kBlockQ / 4; ++i) {
-        const Tanh two[] = {tanh_and_derivative(s[2 * i] * p_.softcap_scale),
-                            tanh_and_derivative(s[2 * i + 1] * p_.softcap_scale)};
-        s[2 * i] = two[0].value;
-        s[2 * i + 1] = two[1].value;
-        slopes[i / 4][i % 4] = Type::pack(two[0].derivative, two[1].derivative);
-      }
-    }
-    const uint32_t terms = stage_terms();
-#pragma unroll
-    for (int i = 0; i < C::kBlockQ / 8; ++i) {
-      const float2 lse = two_terms(terms + 64 * i);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        s[4 * i + j] = ptx::ex2_approx_ftz(s[4 * i + j] * p_.scale_log2 - (j % 2 ? lse.y : lse.x));
-      }
-    }
-  }
-  // 0 where a query does not see the key, of P or dS. `first_key` is that of the warpgroup.
-  __device__ __forceinline__ void mask(float (&s)[C::kBlockQ / 2], const Sequence& seq,
-                                       int first_key) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int key = first_key + row() + 8 * half, from = first_ + lane() % 4 * 2;
-      // Queries [begin, end] see it.
-      const int begin = key < seq.len_k ? max(key - seq.shift - p_.right, 0) - from : kNoLimit;
-      const int end = key - seq.shift + p_.left - from;
-#pragma unroll
-      for (int i = 0; i < C::kBlockQ / 4; ++i) {
-        const int query = i / 2 * 8 + i % 2;
-        if (query < begin || query > end) s[i / 2 * 4 + 2 * half + i % 2] = 0;
-      }
-    }
-  }
-  __device__ __forceinline__ void pack(Pairs& pairs, const float (&x)[C::kBlockQ / 2]) const {
-#pragma unroll
-    for (int i = 0; i < C::kBlockQ / 4; ++i) {
-      pairs[i / 4][i % 4] = Type::pack(x[2 * i], x[2 * i + 1]);
-    }
-  }
-  // dS to shared memory, a row for each query; the warpgroup's keys from column `first` on.
-  __device__ __forceinline__ void store_pairs(const Pairs& pairs, int first) const {
-    const int query = lane() / 16 * 8 + lane() % 8;
-    const int key = first + thread() / 32 * 16 + lane() / 8 % 2 * 8;
-    const uint32_t to = pairs_tile(stage_) + C::Pairs::at(query, key);
-#pragma unroll
-    for (int i = 0; i < C::kBlockQ / 16; ++i) ptx::stmatrix_x4_trans(to + i * 16 * 128, pairs[i]);
-  }
-
-  // dK or dV of 64 keys to shared memory: blocks of 64 columns, each `block_bytes` after the other.
-  __device__ __forceinline__ void write_gradient(uint32_t to, uint32_t block_bytes,
-                                                 const float (&x)[C::kDim / 2], float times) const {
-    const int r = thread() / 32 * 16 + lane() % 16;
-#pragma unroll
-    for (int i = 0; i < C::kDim / 16; ++i) {
-      uint32_t four[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        four[j] = Type::pack(x[8 * i + 2 * j] * times, x[8 * i + 2 * j + 1] * times);
-      }
-      const uint32_t at = C::Grads::at(r, 16 * (i % 4) + lane() / 16 * 8);
-      ptx::stmatrix_x4(to + i / 4 * block_bytes + at, four);
-    }
-  }
-
-  // The same from there to where they belong: by the copy engine, except where others' keys follow,
-  // ragged. `first_key` is that of the 64. Shared memory is free again once the warps are through,
-  // and the first thread has waited for the copy engine.
-  __device__ __forceinline__ void send_gradient(const BwdWork& w, const void* gradient,
-                                                const Strides& strides, const TensorMap& map,
-                                                int dim, uint32_t from, uint32_t block_bytes,
-                                                int first_key) const {
-    if (!gradient) return;
-    if (!ends_within(w, first_key, p_)) {
-      if (thread() > 0) return;
-      const int token = static_cast<int>(w.seq.token_k) + first_key;
-#pragma unroll
-      for (int i = 0; i < C::Grads::kBlocks; ++i) {
-        ptx::tma_store(from + i * block_bytes, &map, 64 * i, token, w.key_head, w.batch);
-      }
-      ptx::tma_commit_group();
-      return;
-    }
-    const char* const to = rows_of(gradient, p_, strides, w.batch, w.key_head, w.seq.token_k);
-    const int rows = w.seq.len_k - first_key;
-#pragma unroll 1
-    for (int i = thread(); i < rows * dim; i += 128) {
-      const int r = i / dim, column = i % dim;
-      const uint32_t at = from + column / 64 * block_bytes + C::Grads::at(r, column % 64);
-      reinterpret_cast<uint16_t*>(const_cast<char*>(
-          to + (first_key + r) * static_cast<int64_t>(strides.row_bytes())))[column] =
-          ptx::ld_shared_u16(at);
-    }
-  }
-
-  __device__ __forceinline__ bool any_unseen(const BwdWork& w, int first_key, int count) const {
-    return w.seq.begin(0, p_) > first_key ||
-           w.seq.end(w.seq.len_q - 1, p_) <
-               (p_.blocks ? first_key + count : min(first_key + count, p_.len_k));
-  }
-  // Keys that no row sees may hold anything, those past the end of the sequence above all: nothing,
-  // then. Of 64 keys, in rows from `tile_row` on of K or V at `keys`.
-  __device__ __forceinline__ void clear_keys(const BwdWork& w, uint32_t keys, int tile_row) const {
-    const int first_key = w.first_key + tile_row;
-    const int begin = w.seq.begin(0, p_), end = w.seq.end(w.seq.len_q - 1, p_);
-    if (!any_unseen(w, first_key, 64)) return;
-#pragma unroll 1
-    for (int i = thread(); i < 64 * C::Keys::kBlocks * 8; i += 128) {
-      const int r = i / 8 % 64, block = i / (64 * 8);
-      if (first_key + r >= begin && first_key + r < end) continue;
-      const uint32_t at = block * C::Keys::kBlockBytes + (tile_row + r) * 128 + i % 8 * 16;
-      ptx::st_shared_v4(keys + at, uint4{0, 0, 0, 0});
-    }
-    ptx::fence_proxy_async();
-    sync_group();
-  }
-
-  // dK and dV of keys that no query sees, or of lengths that are wrong.
-  __device__ void fill_gradients(const BwdWork& w) const {
-    const uint16_t value = w.seq.valid ? 0 : Type::kNan;
-    const auto fill = [&](void* gradient, const Strides& strides, int dim) {
-      if (!gradient) return;
-      const char* to = rows_of(gradient, p_, strides, w.batch, w.key_head, w.seq.token_k);
-      const int end = min(w.first_key + C::kBlockK, p_.blocks ? w.seq.len_k : p_.len_k);
-#pragma unroll 1
-      for (int r = w.first_key + group_; r < end; r += C::kGroups) {
-        uint16_t* const numbers = reinterpret_cast<uint16_t*>(
-            const_cast<char*>(to) + r * static_cast<int64_t>(strides.row_bytes()));
-        for (int i = thread(); i < dim; i += 128) numbers[i] = value;
-      }
-    };
-    fill(p_.grad_key, p_.grad_key_strides, p_.head_dim);
-    fill(p_.grad_value, p_.grad_value_strides, p_.head_dim_v);
-  }
-
-  // f(work) for all works of the CTA.
-  template <class F>
-  __device__ __forceinline__ void for_each_work(const F& f) {
-    Ring<2> works;
-#pragma unroll 1
-    for (;; works.advance()) {
-      const Slot slot = slots_.work(works.at());
-      works.wait_full(slot);
-      const BwdWork& w = reinterpret_cast<const BwdWork*>(shared_ + C::kSmemWorks)[works.at()];
-      if (w.last) break;
-      if (w.tiles == 0) {
-        fill_gradients(w);
-      } else {
-        f(w);
-      }
-      ptx::mbarrier_arrive(slot.empty);
-      __syncwarp();  // so that the compiler knows it of the next work as well
-    }
-  }
-
-  char* const shared_;
-  const uint32_t smem_;
-  const BwdSlots<C> slots_;
-  const HopperBwdParams& p_;
-  const int group_;
-  Ring<C::kStages> ring_;  // of Q and dO
-  uint32_t stage_ = 0;     // of these
-  int keys_parity_ = 0;    // of K and V
-  bool bad_keys_;          // something in K or V is not finite
-  int first_;              // query of the block
-  bool contain_;
-};
 
 }  // namespace flashmoe::cuda::sm90

@@ -19,8 +19,8 @@
 // share out its rows, or where there are 64 only, its columns. It is added to fp32 sums by the copy
 // engine, in the accumulators' own order: two warps beside the loading one see to that. The first
 // block of keys stores, so that the sums need no zeros, and the others wait for it; or for their
-// turn, where sums are deterministic (see find_work()). A first kernel (any/attention_rows.cuh)
-// makes lse and delta, a last one (attention_bwd_rows.cuh) rounds dQ.
+// turn, where sums are deterministic (see find_work()). A first kernel makes lse and delta, a last
+// one rounds dQ: attention_bwd_rows.cuh.
 //
 // Head dims above 128: attention_bwd_wide.cuh.
 #pragma once
@@ -200,11 +200,7 @@ class BwdKeys : BwdScores<C> {
     this->pack(p_pairs, s_);
     this->template differentiate<0>(p_pairs);
     this->pack(ds_pairs, dp_);
-    this->store_pairs(p_pairs, 64 * group_);
-    this->sync_group();  // P is there
-    this->template multiply_contained<typename C::Rows>(dv_, C::kBlockQ, mine,
-                                                        this->stage_grad_out(), 0);
-    this->sync_group();  // and done with
+    this->add_contained(dv_, p_pairs, w, 64 * group_);
     this->store_pairs(ds_pairs, 64 * group_);
     arrive(slots_.pairs(0).full);
     ptx::mbarrier_wait(slots_.pairs(0).full, stage_);  // dS of both warpgroups
@@ -223,12 +219,7 @@ class BwdKeys : BwdScores<C> {
     if (kMore) {
       write_sums();
       send_sums();
-      ptx::mbarrier_wait(slots_.q(ring_.at()).full, ring_.parity());
-      ptx::wgmma_fence();
-      this->issue_scores();
-      if (!kAfter) this->issue_grad_probabilities();
-      this->find_probabilities(w);
-      if (kAfter) this->issue_grad_probabilities();
+      this->begin_rows(w);
     }
   }
 

@@ -79,6 +79,28 @@ class BwdScores : protected BwdGroup<C> {
     }
   }
 
+  // A block of queries from its beginning: P is there then, and dP on its way.
+  __device__ __forceinline__ void begin_rows(const BwdWork& w) {
+    ptx::mbarrier_wait(slots_.q(ring_.at()).full, ring_.parity());
+    ptx::wgmma_fence();
+    issue_scores();
+    if (!kAfter) issue_grad_probabilities();
+    find_probabilities(w);
+    if (kAfter) issue_grad_probabilities();
+  }
+  // dV where a mask hides something not finite; P is for so long where dS will be, from key `first`
+  // of the block on.
+  __device__ __forceinline__ void add_contained(float (&dv)[C::kDim / 2], const Pairs& pairs,
+                                                const BwdWork& w, int first) {
+    this->store_pairs(pairs, first);
+    this->sync_group();  // P is there
+    this->template multiply_contained<typename C::Rows>(
+        dv, C::kBlockQ,
+        [&](int key, int query) { return this->pair_at(w, query, first + key); },
+        this->stage_grad_out(), 0);
+    this->sync_group();  // and done with
+  }
+
   float s_[C::kBlockQ / 2], dp_[C::kBlockQ / 2];  // then P and dS; as wgmma lays them out
   Pairs slopes_;                                  // of a softcap
 };

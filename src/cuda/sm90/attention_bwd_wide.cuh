@@ -111,23 +111,13 @@ class BwdWideValues : BwdScores<C> {
     this->template differentiate<0>(p_pairs);
     this->pack(ds_pairs, dp_);
     wait_for_room();
-    this->store_pairs(p_pairs, 0);
-    this->sync_group();  // P is there
-    this->template multiply_contained<typename C::Rows>(
-        dv_, C::kBlockQ, [&](int key, int query) { return this->pair_at(w, query, key); },
-        this->stage_grad_out(), 0);
-    this->sync_group();  // and done with
+    this->add_contained(dv_, p_pairs, w, 0);
     hand_on(ds_pairs);
     arrive(q.empty);
     if (kMore) {
       arrive(grad_out.empty);
       this->advance();
-      ptx::mbarrier_wait(slots_.q(ring_.at()).full, ring_.parity());
-      ptx::wgmma_fence();
-      this->issue_scores();
-      if (!kAfter) this->issue_grad_probabilities();
-      this->find_probabilities(w);
-      if (kAfter) this->issue_grad_probabilities();
+      this->begin_rows(w);
     }
   }
 

@@ -25,6 +25,9 @@ Status run(const AttentionPlan& plan, const AttentionTensors& tensors, void* wor
 // 16-byte aligned.
 bool in_place(const TensorSpec& spec);
 
+// Of a sequence: its queries or its keys, whichever are more; ragged, on average.
+int64_t mean_length(const AttentionPlan& plan);
+
 // Whether this build has kernels of the family.
 bool has_family(std::string_view family);
 

@@ -122,6 +122,8 @@ class Chooser {
                                                                : chip_.multiprocessors;
   }
 
+  int64_t multiprocessors() const { return multiprocessors_; }
+
   // The best tile of the family for the problem, or null and why there is none.
   const Kernel* find(const char* family, const std::optional<ForcedTile>& forced,
                      std::string& why) {
@@ -186,35 +188,6 @@ class Chooser {
     return nullptr;
   }
 
-  // Why the sm80 family is faster than the sm90 family, as measured on an H200; empty where it is
-  // not.
-  std::string slower_on_hopper() const {
-    constexpr int64_t kDim = 32, kShort = 64, kLong = 1024, kRows = 128;
-    constexpr int64_t kRaggedDim = 64, kRaggedShort = 200;  // backward
-    const int64_t dim = std::max(plan_.head_dim, plan_.head_dim_v);
-    const bool ragged = plan_.problem.ragged.has_value();
-    const bool backward = plan_.problem.pass == Pass::kBackward;
-    if (dim <= kDim) {
-      return text("head dims up to ", kDim, " have tiles of their own in sm80");
-    }
-    if (length() <= kShort) {
-      return text("sequences of at most ", kShort, " tokens have smaller tiles in sm80");
-    }
-    if (ragged && backward && dim <= kRaggedDim && length() <= kRaggedShort) {
-      return text("packed sequences of at most ", kRaggedShort, " tokens fill sm80's tiles better");
-    }
-    if (ragged || backward) return {};
-    if (plan_.len_q == 1) return "one query: sm80 splits its keys over SMs";
-    const int pack = hopper_pack(plan_, kRows);
-    const int64_t blocks =
-        ceil_div(plan_.len_q << pack, kRows) * (plan_.heads_q >> pack) * plan_.batch;
-    if (4 * blocks < multiprocessors_ && plan_.len_k >= kLong) {
-      return text(blocks, " blocks would leave most of ", multiprocessors_,
-                  " SMs idle; sm80 splits the keys");
-    }
-    return {};
-  }
-
   void cut(const Kernel& k) {
     const AttentionProblem& p = plan_.problem;
     plan_.kernel = k.id.name;
@@ -259,16 +232,9 @@ class Chooser {
  private:
   // So many and so short, on average, that a tile should not be larger than they are.
   bool many_short_sequences() const {
-    return length() <= (plan_.problem.ragged ? 48 : 32) &&
+    return mean_length(plan_) <= (plan_.problem.ragged ? 48 : 32) &&
            plan_.batch * plan_.heads_k >= 4 * multiprocessors_;
   }
-  // Of a sequence, on average.
-  int64_t length() const {
-    const AttentionProblem& p = plan_.problem;
-    if (!p.ragged) return std::max(plan_.len_q, plan_.len_k);
-    return std::max(p.query.shape[0], p.key.shape[0]) / std::max<int64_t>(plan_.batch, 1);
-  }
-
   void pass_over(const char* name, const std::string& why) {
     plan_.candidates.push_back({name, "passed over: " + why});
   }
@@ -280,7 +246,7 @@ class Chooser {
                   chip_name(plan_.problem.device.compute_capability), " holds ", held);
     }
     if (plan_.problem.pass == Pass::kBackward || k.block_q <= 64) return {};
-    if (k.family == std::string_view("sm90")) return too_large_on_hopper(k);
+    if (k.family == std::string_view("sm90")) return too_large_on_hopper(plan_, k);
     const int64_t n = rows(plan_);
     if (n <= 64) {
       return text(n, n == 1 ? " row" : " rows", plan_.problem.ragged ? " a sequence" : "",
@@ -300,24 +266,6 @@ class Chooser {
       return text(blocks, " blocks would leave much of the last round of SMs idle");
     }
     return {};
-  }
-
-  // Three warpgroups have 1.2 times the speed of two, on rows that fill both, once there are enough
-  // blocks of keys: more of these at D = 96, and where a causal mask leaves half of them.
-  std::string too_large_on_hopper(const Kernel& k) const {
-    constexpr int64_t kSmaller = 128, kShort = 1024;
-    if (k.block_q <= kSmaller) return {};
-    const bool causal = geometry(plan_.problem).right >= 0;
-    if (length() <= kShort && (causal || k.head_dim > 64)) {
-      return text("tiles of ", kSmaller, " rows are faster for up to ", kShort, " tokens");
-    }
-    const auto tokens = [&](int64_t block) {
-      const int pack = hopper_pack(plan_, block);
-      const int64_t rows = plan_.problem.ragged ? cuda::rows(plan_) : plan_.len_q << pack;
-      return static_cast<double>(ceil_div(rows, block) * block * (plan_.heads_q >> pack));
-    };
-    if (tokens(k.block_q) <= 1.2 * tokens(kSmaller)) return {};
-    return text("tiles of ", kSmaller, " rows leave less empty");
   }
 
   void cut_forward(const Kernel& k) {
@@ -440,6 +388,12 @@ class Chooser {
 
 }  // namespace
 
+int64_t mean_length(const AttentionPlan& plan) {
+  const AttentionProblem& p = plan.problem;
+  if (!p.ragged) return std::max(plan.len_q, plan.len_k);
+  return std::max(p.query.shape[0], p.key.shape[0]) / std::max<int64_t>(plan.batch, 1);
+}
+
 bool in_place(const TensorSpec& spec) {
   if (spec.rank < 2) return false;
   if (spec.size(-1) > 1 && spec.step(-1) != 1) return false;
@@ -548,7 +502,8 @@ Status choose(AttentionPlan& plan) {
     } else {
       if (!std::strcmp(family.name, "sm90")) {
         why = missing_on_hopper(plan);
-        if (why.empty() && !forced && has_family("sm80")) why = chooser.slower_on_hopper();
+        if (why.empty() && !forced && has_family("sm80"))
+          why = slower_on_hopper(plan, chooser.multiprocessors());
       }
       if (why.empty()) chosen = chooser.find(family.name, forced_tile, why);
     }

@@ -161,6 +161,50 @@ int hopper_pack(const AttentionPlan& plan, int64_t block_q) {
   return best;
 }
 
+std::string slower_on_hopper(const AttentionPlan& plan, int64_t multiprocessors) {
+  constexpr int64_t kDim = 32, kShort = 64, kLong = 1024, kRows = 128;
+  constexpr int64_t kRaggedDim = 64, kRaggedShort = 200;  // backward
+  const int64_t dim = std::max(plan.head_dim, plan.head_dim_v);
+  const bool ragged = plan.problem.ragged.has_value();
+  const bool backward = plan.problem.pass == Pass::kBackward;
+  if (dim <= kDim) {
+    return text("head dims up to ", kDim, " have tiles of their own in sm80");
+  }
+  if (mean_length(plan) <= kShort) {
+    return text("sequences of at most ", kShort, " tokens have smaller tiles in sm80");
+  }
+  if (ragged && backward && dim <= kRaggedDim && mean_length(plan) <= kRaggedShort) {
+    return text("packed sequences of at most ", kRaggedShort, " tokens fill sm80's tiles better");
+  }
+  if (ragged || backward) return {};
+  if (plan.len_q == 1) return "one query: sm80 splits its keys over SMs";
+  const int pack = hopper_pack(plan, kRows);
+  const int64_t blocks = ceil_div(plan.len_q << pack, kRows) * (plan.heads_q >> pack) * plan.batch;
+  if (4 * blocks < multiprocessors && plan.len_k >= kLong) {
+    return text(blocks, " blocks would leave most of ", multiprocessors,
+                " SMs idle; sm80 splits the keys");
+  }
+  return {};
+}
+
+std::string too_large_on_hopper(const AttentionPlan& plan, const Kernel& k) {
+  constexpr int64_t kSmaller = 128, kShort = 1024;
+  if (k.block_q <= kSmaller) return {};
+  const bool causal = geometry(plan.problem).right >= 0;
+  if (mean_length(plan) <= kShort && (causal || k.head_dim > 64)) {
+    return text("tiles of ", kSmaller, " rows are faster for up to ", kShort, " tokens");
+  }
+  const auto tokens = [&](int64_t block) {
+    const int pack = hopper_pack(plan, block);
+    const AttentionProblem& p = plan.problem;
+    const int64_t mean = p.query.shape[0] / std::max<int64_t>(plan.batch, 1);
+    const int64_t rows = p.ragged ? mean : plan.len_q << pack;
+    return static_cast<double>(ceil_div(rows, block) * block * (plan.heads_q >> pack));
+  };
+  if (tokens(k.block_q) <= 1.2 * tokens(kSmaller)) return {};
+  return text("tiles of ", kSmaller, " rows leave less empty");
+}
+
 void cut_hopper_forward(AttentionPlan& plan, int64_t multiprocessors) {
   const AttentionProblem& p = plan.problem;
   const int pack = hopper_pack(plan, plan.block_q);

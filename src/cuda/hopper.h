@@ -11,6 +11,14 @@ namespace flashmoe::cuda {
 // What the sm90 family cannot do of the problem; empty when there is nothing.
 std::string missing_on_hopper(const AttentionPlan& plan);
 
+// Why the sm80 family is faster, as measured on an H200; empty where it is not.
+std::string slower_on_hopper(const AttentionPlan& plan, int64_t multiprocessors);
+
+// Three warpgroups have 1.2 times the speed of two, on rows that fill both, once there are enough
+// blocks of keys: more of these at D = 96, and where a causal mask leaves half of them. This says
+// so where a tile of fewer rows is better.
+std::string too_large_on_hopper(const AttentionPlan& plan, const Kernel& k);
+
 // Of heads that share their keys, how many share a tile: 2^this. See HopperFwdParams.
 int hopper_pack(const AttentionPlan& plan, int64_t block_q);
 

@@ -200,7 +200,7 @@ class BwdKeys : BwdScores<C> {
     this->pack(p_pairs, s_);
     this->template differentiate<0>(p_pairs);
     this->pack(ds_pairs, dp_);
-    this->add_contained(dv_, p_pairs, w, 64 * group_);
+    this->add_contained(dv_, p_pairs, w);
     this->store_pairs(ds_pairs, 64 * group_);
     arrive(slots_.pairs(0).full);
     ptx::mbarrier_wait(slots_.pairs(0).full, stage_);  // dS of both warpgroups

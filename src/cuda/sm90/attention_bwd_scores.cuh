@@ -88,15 +88,16 @@ class BwdScores : protected BwdGroup<C> {
     find_probabilities(w);
     if (kAfter) issue_grad_probabilities();
   }
-  // dV where a mask hides something not finite; P is for so long where dS will be, from key `first`
-  // of the block on.
+  // Of the warpgroup, in the block of keys.
+  __device__ __forceinline__ int first_key() const { return C::kWide ? 0 : 64 * group_; }
+  // dV where a mask hides something not finite; P is for so long where dS will be.
   __device__ __forceinline__ void add_contained(float (&dv)[C::kDim / 2], const Pairs& pairs,
-                                                const BwdWork& w, int first) {
-    this->store_pairs(pairs, first);
+                                                const BwdWork& w) {
+    this->store_pairs(pairs, first_key());
     this->sync_group();  // P is there
     this->template multiply_contained<typename C::Rows>(
         dv, C::kBlockQ,
-        [&](int key, int query) { return this->pair_at(w, query, first + key); },
+        [&](int key, int query) { return this->pair_at(w, query, first_key() + key); },
         this->stage_grad_out(), 0);
     this->sync_group();  // and done with
   }

@@ -111,7 +111,7 @@ class BwdWideValues : BwdScores<C> {
     this->template differentiate<0>(p_pairs);
     this->pack(ds_pairs, dp_);
     wait_for_room();
-    this->add_contained(dv_, p_pairs, w, 0);
+    this->add_contained(dv_, p_pairs, w);
     hand_on(ds_pairs);
     arrive(q.empty);
     if (kMore) {

@@ -103,34 +103,6 @@ Status failed(const char* doing, const Call& call, CUresult result, const std::s
                      advice(call, result));
 }
 
-// Makes a context of a device current for as long as it lives, unless one already is.
-class CurrentContext {
- public:
-  CurrentContext() = default;
-  CurrentContext(const CurrentContext&) = delete;
-  CurrentContext& operator=(const CurrentContext&) = delete;
-
-  ~CurrentContext() {
-    CUcontext ignored;
-    if (driver_) driver_->cuCtxPopCurrent(&ignored);  // back to what was current, or none
-  }
-
-  Status enter(const Call& call) {
-    CUdevice current;
-    const bool there = call.driver.cuCtxGetDevice(&current) == CUDA_SUCCESS;
-    if (there && current == call.device.handle) return Status();
-    const Result<CUcontext> context = primary_context(call.device.ordinal);
-    if (!context.ok()) return context.status();
-    const CUresult result = call.driver.cuCtxPushCurrent(context.value());
-    if (result != CUDA_SUCCESS) return failed("make a context current for", call, result);
-    driver_ = &call.driver;
-    return Status();
-  }
-
- private:
-  const Driver* driver_ = nullptr;  // set when there is something to pop
-};
-
 // With the mutex held.
 Status load_library(const Call& call, CUlibrary& library) {
   if (!libraries) libraries = new std::vector<Library>;
@@ -209,7 +181,7 @@ Status allow_shared(const Call& call, const Kernel& kernel, uint32_t shared_byte
 Status make_ready(const Call& call, uint32_t shared_bytes, Kernel*& kernel) {
   std::lock_guard lock(mutex);
   CurrentContext context;
-  if (Status status = context.enter(call); !status.ok()) return status;
+  if (Status status = context.enter(call.device.ordinal); !status.ok()) return status;
   if (Status status = resolve(call, kernel); !status.ok()) return status;
   const int ordinal = call.device.ordinal;
   if (kernel->ready(ordinal, shared_bytes)) return Status();  // another thread was first
@@ -256,7 +228,7 @@ std::string shape_words(const LaunchShape& shape) {
 Status launch_ready(const Call& call, const Kernel& kernel, const LaunchShape& shape, void* stream,
                     const void* params) {
   CurrentContext context;
-  if (Status status = context.enter(call); !status.ok()) return status;
+  if (Status status = context.enter(call.device.ordinal); !status.ok()) return status;
   CUlaunchAttribute attributes[2] = {};
   CUlaunchConfig config = {};
   config.gridDimX = shape.grid[0];
@@ -316,6 +288,30 @@ std::string entry_text(const FatbinEntry& entry) {
 }
 
 }  // namespace
+
+CurrentContext::~CurrentContext() {
+  CUcontext ignored;
+  if (driver_) driver_->cuCtxPopCurrent(&ignored);  // back to what was current, or none
+}
+
+Status CurrentContext::enter(int device) {
+  const Result<const Driver*> driver = cuda::driver();
+  if (!driver.ok()) return driver.status();
+  const Result<const DeviceInfo*> info = find_device(device);
+  if (!info.ok()) return info.status();
+  CUdevice current;
+  const bool there = driver.value()->cuCtxGetDevice(&current) == CUDA_SUCCESS;
+  if (there && current == info.value()->handle) return Status();
+  const Result<CUcontext> context = primary_context(device);
+  if (!context.ok()) return context.status();
+  const CUresult result = driver.value()->cuCtxPushCurrent(context.value());
+  if (result != CUDA_SUCCESS) {
+    return unsupported("cannot make a context current on ", describe_device(*info.value()), ": ",
+                       describe_error(result));
+  }
+  driver_ = driver.value();
+  return Status();
+}
 
 std::string image_chips(const Image& image) {
   const char* data = static_cast<const char*>(image.data);

@@ -11,6 +11,8 @@
 
 namespace flashmoe::cuda {
 
+struct Driver;
+
 struct Image {
   const char* name;  // "sm80_attention_fwd_fp16"
   const void* data;  // a fatbin, 8-byte aligned; lives as long as the process
@@ -38,6 +40,20 @@ struct KernelInfo {
   int max_threads = 0;     // of a block
   int binary_version = 0;  // 80 for an sm_80 cubin, also on an sm_86 chip
   int ptx_version = 0;     // 80: compiled from compute_80
+};
+
+// Makes a context of a device current for as long as it lives, unless one already is: else the
+// primary one. A thread that has not called the runtime has none, autograd's for example.
+class CurrentContext {
+ public:
+  CurrentContext() = default;
+  CurrentContext(const CurrentContext&) = delete;
+  CurrentContext& operator=(const CurrentContext&) = delete;
+  ~CurrentContext();
+  Status enter(int device);
+
+ private:
+  const Driver* driver_ = nullptr;  // set when there is something to pop
 };
 
 // Loads the kernel on `device` and lets it use `shared_bytes` of dynamic shared memory. Call it

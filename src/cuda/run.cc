@@ -490,6 +490,8 @@ Status run(const AttentionPlan& plan, const AttentionTensors& t, void* workspace
   for (const auto& [name, data] : aligned) {
     if (Status status = check_aligned(name, data); !status.ok()) return status;
   }
+  CurrentContext context;  // tensor maps need one, too
+  if (Status status = context.enter(plan.problem.device.ordinal); !status.ok()) return status;
   if (plan.family == "sm90" && plan.problem.pass == Pass::kForward) {
     return run_hopper_forward(plan, t, workspace, launch);
   }

@@ -1,5 +1,6 @@
 // Tensor maps: what TMA (sm_90 on) reads to copy a box of a tensor into shared memory. Encoding is
-// host arithmetic and needs no device; the result goes to the kernel by value, as a
+// host arithmetic, for which the driver wants a current context all the same; the result goes to
+// the kernel by value, as a
 // __grid_constant__ parameter.
 #pragma once
 

@@ -1,6 +1,7 @@
 """The C functions on device memory: what another language would call."""
 
 import ctypes
+from concurrent.futures import ThreadPoolExecutor
 from math import nan
 from pathlib import Path
 
@@ -105,9 +106,20 @@ def device() -> torch.device:
     return torch.device("cpu" if DEVICE == "cpu" else f"cuda:{torch.cuda.current_device()}")
 
 
+def in_a_thread(function, *args):
+    """By a thread that has no CUDA context: it has called nothing else."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *args).result()
+
+
+def here(function, *args):
+    return function(*args)
+
+
+@pytest.mark.parametrize("call", [here, in_a_thread])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("n, m", [(130, 77), (2, 5000)])
-def test_forward_and_backward_on_device_memory(library, n, m, dtype, device, stream):
+def test_forward_and_backward_on_device_memory(library, n, m, dtype, call, device, stream):
     kind = {"dtype": {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype], "device": device}
     q = torch.randn(2, n, 4, 64, **kind).transpose(1, 2)
     k, v = (torch.randn(2, 2, m, 64, **kind) for _ in range(2))
@@ -118,7 +130,7 @@ def test_forward_and_backward_on_device_memory(library, n, m, dtype, device, str
     args.causal = args.deterministic = 1
     scratch = workspace(library, args, dtype, backward=False)
     forward = getattr(library, f"flash_attention_forward_{dtype}")
-    assert forward(ctypes.byref(args)) == 0, library.flash_attention_last_error()
+    assert call(forward, ctypes.byref(args)) == 0, library.flash_attention_last_error()
     stream.synchronize()
 
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -135,7 +147,7 @@ def test_forward_and_backward_on_device_memory(library, n, m, dtype, device, str
     args.causal = args.deterministic = 1
     scratch = workspace(library, args, dtype, backward=True)
     backward = getattr(library, f"flash_attention_backward_{dtype}")
-    assert backward(ctypes.byref(args)) == 0, library.flash_attention_last_error()
+    assert call(backward, ctypes.byref(args)) == 0, library.flash_attention_last_error()
     stream.synchronize()
     del scratch
     for got, grad in zip(

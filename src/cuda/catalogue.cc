@@ -53,6 +53,7 @@ class Lister {
                   tile.ctas};
     if constexpr (requires { tile.for_short(); }) kernel.for_short = tile.for_short();
     if constexpr (requires { tile.any_score; }) kernel.any_score = tile.any_score;
+    if constexpr (requires { tile.cluster(); }) kernel.cluster = tile.cluster();
     add(image, kernel);
   }
   void add(const char* family, DType dtype, const char* image, const char* name, Role role) {

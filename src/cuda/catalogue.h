@@ -39,6 +39,7 @@ struct Kernel {
   int ctas = 0;            // that the registers of an SM hold
   bool for_short = false;  // for thousands of short sequences
   bool any_score = true;   // takes a softcap, and a scale that is not positive
+  int cluster = 1;         // CTAs that share a block of keys
 };
 
 // Grouped by family and role, and there best tile first.

@@ -100,7 +100,8 @@ int64_t key_heads_together(const AttentionPlan& plan, const HopperBwdParams& p) 
   const int64_t bytes =
       p.group * plan.len_q * (2 * plan.head_dim + 2 * plan.head_dim_v + 4 * p.dim);
   const int64_t cached = kCachedBytes / std::max<int64_t>(bytes, 1);
-  const int64_t busy = ceil_div(plan.grid[0], p.key_blocks);
+  const int64_t clusters = plan.grid[0] / find_kernel(plan.kernel)->cluster;
+  const int64_t busy = ceil_div(clusters, p.key_blocks);
   return std::min(std::max(cached, busy), plan.heads_k * plan.batch);
 }
 
@@ -260,7 +261,9 @@ void cut_hopper_backward(AttentionPlan& plan, int64_t multiprocessors) {
   const int64_t blocks = p.ragged ? ragged_slots(p.key.shape[0], plan.block_k, plan.batch)
                                   : ceil_div(plan.len_k, plan.block_k) * plan.batch;
   plan.work_items = blocks * plan.heads_k;
-  plan.grid[0] = static_cast<uint32_t>(std::min(plan.work_items, multiprocessors));
+  const int64_t cluster = find_kernel(plan.kernel)->cluster;
+  plan.grid[0] =
+      static_cast<uint32_t>(cluster * std::min(plan.work_items, multiprocessors / cluster));
   plan.grid[1] = plan.grid[2] = 1;
 }
 
@@ -276,12 +279,15 @@ Status fill_hopper_backward(HopperBwdParams& p, const AttentionPlan& plan,
   const auto map = [&](TensorMap& map, const TensorSpec& spec, const void* data, int64_t rows) {
     return encode_keys(map, spec, data, rows, ragged);
   };
-  Status status = map(p.query_map, problem.query, t.query, plan.block_q);
-  if (status.ok()) status = map(p.key_map, problem.key, t.key, plan.block_k);
-  if (status.ok()) status = map(p.value_map, problem.value, t.value, plan.block_k);
+  // Each CTA of a cluster has its share copied.
+  const int64_t cluster = find_kernel(plan.kernel)->cluster;
+  const int64_t rows = plan.block_q / cluster, keys = plan.block_k / cluster;
+  Status status = map(p.query_map, problem.query, t.query, rows);
+  if (status.ok()) status = map(p.key_map, problem.key, t.key, keys);
+  if (status.ok()) status = map(p.value_map, problem.value, t.value, keys);
   p.grad_out_map = p.query_map;
   if (status.ok() && p.grad_out) {
-    status = map(p.grad_out_map, *problem.grad_out, t.grad_out, plan.block_q);
+    status = map(p.grad_out_map, *problem.grad_out, t.grad_out, rows);
   }
   // Gradients by each warpgroup.
   if (status.ok() && p.grad_key) {

@@ -36,6 +36,7 @@ Status launch_part(const std::string& name, const uint32_t (&grid)[3], const Att
   for (int i = 0; i < 3; ++i) shape.grid[i] = grid[i];
   shape.threads = static_cast<uint32_t>(kernel->threads);
   shape.shared_bytes = static_cast<uint32_t>(kernel->shared_bytes);
+  shape.cluster = static_cast<uint32_t>(kernel->cluster);
   return cuda::launch(kernel->id, shape, plan.problem.device.ordinal, launch.stream, &p, sizeof(p));
 }
 

@@ -25,6 +25,15 @@ __device__ __forceinline__ void tma_load(uint32_t shared, const void* map, uint3
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
       : "memory");
 }
+// The same, to that place of every CTA of the cluster in `ctas`, a bit for each; counted there.
+__device__ __forceinline__ void tma_load_to(uint32_t ctas, uint32_t shared, const void* map,
+                                            uint32_t barrier, int c0, int c1, int c2, int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(static_cast<uint16_t>(ctas))
+      : "memory");
+}
 
 // And back; what lies beyond the tensor is not written.
 __device__ __forceinline__ void tma_store(uint32_t shared, const void* map, int c0, int c1, int c2,

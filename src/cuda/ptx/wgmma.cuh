@@ -74,6 +74,7 @@ template <bool kBf16, int kN>
 struct Wgmma;
 
 // Registers %0 to %(n - 1), and what comes after them.
+#define FLASHMOE_SUMS_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define FLASHMOE_SUMS_32                                                                  \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, " \
   "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -107,6 +108,7 @@ struct Wgmma;
 #define FLASHMOE_FLOATS_8(HOW, i)                                                       \
   HOW(sums[i]), HOW(sums[i + 1]), HOW(sums[i + 2]), HOW(sums[i + 3]), HOW(sums[i + 4]), \
       HOW(sums[i + 5]), HOW(sums[i + 6]), HOW(sums[i + 7])
+#define FLASHMOE_FLOATS_16(HOW) FLASHMOE_FLOATS_8(HOW, 0), FLASHMOE_FLOATS_8(HOW, 8)
 #define FLASHMOE_FLOATS_32(HOW)                                                     \
   FLASHMOE_FLOATS_8(HOW, 0), FLASHMOE_FLOATS_8(HOW, 8), FLASHMOE_FLOATS_8(HOW, 16), \
       FLASHMOE_FLOATS_8(HOW, 24)
@@ -190,6 +192,7 @@ struct Wgmma;
   FLASHMOE_WGMMA(false, "f16", __VA_ARGS__) \
   FLASHMOE_WGMMA(true, "bf16", __VA_ARGS__)
 
+FLASHMOE_WGMMA_TYPES(32, 16, "%16", "%17", "%18", "%19", "%20", "%21")
 FLASHMOE_WGMMA_TYPES(64, 32, "%32", "%33", "%34", "%35", "%36", "%37")
 FLASHMOE_WGMMA_TYPES(80, 40, "%40", "%41", "%42", "%43", "%44", "%45")
 FLASHMOE_WGMMA_TYPES(96, 48, "%48", "%49", "%50", "%51", "%52", "%53")

@@ -6,7 +6,7 @@
 // their dK and dV in registers. Queries go by, of all heads of the group:
 //
 //   shared memory   sK, sV   block_k x D              dV leaves through its keys' rows of sV
-//                   sQ, sdO  2 stages x block_q x D   with lse and delta
+//                   sQ, sdO  2 stages x block_q x D   in turns, see row_places(); lse and delta
 //                   sdS      2 x block_q x block_k
 //                   sums     64 x 64 floats for each warpgroup: dQ on its way out, then dK
 //                   the work, and barriers: full and empty, for each of these
@@ -38,14 +38,8 @@ __device__ __forceinline__ void store_all(char* shared, const BwdSlots<C>& slots
   const uint32_t from = smem + C::kSmemSums + group * C::kSumBytes;
   const Slot sums = slots.sums(group);
   constexpr bool kByRows = C::kBlockQ == 64 * C::kGroups;
-  Ring<2> works;
   int parity = 0;
-#pragma unroll 1
-  for (;; works.advance()) {
-    const Slot slot = slots.work(works.at());
-    works.wait_full(slot);
-    const BwdWork& w = reinterpret_cast<const BwdWork*>(shared + C::kSmemWorks)[works.at()];
-    if (w.last) break;
+  help_works<C>(shared, slots, [&](const BwdWork& w) {
     for_each_tile<C>(w, p, [&](int head, int first) {
       const Turn<C> turn(w, head, first, p);
       if (p.grad_query_sums) turn.wait();
@@ -86,8 +80,7 @@ __device__ __forceinline__ void store_all(char* shared, const BwdSlots<C>& slots
       }
       ptx::mbarrier_arrive(sums.empty);
     }
-    ptx::mbarrier_arrive(slot.empty);
-  }
+  });
   ptx::tma_wait_group();
 }
 
@@ -159,14 +152,21 @@ class BwdKeys : BwdScores<C> {
     this->pack(p_pairs, s_);
     ptx::wgmma_fence();
     this->issue_gradient(dv_, p_pairs, this->stage_grad_out());
-    this->template differentiate<1>(p_pairs);
+    ptx::wgmma_wait_group<1>(dp_);
+    this->differentiate(p_pairs);
     this->pack(ds_pairs, dp_);
-    ptx::wgmma_fence();
-    this->issue_gradient(dk_, ds_pairs, this->stage_q());
-    this->store_pairs(ds_pairs, 64 * group_);
+    const auto issue_key_gradient = [&] {
+      ptx::wgmma_fence();
+      this->issue_gradient(dk_, ds_pairs, this->stage_q());
+    };
+    // To issue it takes until the product before is done, and what comes after it waits as well:
+    // the store, if it is long, comes first.
+    if (!kByRows) issue_key_gradient();
+    this->store_pairs(ds_pairs, this->first_key());
     ptx::fence_proxy_async();
-    arrive(slots_.pairs(0).full);
-    ptx::mbarrier_wait(slots_.pairs(0).full, stage_);  // dS of both warpgroups
+    arrive(slots_.pairs().full);
+    if (kByRows) issue_key_gradient();
+    ptx::mbarrier_wait(slots_.pairs().full, stage_ % 2);  // dS of both warpgroups
     ptx::wgmma_fence();
     issue_query_gradient();
     ptx::wgmma_wait_group<1>(dv_);
@@ -183,8 +183,10 @@ class BwdKeys : BwdScores<C> {
       ptx::wgmma_wait_group<1>(dq_);
       write_sums();
       if (!kAfter) this->issue_grad_probabilities();
-      send_sums();  // not at once: it waits until they are written
+      // Not at once: it waits until they are written.
+      if (!kByRows) send_sums();
       this->find_probabilities(w);
+      if (kByRows) send_sums();
       if (kAfter) this->issue_grad_probabilities();
     }
   }
@@ -195,15 +197,16 @@ class BwdKeys : BwdScores<C> {
     const Slot q = slots_.q(ring_.at()), grad_out = slots_.grad_out(ring_.at());
     Pairs p_pairs, ds_pairs;
     const auto mine = [&](int key, int query) {
-      return this->pair_at(w, query, 64 * group_ + key);
+      return this->pair_at(w, query, this->first_key() + key);
     };
     this->pack(p_pairs, s_);
-    this->template differentiate<0>(p_pairs);
+    ptx::wgmma_wait_group<0>(dp_);
+    this->differentiate(p_pairs);
     this->pack(ds_pairs, dp_);
     this->add_contained(dv_, p_pairs, w);
-    this->store_pairs(ds_pairs, 64 * group_);
-    arrive(slots_.pairs(0).full);
-    ptx::mbarrier_wait(slots_.pairs(0).full, stage_);  // dS of both warpgroups
+    this->store_pairs(ds_pairs, this->first_key());
+    arrive(slots_.pairs().full);
+    ptx::mbarrier_wait(slots_.pairs().full, stage_ % 2);  // dS of both warpgroups
     this->template multiply_contained<typename C::Rows>(dk_, C::kBlockQ, mine, this->stage_q(), 0);
 #pragma unroll
     for (float& x : dq_) x = 0;
@@ -223,25 +226,37 @@ class BwdKeys : BwdScores<C> {
     }
   }
 
+  // By both warpgroups.
+  __device__ __forceinline__ bool find_bad_keys(const BwdWork& w) const {
+    if (!this->any_mask()) return false;
+    if (this->any_unseen(w, w.first_key, C::kBlockK)) {
+      ptx::bar_sync(Base::kAgree, C::kGroups * 128);  // they are cleared
+    }
+    const bool bad =
+        this->template any_bad<C::kGroups * 128>(smem() + C::kSmemK, 2 * C::Keys::kBytes);
+    return ptx::bar_any(Base::kAgree, C::kGroups * 128, bad);
+  }
+
   __device__ __forceinline__ void compute(const BwdWork& w) {
+    const int first_key = w.first_key + this->first_key();
 #pragma unroll
     for (int i = 0; i < C::kDim / 2; ++i) dk_[i] = dv_[i] = 0;
     ptx::mbarrier_wait(slots_.k().full, keys_parity_);
-    this->clear_keys(w, smem() + C::kSmemK, 64 * group_);
+    this->clear_keys(w, first_key, smem() + C::kSmemK, this->first_row());
     ptx::mbarrier_wait(slots_.q(ring_.at()).full, ring_.parity());
     ptx::wgmma_fence();
     this->issue_scores();
     ptx::mbarrier_wait(slots_.v().full, keys_parity_);
-    this->clear_keys(w, smem() + C::kSmemV, 64 * group_);
+    this->clear_keys(w, first_key, smem() + C::kSmemV, this->first_row());
     if (!kAfter) this->issue_grad_probabilities();
-    this->bad_keys_ = this->find_bad_keys(w);
+    this->bad_keys_ = find_bad_keys(w);
     keys_parity_ ^= 1;
     this->find_probabilities(w);
     if (kAfter) this->issue_grad_probabilities();
 #pragma unroll 1
     for (int n = 1; n < w.tiles; ++n) step<true>(w);
     step<false>(w);
-    store(w, w.first_key + 64 * group_);
+    store(w, first_key);
   }
 
   // dV and dK, and the last dQ, which is still on its way.
@@ -283,31 +298,38 @@ __device__ __forceinline__ void attention_bwd(const HopperBwdParams& p) {
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const BwdSlots<C> slots{smem + C::kSmemBarriers};
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
-  const int helpers = !C::kWide || p.grad_query_sums ? C::kParts : 0;
-  if (threadIdx.x == 0) slots.init(helpers);
-  __syncthreads();  // the barriers are there
+  if (threadIdx.x == 0) slots.init();
+  // The barriers are there.
+  if constexpr (C::kCluster == 1) {
+    __syncthreads();
+  } else {
+    ptx::cluster_sync();
+  }
   if (group == 0) {
     ptx::setmaxnreg_dec<C::kLoaderRegisters>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-    if (threadIdx.x % 32 != 0) return;
-    if (warp == 0) load_all<C>(shared, slots, p);
-    if (warp > 0 && warp <= helpers) {
+    if (threadIdx.x % 32 == 0) {
+      if (warp == 0) load_all<C>(shared, slots, p);
       if constexpr (C::kWide) {
-        keep_turns<C>(shared, slots, p);
+        if (warp == 1) send_pairs<C>(shared, slots, p);
+        if (warp == 2) keep_turns<C>(shared, slots, p);
       } else {
-        store_all<C>(shared, slots, warp - 1, p);
+        if (warp == 1 || warp == 2) store_all<C>(shared, slots, warp - 1, p);
       }
     }
-    return;
-  }
-  ptx::setmaxnreg_inc<C::kRegisters>();
-  if constexpr (!C::kWide) {
-    BwdKeys<C>(shared, slots, group - 1, p).run();
-  } else if (group == 1) {
-    BwdWideValues<C>(shared, slots, p).run();
   } else {
-    BwdWideKeys<C>(shared, slots, p).run();
+    if constexpr (!C::kWide) {
+      ptx::setmaxnreg_inc<C::kRegisters>();
+      BwdKeys<C>(shared, slots, group - 1, p).run();
+    } else if (group == 1) {
+      ptx::setmaxnreg_inc<C::kRegisters>();
+      BwdWideValues<C>(shared, slots, p).run();
+    } else {
+      ptx::setmaxnreg_inc<C::kSecondRegisters>();
+      BwdWideKeys<C>(shared, slots, p).run();
+    }
   }
+  if constexpr (C::kCluster > 1) ptx::cluster_sync();  // nobody needs the other's shared memory
 }
 
 }  // namespace flashmoe::cuda::sm90

@@ -22,7 +22,12 @@ class BwdGroup {
         smem_(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
         slots_(slots),
         p_(p),
-        group_(group) {}
+        group_(group),
+        part_(C::kCluster > 1 ? ptx::cluster_rank() : group) {}
+
+  // Of the 64 keys, in the block and in shared memory.
+  __device__ __forceinline__ int first_key() const { return 64 * part_; }
+  __device__ __forceinline__ int first_row() const { return C::kCluster > 1 ? 0 : 64 * part_; }
 
   // kStore and the next: barriers of a warpgroup
   static constexpr int kStore = 1, kAgree = 3;
@@ -42,23 +47,35 @@ class BwdGroup {
     __syncwarp();
     if (lane() == 0) ptx::mbarrier_arrive(barrier);
   }
-
-  // An address that is the same for all threads. Of wide tiles, computed once more where it is
-  // used: there are many, and no registers to keep them.
-  static __device__ __forceinline__ uint32_t anew(uint32_t address) {
-    return C::kWide ? same(ptx::opaque(address)) : address;
+  // In all CTAs of the cluster.
+  __device__ __forceinline__ void arrive_everywhere(uint32_t barrier) const {
+    if constexpr (C::kCluster == 1) {
+      arrive(barrier);
+    } else {
+      __syncwarp();
+      const int rank = lane();
+      if (rank < C::kCluster) ptx::mbarrier_arrive_cluster(ptx::at_rank(barrier, rank));
+    }
   }
+
+  // An address for a descriptor, the same for all threads. Of wide tiles, computed once more where
+  // it is used: there are many, and no registers to keep them. And without the number of the CTA in
+  // its cluster, which stands in the high bits.
+  static __device__ __forceinline__ uint32_t anew(uint32_t address) {
+    return C::kWide ? same(ptx::opaque(address)) % kSharedWindow : address;
+  }
+  static constexpr uint32_t kSharedWindow = 1 << 18;
   // Where Q and dO of the block are, in uniform registers: computed as soon as it is next, since to
   // find out that all threads have the same takes a while.
   __device__ __forceinline__ uint32_t stage_q() const {
-    return smem_ + C::kSmemQ + stage_ * C::Rows::kBytes;
+    return smem_ + C::kSmemQ + row_places<C>(stage_).q;
   }
   __device__ __forceinline__ uint32_t stage_grad_out() const {
-    return smem_ + C::kSmemGradOut + stage_ * C::Rows::kBytes;
+    return smem_ + C::kSmemQ + row_places<C>(stage_).grad_out;
   }
   __device__ __forceinline__ void advance() {
     ring_.advance();
-    stage_ = same(ring_.at());
+    stage_ = same(ring_.turns() % (2 * C::kStages));
   }
   // Of rows 2 (lane % 4) and the next, and 8 rows on for each 64 bytes: lse, delta, lse, delta.
   __device__ __forceinline__ uint32_t stage_terms() const {
@@ -69,20 +86,20 @@ class BwdGroup {
   static __device__ __forceinline__ float2 two_terms(uint32_t terms) {
     return {ptx::ld_shared_f32(terms), ptx::ld_shared_f32(terms + 8)};
   }
-  // Of dS there are as many as of Q and dO.
+  // Of dS there are as many as of Q and dO, or wide one.
   __device__ __forceinline__ uint32_t pairs_tile(uint32_t stage) const {
-    return smem_ + C::kSmemPairs + stage * C::Pairs::kBytes;
+    return smem_ + C::kSmemPairs + (C::kWide ? 0 : stage % 2 * C::Pairs::kBytes);
   }
 
   // The block of queries that is next: whether it needs a mask, for the warpgroup's keys; and care,
   // where a mask for any of the keys hides something not finite. All warps of the CTA find the
   // same.
-  __device__ __forceinline__ bool look_at_rows(int half) {
+  __device__ __forceinline__ bool look_at_rows() {
     const BwdRows& rows = this->rows();
     const int flags = rows.flags;
     first_ = rows.first;
     contain_ = flags & BwdRows::kMaskedAny && (bad_keys_ || bad_terms());
-    return flags & BwdRows::kMasked << half;
+    return flags & BwdRows::kMasked << part_;
   }
   __device__ __forceinline__ const BwdRows& rows() const {
     return reinterpret_cast<const BwdRows*>(shared_ + C::kSmemRows)[ring_.at()];
@@ -101,21 +118,25 @@ class BwdGroup {
     }
     return __any_sync(0xffffffffu, bad);
   }
-  // K and V are looked at when a work begins, if there is a mask, by all warpgroups that compute.
-  __device__ __forceinline__ bool find_bad_keys(const BwdWork& w) const {
-    if (p_.left >= kNoLimit && p_.right >= kNoLimit) return false;
-    if (any_unseen(w, w.first_key, C::kBlockK)) {
-      ptx::bar_sync(kAgree, C::kGroups * 128);  // they are cleared
-    }
+  // K and V are looked at when a work begins, if there is a mask.
+  __device__ __forceinline__ bool any_mask() const {
+    return p_.left < kNoLimit || p_.right < kNoLimit;
+  }
+  // Whether something is not finite of what one of kThreads sees of so many bytes.
+  template <int kThreads>
+  __device__ __forceinline__ bool any_bad(uint32_t from, uint32_t bytes) const {
     uint32_t zero = 0;  // two numbers times 0, added up
 #pragma unroll 4
-    for (uint32_t i = threadIdx.x - 128; i < 2 * C::Keys::kBytes / 16; i += C::kGroups * 128) {
-      const uint4 eight = ptx::ld_shared_v4(smem() + C::kSmemK + i * 16);
+    for (uint32_t i = (threadIdx.x - 128) % kThreads; i < bytes / 16; i += kThreads) {
+      const uint4 eight = ptx::ld_shared_v4(from + i * 16);
       for (const uint32_t two : {eight.x, eight.y, eight.z, eight.w}) {
         zero = C::kBf16 ? ptx::fma_rn_bf16x2(two, 0, zero) : ptx::fma_rn_f16x2(two, 0, zero);
       }
     }
-    return ptx::bar_any(kAgree, C::kGroups * 128, zero & 0x7fff7fff);
+    return zero & 0x7fff7fff;
+  }
+  __device__ __forceinline__ bool group_any_bad(uint32_t from, uint32_t bytes) const {
+    return ptx::bar_any(kStore + group_, 128, any_bad<128>(from, bytes));
   }
 
   // The products once more for a block that has something not finite behind its mask: number by
@@ -184,7 +205,7 @@ class BwdGroup {
       const int key = first_key + row() + 8 * half, from = first_ + lane() % 4 * 2;
       // Queries [begin, end] see it.
       const int begin = key < seq.len_k ? max(key - seq.shift - p_.right, 0) - from : kNoLimit;
-      const int end = key - seq.shift + p_.left - from;
+      const int end = min(key - seq.shift + p_.left, seq.len_q - 1) - from;
 #pragma unroll
       for (int i = 0; i < C::kBlockQ / 4; ++i) {
         const int query = i / 2 * 8 + i % 2;
@@ -260,15 +281,16 @@ class BwdGroup {
   }
   // Keys that no row sees may hold anything, those past the end of the sequence above all: nothing,
   // then. Of 64 keys, in rows from `tile_row` on of K or V at `keys`.
-  __device__ __forceinline__ void clear_keys(const BwdWork& w, uint32_t keys, int tile_row) const {
-    const int first_key = w.first_key + tile_row;
+  template <class Keys = typename C::Keys>
+  __device__ __forceinline__ void clear_keys(const BwdWork& w, int first_key, uint32_t keys,
+                                             int tile_row) const {
     const int begin = w.seq.begin(0, p_), end = w.seq.end(w.seq.len_q - 1, p_);
     if (!any_unseen(w, first_key, 64)) return;
 #pragma unroll 1
-    for (int i = thread(); i < 64 * C::Keys::kBlocks * 8; i += 128) {
+    for (int i = thread(); i < 64 * Keys::kBlocks * 8; i += 128) {
       const int r = i / 8 % 64, block = i / (64 * 8);
       if (first_key + r >= begin && first_key + r < end) continue;
-      const uint32_t at = block * C::Keys::kBlockBytes + (tile_row + r) * 128 + i % 8 * 16;
+      const uint32_t at = block * Keys::kBlockBytes + (tile_row + r) * 128 + i % 8 * 16;
       ptx::st_shared_v4(keys + at, uint4{0, 0, 0, 0});
     }
     ptx::fence_proxy_async();
@@ -281,9 +303,10 @@ class BwdGroup {
     const auto fill = [&](void* gradient, const Strides& strides, int dim) {
       if (!gradient) return;
       const char* to = rows_of(gradient, p_, strides, w.batch, w.key_head, w.seq.token_k);
-      const int end = min(w.first_key + C::kBlockK, p_.blocks ? w.seq.len_k : p_.len_k);
+      const int first_key = w.first_key + (C::kCluster > 1 ? this->first_key() : 0);
+      const int end = min(first_key + C::kBlockK / C::kCluster, p_.blocks ? w.seq.len_k : p_.len_k);
 #pragma unroll 1
-      for (int r = w.first_key + group_; r < end; r += C::kGroups) {
+      for (int r = first_key + group_; r < end; r += C::kGroups) {
         uint16_t* const numbers = reinterpret_cast<uint16_t*>(
             const_cast<char*>(to) + r * static_cast<int64_t>(strides.row_bytes()));
         for (int i = thread(); i < dim; i += 128) numbers[i] = value;
@@ -318,8 +341,9 @@ class BwdGroup {
   const BwdSlots<C> slots_;
   const HopperBwdParams& p_;
   const int group_;
+  const int part_;         // the keys: those of the warpgroup, or of the CTA
   Ring<C::kStages> ring_;  // of Q and dO
-  uint32_t stage_ = 0;     // of these
+  uint32_t stage_ = 0;     // which places of these: see row_places()
   int keys_parity_ = 0;    // of K and V
   bool bad_keys_;          // something in K or V is not finite
   int first_;              // query of the block

@@ -10,14 +10,17 @@ class BwdScores : protected BwdGroup<C> {
   using Base = BwdGroup<C>;
 
  protected:
-  using Base::Base, Base::group_, Base::p_, Base::ring_, Base::slots_, Base::smem_;
+  using Base::Base, Base::p_, Base::ring_, Base::slots_, Base::smem_;
   using typename Base::Type, typename Base::Pairs;
+
+  // Whether dP is issued after P is found: beside a softcap there are no registers for both.
+  static constexpr bool kAfter = C::kTile.any_score;
 
   // S = K Q^T, or dP = V dO^T
   __device__ __forceinline__ void issue_pairs(float (&sums)[C::kBlockQ / 2], uint32_t keys,
                                               uint32_t rows) {
     using Wgmma = ptx::Wgmma<C::kBf16, C::kBlockQ>;
-    keys = this->anew(keys + group_ * 64 * 128);
+    keys = this->anew(keys + this->first_row() * 128);
     rows = this->anew(rows);
     Wgmma::shared_first(sums, C::Keys::along(C::Keys::descriptor(keys), 0),
                         C::Rows::along(C::Rows::descriptor(rows), 0));
@@ -32,7 +35,7 @@ class BwdScores : protected BwdGroup<C> {
     issue_pairs(s_, smem_ + C::kSmemK, this->stage_q());
   }
   __device__ __forceinline__ void issue_grad_probabilities() {
-    ptx::mbarrier_wait(slots_.grad_out(ring_.at()).full, ring_.parity());
+    if (!kAfter) ring_.wait_full(slots_.grad_out(ring_.at()));
     ptx::wgmma_fence();
     issue_pairs(dp_, smem_ + C::kSmemV, this->stage_grad_out());
   }
@@ -47,22 +50,18 @@ class BwdScores : protected BwdGroup<C> {
     }
     ptx::wgmma_commit_group();
   }
-  // Whether dP is issued after P is found: beside a softcap there are no registers for both.
-  static constexpr bool kAfter = C::kTile.any_score;
-
   // P in place of S, while dP is on its way.
   __device__ __forceinline__ void find_probabilities(const BwdWork& w) {
-    const bool masked = this->look_at_rows(group_);
+    if (kAfter) ring_.wait_full(slots_.grad_out(ring_.at()));
+    const bool masked = this->look_at_rows();
     ptx::wgmma_wait_group<kAfter ? 0 : 1>(s_);
     this->probabilities(s_, slopes_);
-    if (masked) this->mask(s_, w.seq, w.first_key + 64 * group_);
+    if (masked) this->mask(s_, w.seq, w.first_key + this->first_key());
   }
-  // dS in place of dP, with kPending products after it. P is taken as it was rounded: in fp32 it
-  // would be 64 registers more at D = 64.
-  template <int kPending>
+  // dS in place of dP. P is taken as it was rounded: in fp32 it would be 64 registers more at
+  // D = 64.
   __device__ __forceinline__ void differentiate(const Pairs& pairs) {
     const uint32_t terms = this->stage_terms();
-    ptx::wgmma_wait_group<kPending>(dp_);
 #pragma unroll
     for (int i = 0; i < C::kBlockQ / 8; ++i) {
       const float2 delta = this->two_terms(terms + 64 * i + 4);
@@ -88,16 +87,14 @@ class BwdScores : protected BwdGroup<C> {
     find_probabilities(w);
     if (kAfter) issue_grad_probabilities();
   }
-  // Of the warpgroup, in the block of keys.
-  __device__ __forceinline__ int first_key() const { return C::kWide ? 0 : 64 * group_; }
   // dV where a mask hides something not finite; P is for so long where dS will be.
   __device__ __forceinline__ void add_contained(float (&dv)[C::kDim / 2], const Pairs& pairs,
                                                 const BwdWork& w) {
-    this->store_pairs(pairs, first_key());
+    this->store_pairs(pairs, this->first_key());
     this->sync_group();  // P is there
     this->template multiply_contained<typename C::Rows>(
         dv, C::kBlockQ,
-        [&](int key, int query) { return this->pair_at(w, query, first_key() + key); },
+        [&](int key, int query) { return this->pair_at(w, query, this->first_key() + key); },
         this->stage_grad_out(), 0);
     this->sync_group();  // and done with
   }

@@ -4,8 +4,10 @@
 
 #include <type_traits>
 
+#include "cuda/ptx/cluster.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/memory.cuh"
+#include "cuda/ptx/shared.cuh"
 #include "cuda/ptx/special_registers.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/sm90/operand.cuh"
@@ -46,37 +48,57 @@ struct BwdConfig {
   static constexpr bool kWide = kTile.wide();
   static constexpr int kDim = kTile.head_dim, kSumDim = kTile.sum_dim(), kStages = kTile.kStages;
   static constexpr int kBlockQ = kTile.block_q, kBlockK = kTile.block_k;
-  static constexpr int kGroups = 2;                   // warpgroups that compute
-  static constexpr int kParts = kWide ? 1 : kGroups;  // of dQ
+  static constexpr int kGroups = 2;  // warpgroups that compute
+  static constexpr int kParts = 2;   // of dQ: each warpgroup has one, or wide each CTA
+  static constexpr int kCluster = kTile.cluster();
   using Rows = Tile<kBlockQ, kDim>;
-  using Keys = Tile<kBlockK, kDim>;
+  using Keys = Tile<kBlockK / kCluster, kDim>;
   using Pairs = Tile<kBlockQ, kBlockK>;  // dS
   using Grads = Tile<64, kDim>;          // dK or dV of 64 keys
+  // Wide: columns of dQ that a CTA has, the first from column kFirst * rank on, the second from
+  // column 128 + kSecond * rank on; and of the other CTA's K those blocks of 64 that they are in.
+  static constexpr int kFirst = kDim > 192 ? 128 : 64, kSecond = kDim > 192 ? 0 : 32;
+  using Other = Tile<64, 128>;
   static constexpr uint32_t kTermBytes = kBlockQ * 8;
   // dQ of a warpgroup on its way out: 64 rows x 64 columns.
   static constexpr uint32_t kSumBytes = 64 * 64 * 4;
 
   static constexpr uint32_t kSmemK = 0, kSmemV = Keys::kBytes;
-  static constexpr uint32_t kSmemQ = kSmemV + Keys::kBytes;
-  static constexpr uint32_t kSmemGradOut = kSmemQ + kStages * Rows::kBytes;
-  static constexpr uint32_t kSmemPairs = kSmemGradOut + kStages * Rows::kBytes;
-  static constexpr uint32_t kSmemSums = kSmemPairs + 2 * Pairs::kBytes;
-  static constexpr uint32_t kSmemTerms = kSmemSums + (kWide ? 0 : kBlockQ * kSumDim * 4);
+  static constexpr uint32_t kSmemQ = kSmemV + Keys::kBytes;  // and dO: see row_places()
+  static constexpr uint32_t kSmemPairs = kSmemQ + 2 * kStages * Rows::kBytes;
+  static constexpr uint32_t kSmemSums = kSmemPairs + (kWide ? 1 : 2) * Pairs::kBytes;
+  static constexpr uint32_t kSmemOther = kSmemSums;
+  static constexpr uint32_t kSmemTerms =
+      kSmemSums + (kWide ? Other::kBytes : kBlockQ * kSumDim * 4);
   static constexpr uint32_t kSmemWorks = kSmemTerms + kStages * kTermBytes;
   static constexpr uint32_t kSmemRows = kSmemWorks + 2 * sizeof(BwdWork);
   static constexpr uint32_t kSmemBarriers = kSmemRows + kStages * sizeof(BwdRows);
   static_assert(kSmemWorks + kBwdControlBytes == kTile.shared_bytes());
   static_assert(kTile.shared_bytes() <= 227 * 1024);
-  static_assert(kSmemBarriers + 12 * Slot::kBytes <= kSmemWorks + kBwdControlBytes);
+  static constexpr uint32_t kSmemTicket = kSmemBarriers + 14 * Slot::kBytes;
+  static_assert(kSmemTicket + 4 <= kSmemWorks + kBwdControlBytes);
   static_assert(sizeof(BwdWork) % 16 == 0);
-  static_assert(kWide ? kBlockQ == 64 && kBlockK == 64 : kBlockK == 64 * kGroups);
+  static_assert(kBlockK == 128 && (!kWide || kBlockQ == 64));
   static_assert(kWide || kBlockQ * kSumDim * 4 == kGroups * kSumBytes);
   static_assert(kWide || Grads::kBytes <= kSumBytes);
   static_assert(Keys::kBytes % 1024 == 0 && Rows::kBytes % 1024 == 0 && Pairs::kBytes % 1024 == 0);
-  static constexpr int kLoaderRegisters = kDim == 192 ? 40 : 24;
-  static constexpr int kRegisters = kDim == 192 ? 232 : 240;
-  static_assert(kLoaderRegisters + kGroups * kRegisters <= 3 * registers_at_first(3));
+  static constexpr int kLoaderRegisters = kWide ? 40 : 24;
+  static constexpr int kRegisters = 240, kSecondRegisters = kWide ? 224 : kRegisters;
+  static_assert(kLoaderRegisters + kRegisters + kSecondRegisters <= 3 * registers_at_first(3));
 };
+
+// Where Q and dO of a block of queries go, by how many came before it: Q where the dO of two blocks
+// ago was, which is done with before that block's Q is, and dO where that Q was.
+template <class C>
+struct RowPlaces {
+  uint32_t q, grad_out;  // from kSmemQ on
+};
+template <class C>
+__device__ __forceinline__ RowPlaces<C> row_places(uint32_t turns) {
+  static_assert(C::kStages == 2);
+  const uint32_t q = turns % 2 * 2 + turns / 2 % 2;
+  return {q * C::Rows::kBytes, (q ^ 1) * C::Rows::kBytes};
+}
 
 // Barriers. Who empties a place arrives with each warp.
 template <class C>
@@ -90,22 +112,29 @@ struct BwdSlots {
   __device__ __forceinline__ Slot grad_out(int stage) const { return at(6 + stage); }
   __device__ __forceinline__ Slot sums(int group) const { return at(8 + group); }
   // dS. Where both warpgroups write and read it, they need no more than to wait for each other.
-  __device__ __forceinline__ Slot pairs(int stage) const { return at(10 + stage); }
+  __device__ __forceinline__ Slot pairs() const { return at(10); }
+  // Wide: the other CTA's K, its dS, and the number of the next work.
+  __device__ __forceinline__ Slot other_k() const { return at(11); }
+  __device__ __forceinline__ Slot other_pairs() const { return at(12); }
+  __device__ __forceinline__ Slot ticket() const { return at(13); }
 
-  // `helpers`: threads beside the loading one that look at works.
-  __device__ __forceinline__ void init(int helpers) const {
+  static constexpr int kHelpers = 2;  // threads beside the loading one that look at works
+  __device__ __forceinline__ void init() const {
     const auto init = [](const Slot& slot, int full, int empty) {
       ptx::mbarrier_init(slot.full, full);
       ptx::mbarrier_init(slot.empty, empty);
     };
     constexpr int kEveryone = C::kGroups * kWarps;
     for (int i = 0; i < 2; ++i) {
-      init(work(i), 1, C::kGroups * 128 + helpers);  // each thread for itself
-      init(q(i), 1, kEveryone);
-      init(grad_out(i), 1, C::kWide ? kWarps : kEveryone);
-      init(pairs(i), C::kWide ? kWarps : kEveryone, kWarps);
+      init(work(i), 1, C::kGroups * 128 + kHelpers);  // each thread for itself
+      init(q(i), 1, C::kCluster * kEveryone);
+      init(grad_out(i), 1, C::kCluster * (C::kWide ? kWarps : kEveryone));
       init(sums(i), kWarps, 1);
     }
+    init(pairs(), C::kWide ? kWarps : kEveryone, C::kCluster * kWarps);
+    init(other_k(), 1, kWarps);
+    init(other_pairs(), 1, 1);
+    init(ticket(), 1, 1);
     init(k(), 1, kEveryone);
     init(v(), 1, C::kWide ? kWarps : kEveryone);
     ptx::fence_mbarrier_init();
@@ -188,6 +217,21 @@ __device__ __forceinline__ void for_each_tile(const BwdWork& w, const HopperBwdP
   }
 }
 
+// f(work) for all works of the CTA, by one of the threads beside the loading one.
+template <class C, class F>
+__device__ __forceinline__ void help_works(char* shared, const BwdSlots<C>& slots, const F& f) {
+  Ring<2> works;
+#pragma unroll 1
+  for (;; works.advance()) {
+    const Slot slot = slots.work(works.at());
+    works.wait_full(slot);
+    const BwdWork& w = reinterpret_cast<const BwdWork*>(shared + C::kSmemWorks)[works.at()];
+    if (w.last) break;
+    f(w);
+    ptx::mbarrier_arrive(slot.empty);
+  }
+}
+
 // The sums of dQ of 64 rows x 64 columns from column block `cols` on: 128 threads x 4 floats for
 // each 8 columns, as wgmma leaves them.
 template <class C>
@@ -242,48 +286,114 @@ __device__ __forceinline__ BwdRows find_rows(const BwdWork& w, int head, int fir
   return {turn.row, first, flags};
 }
 
+// The number of the next work. Of a cluster, the first CTA takes a ticket and tells the other.
+template <class C>
+class Tickets {
+ public:
+  __device__ __forceinline__ Tickets(uint32_t smem, const BwdSlots<C>& slots, int rank)
+      : at_(smem + C::kSmemTicket), slot_(slots.ticket()), rank_(rank) {}
+
+  __device__ __forceinline__ int take(const HopperBwdParams& p) {
+    if constexpr (C::kCluster == 1) return atomicAdd(p.tickets, 1);
+    parity_ ^= 1;
+    int number;
+    if (rank_ == 0) {
+      number = atomicAdd(p.tickets, 1);
+      ptx::mbarrier_wait(slot_.empty, parity_ ^ 1);
+      ptx::st_cluster_u32(ptx::at_rank(at_, 1), number);
+      ptx::mbarrier_release_cluster(ptx::at_rank(slot_.full, 1));
+    } else {
+      ptx::mbarrier_wait_cluster(slot_.full, parity_);
+      number = ptx::ld_shared_u32(at_);
+      ptx::mbarrier_arrive_cluster(ptx::at_rank(slot_.empty, 0));
+    }
+    return number;
+  }
+
+ private:
+  const uint32_t at_;
+  const Slot slot_;
+  const int rank_;
+  int parity_ = 1;
+};
+
+// fill() with rows that all CTAs of a cluster need: each has its share copied to all of them.
+template <class C, uint32_t kMoreBytes = 0>
+__device__ __forceinline__ void fill_everywhere(const Slot& slot, uint32_t shared, int rank,
+                                                const TensorMap& map, int token, int head,
+                                                int batch) {
+  if constexpr (C::kCluster == 1) {
+    fill<typename C::Rows, kMoreBytes>(slot, shared, map, token, head, batch);
+  } else {
+    constexpr int kShare = C::kBlockQ / C::kCluster;
+    ptx::mbarrier_arrive_expect_tx(slot.full, C::Rows::kBytes + kMoreBytes);
+#pragma unroll
+    for (int i = 0; i < C::Rows::kBlocks; ++i) {
+      ptx::tma_load_to((1 << C::kCluster) - 1,
+                       shared + i * C::Rows::kBlockBytes + rank * kShare * 128, &map, slot.full,
+                       64 * i, token + rank * kShare, head, batch);
+    }
+  }
+}
+
 // The thread that fills shared memory, and finds out what the others are to work on.
 template <class C>
 __device__ __forceinline__ void load_all(char* shared, const BwdSlots<C>& slots,
                                          const HopperBwdParams& p) {
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const int rank = C::kCluster > 1 ? ptx::cluster_rank() : 0;
   Ring<C::kStages> ring;
   Ring<2> works;
+  Tickets<C> tickets(smem, slots, rank);
   int keys_parity = 1;  // the first turn finds every place empty
 #pragma unroll 1
   for (;; works.advance()) {
     BwdWork& w = reinterpret_cast<BwdWork*>(shared + C::kSmemWorks)[works.at()];
     works.wait_empty(slots.work(works.at()));
-    find_work<C>(w, atomicAdd(p.tickets, 1), p);
+    find_work<C>(w, tickets.take(p), p);
     ptx::mbarrier_arrive(slots.work(works.at()).full);
     if (w.last) break;
     if (w.tiles == 0) continue;
     const uint32_t first_turn = ring.turns();
     for_each_tile<C>(w, p, [&](int head, int first) {
       const Slot q = slots.q(ring.at()), grad_out = slots.grad_out(ring.at());
-      const auto at = [&](uint32_t tiles) { return smem + tiles + ring.at() * C::Rows::kBytes; };
+      const RowPlaces<C> places = row_places<C>(ring.turns());
       const bool begins = ring.turns() == first_turn;
-      ptx::mbarrier_wait(q.empty, ring.parity() ^ 1);
-      reinterpret_cast<BwdRows*>(shared + C::kSmemRows)[ring.at()] =
-          find_rows<C>(w, head, first, p);
       const int token_q = static_cast<int>(w.seq.token_q) + first;
-      const auto token_k = [&] { return static_cast<int>(w.seq.token_k) + w.first_key; };
-      fill<typename C::Rows, C::kTermBytes>(q, at(C::kSmemQ), p.query_map, token_q, head, w.batch);
-      ptx::bulk_load(smem + C::kSmemTerms + ring.at() * C::kTermBytes,
-                     p.row_terms + 2 * (head * p.rows + w.first_row + first), C::kTermBytes,
-                     q.full);
+      const auto token_k = [&](int rank) {
+        return static_cast<int>(w.seq.token_k) + w.first_key + 64 * rank;
+      };
+      ring.wait_empty(grad_out);  // in all CTAs of the cluster
+      fill_everywhere<C>(q, smem + C::kSmemQ + places.q, rank, p.query_map, token_q, head, w.batch);
       if (begins) {
         ptx::mbarrier_wait(slots.k().empty, keys_parity);
-        fill<typename C::Keys>(slots.k(), smem + C::kSmemK, p.key_map, token_k(), w.key_head,
+        fill<typename C::Keys>(slots.k(), smem + C::kSmemK, p.key_map, token_k(rank), w.key_head,
                                w.batch);
       }
-      ptx::mbarrier_wait(grad_out.empty, ring.parity() ^ 1);
-      fill<typename C::Rows>(grad_out, at(C::kSmemGradOut), p.grad_out_map,
-                             p.grad_out ? token_q : kNoLimit, head, w.batch);
+      ring.wait_empty(q);
+      reinterpret_cast<BwdRows*>(shared + C::kSmemRows)[ring.at()] =
+          find_rows<C>(w, head, first, p);
+      fill_everywhere<C, C::kTermBytes>(grad_out, smem + C::kSmemQ + places.grad_out, rank,
+                                        p.grad_out_map, p.grad_out ? token_q : kNoLimit, head,
+                                        w.batch);
+      ptx::bulk_load(smem + C::kSmemTerms + ring.at() * C::kTermBytes,
+                     p.row_terms + 2 * (head * p.rows + w.first_row + first), C::kTermBytes,
+                     grad_out.full);
       if (begins) {
         ptx::mbarrier_wait(slots.v().empty, keys_parity);
-        fill<typename C::Keys>(slots.v(), smem + C::kSmemV, p.value_map, token_k(), w.key_head,
+        fill<typename C::Keys>(slots.v(), smem + C::kSmemV, p.value_map, token_k(rank), w.key_head,
                                w.batch);
+        if constexpr (C::kWide) {
+          const Slot other = slots.other_k();
+          ptx::mbarrier_wait(other.empty, keys_parity);
+          ptx::mbarrier_arrive_expect_tx(other.full, C::Other::kBytes);
+          const int columns[] = {C::kFirst * rank, C::kSecond > 0 ? 128 : C::kFirst * rank + 64};
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            ptx::tma_load(smem + C::kSmemOther + i * C::Other::kBlockBytes, &p.key_map, other.full,
+                          columns[i], token_k(1 - rank), w.key_head, w.batch);
+          }
+        }
         keys_parity ^= 1;
       }
       ring.advance();

@@ -43,14 +43,17 @@ struct HopperBwdTile {
   constexpr int threads() const { return 3 * 128; }  // two warpgroups compute
   // Whether the sums of 64 keys are too many for a warpgroup: one has dV then, the other dK.
   constexpr bool wide() const { return head_dim > 128; }
+  // CTAs that share a block of keys: wide, each has 64 of 128.
+  constexpr int cluster() const { return wide() ? 2 : 1; }
   // Columns of the sums of dQ: whole blocks of 64.
   constexpr int sum_dim() const { return (head_dim + 63) / 64 * 64; }
-  // K and V, the stages of Q and dO with lse and delta, dS twice, and dQ on its way out, for which
-  // there is no room in wide tiles.
+  // K and V, the stages of Q and dO with lse and delta; then dS twice, and dQ on its way out; or of
+  // wide tiles dS once, and what is needed of the other CTA's K.
   constexpr int shared_bytes() const {
-    const int tiles = (2 * block_k + 2 * kStages * block_q) * sum_dim() * 2;
-    const int pairs = 2 * block_q * block_k * 2, sums = wide() ? 0 : block_q * sum_dim() * 4;
-    return tiles + pairs + sums + kStages * block_q * 8 + kBwdControlBytes;
+    const int tiles = (2 * block_k / cluster() + 2 * kStages * block_q) * sum_dim() * 2;
+    const int pairs = block_q * block_k * 2;
+    const int rest = wide() ? pairs + 64 * 128 * 2 : 2 * pairs + block_q * sum_dim() * 4;
+    return tiles + rest + kStages * block_q * 8 + kBwdControlBytes;
   }
 };
 

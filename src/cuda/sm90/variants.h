@@ -38,19 +38,19 @@
 // X(head_dim, block_q, block_k)
 //
 // As many queries as registers allow beside dK and dV of 64 keys; above D = 128 a warpgroup has one
-// of the two.
+// of the two, and two CTAs share the block.
 #define FLASHMOE_SM90_ATTENTION_BWD_64(X) X(64, 128, 128)
 #define FLASHMOE_SM90_ATTENTION_BWD_96(X) X(96, 64, 128)
 #define FLASHMOE_SM90_ATTENTION_BWD_128(X) X(128, 64, 128)
-#define FLASHMOE_SM90_ATTENTION_BWD_192(X) X(192, 64, 64)
-#define FLASHMOE_SM90_ATTENTION_BWD_256(X) X(256, 64, 64)
+#define FLASHMOE_SM90_ATTENTION_BWD_192(X) X(192, 64, 128)
+#define FLASHMOE_SM90_ATTENTION_BWD_256(X) X(256, 64, 128)
 
 // With a softcap. There are no registers for its derivative at D = 64 and 128: those above do.
 #define FLASHMOE_SM90_ATTENTION_BWD_ANY_64(X)
 #define FLASHMOE_SM90_ATTENTION_BWD_ANY_96(X) X(96, 64, 128)
 #define FLASHMOE_SM90_ATTENTION_BWD_ANY_128(X)
-#define FLASHMOE_SM90_ATTENTION_BWD_ANY_192(X) X(192, 64, 64)
-#define FLASHMOE_SM90_ATTENTION_BWD_ANY_256(X) X(256, 64, 64)
+#define FLASHMOE_SM90_ATTENTION_BWD_ANY_192(X) X(192, 64, 128)
+#define FLASHMOE_SM90_ATTENTION_BWD_ANY_256(X) X(256, 64, 128)
 
 #define FLASHMOE_SM90_ATTENTION_BWD_ANY(X) \
   FLASHMOE_SM90_ATTENTION_BWD_ANY_96(X)    \

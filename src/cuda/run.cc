@@ -416,6 +416,7 @@ Status run_backward(const AttentionPlan& plan, const AttentionTensors& t, void* 
   p.heads = static_cast<int32_t>(plan.heads_k / head_rounds);
   uint32_t rows_grid[2] = {static_cast<uint32_t>((plan.len_q + plan.block_q - 1) / plan.block_q),
                            heads_q};
+  if (on_hopper) rows_grid[0] *= heads_q, rows_grid[1] = 1;
   if (problem.ragged) {
     const auto list = [&](size_t offset, int64_t slots, int64_t block, bool of_keys) {
       return RaggedList{.blocks = reinterpret_cast<RaggedBlock*>(at(offset)),
@@ -459,12 +460,15 @@ Status run_backward(const AttentionPlan& plan, const AttentionTensors& t, void* 
       const auto launch_both = [&](const auto& params, const uint32_t(&grid)[3]) {
         const uint32_t before[] = {rows[0] / p.prepare_heads, rows[1], rows[2]};
         Status status = launch_part(plan.before.back(), before, plan, launch, params);
-        return status.ok() ? launch_part(plan.kernel, grid, plan, launch, params) : status;
+        if (!status.ok()) return status;
+        return launch_part(plan.kernel, grid, plan, launch, params, on_hopper);
       };
       hopper.works = hopper.key_blocks * p.heads * static_cast<int32_t>(count);
       Status part = on_hopper ? launch_both(hopper, {plan.grid[0], 1, 1})
                               : launch_both(p, {plan.grid[0], plan.grid[1], count});
-      if (part.ok() && finishes(plan)) part = launch_part(plan.after[0], rows, plan, launch, p);
+      if (part.ok() && finishes(plan)) {
+        part = launch_part(plan.after[0], rows, plan, launch, p, on_hopper);
+      }
       return part;
     });
     if (status.ok()) status = pairs.write(p, t.grad_bias, round);

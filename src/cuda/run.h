@@ -26,10 +26,11 @@ void merge_batch(AttentionParams& p, std::initializer_list<int64_t*> tensors);
 Status launch_ragged(const AttentionPlan& plan, const AttentionTensors& t, const Launch& launch,
                      const std::vector<RaggedList>& lists, int32_t* tickets = nullptr);
 
-// One kernel, for the part of the batch that begins at p.first_batch.
+// One kernel, for the part of the batch that begins at p.first_batch. `overlaps`: it may begin
+// before the kernel ahead of it has ended, and waits for that itself.
 template <class Params>
 Status launch_part(const std::string& name, const uint32_t (&grid)[3], const AttentionPlan& plan,
-                   const Launch& launch, const Params& p) {
+                   const Launch& launch, const Params& p, bool overlaps = false) {
   const Kernel* kernel = find_kernel(name);
   if (!kernel) return invalid("the plan names kernel ", name, ", which is not in this build");
   LaunchShape shape;
@@ -37,6 +38,7 @@ Status launch_part(const std::string& name, const uint32_t (&grid)[3], const Att
   shape.threads = static_cast<uint32_t>(kernel->threads);
   shape.shared_bytes = static_cast<uint32_t>(kernel->shared_bytes);
   shape.cluster = static_cast<uint32_t>(kernel->cluster);
+  shape.programmatic = overlaps;
   return cuda::launch(kernel->id, shape, plan.problem.device.ordinal, launch.stream, &p, sizeof(p));
 }
 

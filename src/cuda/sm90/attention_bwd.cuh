@@ -20,7 +20,7 @@
 // engine, in the accumulators' own order: two warps beside the loading one see to that. The first
 // block of keys stores, so that the sums need no zeros, and the others wait for it; or for their
 // turn, where sums are deterministic (see find_work()). A first kernel makes lse and delta, a last
-// one rounds dQ: attention_bwd_rows.cuh.
+// one rounds dQ: attention_bwd_rows.cuh. Each begins while the one before it ends.
 //
 // Head dims above 128: attention_bwd_wide.cuh.
 #pragma once
@@ -299,6 +299,8 @@ __device__ __forceinline__ void attention_bwd(const HopperBwdParams& p) {
   const BwdSlots<C> slots{smem + C::kSmemBarriers};
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) slots.init();
+  ptx::grid_wait();  // for lse and delta
+  ptx::grid_launch_next();
   // The barriers are there.
   if constexpr (C::kCluster == 1) {
     __syncthreads();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/any/attention_rows.cuh"
+#include "cuda/ptx/grid.cuh"
 #include "cuda/ptx/shared.cuh"
 #include "cuda/sm90/operand.cuh"
 #include "cuda/sm90/params.h"
@@ -12,6 +13,20 @@
 namespace flashmoe::cuda::sm90 {
 
 inline constexpr int kFinishThreads = 128;
+
+// The block of queries of a CTA before or after the backward pass, whose grid is (blocks of block_q
+// rows x heads, 1, batch), or ragged (slots x heads). Heads go first: where they lie side by side,
+// what is read at the same time does.
+__device__ __forceinline__ QueryRows find_rows_of_cta(const AttentionBwdParams& p) {
+  if (p.blocks) return find_query_rows(p);
+  const int heads = p.heads * p.group, batch = p.first_batch + blockIdx.z;
+  const Sequence seq = find_sequence(p, batch);
+  return {.seq = seq,
+          .kind = seq.valid ? RaggedKind::kBlock : RaggedKind::kInvalid,
+          .batch = batch,
+          .head = p.first_head * p.group + static_cast<int>(blockIdx.x) % heads,
+          .first = static_cast<int>(blockIdx.x) / heads * p.block_q};
+}
 
 // row_product() of kRows rows, so that more is on its way at once: rows of up to a chunk for each
 // thread, all chunks whole; else one after the other.
@@ -56,8 +71,9 @@ __device__ __forceinline__ void row_products(float (&sums)[kRows], const char* c
 // it is does. The grid is that of attention_bwd_finish.
 template <class T>
 __device__ __forceinline__ void attention_bwd_prepare(const HopperBwdParams& p) {
-  if (blockIdx.x + blockIdx.y + blockIdx.z + threadIdx.x == 0) *p.tickets = 0;
-  const auto [seq, kind, batch, head, first] = find_query_rows(p);
+  ptx::grid_launch_next();
+  if (blockIdx.x + blockIdx.z + threadIdx.x == 0) *p.tickets = 0;
+  const auto [seq, kind, batch, head, first] = find_rows_of_cta(p);
   if (kind != RaggedKind::kBlock || first >= seq.len_q) return;
   const int64_t sequence_row = workspace_row(p, seq, batch) + first;
 
@@ -122,15 +138,15 @@ __device__ __forceinline__ void attention_bwd_prepare(const HopperBwdParams& p) 
 }
 
 // dQ from its sums: 64 rows x 64 columns at a time, from the order of wgmma's accumulators through
-// shared memory to whole rows. The grid is (blocks of block_q rows, heads, batch): see
-// find_query_rows().
+// shared memory to whole rows. See find_rows_of_cta() for the grid.
 template <class T>
 __device__ __forceinline__ void attention_bwd_finish(const AttentionBwdParams& p) {
   using Part = Tile<64, 64>;
   extern __shared__ __align__(1024) char shared[];
   static_assert(Part::kBytes == kFinishSharedBytes);
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  const QueryRows rows = find_query_rows(p);
+  ptx::grid_wait();  // for the sums
+  const QueryRows rows = find_rows_of_cta(p);
   if (rows.kind == RaggedKind::kEmpty) return;
   const Sequence& seq = rows.seq;
   char* const to = const_cast<char*>(

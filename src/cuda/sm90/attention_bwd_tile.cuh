@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "cuda/ptx/cluster.cuh"
+#include "cuda/ptx/grid.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/memory.cuh"
 #include "cuda/ptx/shared.cuh"

@@ -7,10 +7,9 @@ lengths, a bias and its gradient, strides, edge lengths, head dims of every buck
 the arithmetic around the calls is the CPU's: the tools slow every kernel down, and only ours are of
 interest. Exits with 1 where a result is far off; the tests judge precisely.
 
-What other tools than memcheck say of the sm90 family: synccheck takes it for an error that two
-warpgroups meet at one barrier from different instructions (backward above head dim 128). racecheck
-does not follow an order made by __syncwarp() and the arrival of one lane (backward). initcheck does
-not see what the copy engine has written.
+memcheck and synccheck have nothing to say. Of the sm90 family racecheck does not follow an order
+made by __syncwarp() and the arrival of one lane (backward), and initcheck does not see what the copy
+engine has written.
 """
 
 import os

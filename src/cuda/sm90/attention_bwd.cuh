@@ -313,7 +313,7 @@ __device__ __forceinline__ void attention_bwd(const HopperBwdParams& p) {
     if (threadIdx.x % 32 == 0) {
       if (warp == 0) load_all<C>(shared, slots, p);
       if constexpr (C::kWide) {
-        if (warp == 1) send_pairs<C>(shared, slots, p);
+        if (warp == 1) send_pairs<C>(shared, slots);
         if (warp == 2) keep_turns<C>(shared, slots, p);
       } else {
         if (warp == 1 || warp == 2) store_all<C>(shared, slots, warp - 1, p);

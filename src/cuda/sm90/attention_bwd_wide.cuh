@@ -2,8 +2,9 @@
 // registers of a warpgroup hold beside what else it needs. So one has S, dP and dV, and the next
 // dK and dQ of the dS that the first leaves in shared memory:
 //
-//   warpgroup 1   dV(n) | dS(n)   S(n+1)          | dP(n+1)  P(n+1) ...
-//   warpgroup 2           dK(n-1) dQ(n-1), leaves | dK(n)    dQ(n) ...
+//   warpgroup 1   dV(n) S(n+1) | dP(n+1)         | dV(n+1) ...
+//   meanwhile     dS(n)        | P(n+1)          | dS(n+1)
+//   warpgroup 2                | dK(n) dQ(n), which leaves  | dK(n+1) ...
 //
 // And 64 keys add to all of dQ with every block of queries, which is more than the second-level
 // cache takes. So two CTAs, a cluster, share a block of 128 keys: each has 64 of them, and half of
@@ -44,8 +45,7 @@ __device__ __forceinline__ void keep_turns(char* shared, const BwdSlots<C>& slot
 // The thread that sends dS to the other CTA. There is room: its second warpgroup, too, has said
 // that it is done with the dS before, or there would be no new one here.
 template <class C>
-__device__ __forceinline__ void send_pairs(char* shared, const BwdSlots<C>& slots,
-                                           const HopperBwdParams& p) {
+__device__ __forceinline__ void send_pairs(char* shared, const BwdSlots<C>& slots) {
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const int rank = ptx::cluster_rank();
   const uint32_t from = smem + C::kSmemPairs + rank * C::Pairs::kBlockBytes;

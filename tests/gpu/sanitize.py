@@ -8,8 +8,8 @@ the arithmetic around the calls is the CPU's: the tools slow every kernel down, 
 interest. Exits with 1 where a result is far off; the tests judge precisely.
 
 memcheck and synccheck have nothing to say. Of the sm90 family racecheck does not follow an order
-made by __syncwarp() and the arrival of one lane (backward), and initcheck does not see what the copy
-engine has written.
+made by __syncwarp() and the arrival of one lane (backward), and initcheck does not see what the
+copy engine has written.
 """
 
 import os

@@ -201,6 +201,13 @@ Status ready_kernel(const Call& call, uint32_t shared_bytes, Kernel*& kernel) {
   return make_ready(call, shared_bytes, kernel);
 }
 
+// Whether the stream is being captured in a graph, or cannot be asked.
+bool is_captured(const Call& call, void* stream) {
+  CUstreamCaptureStatus capture = CU_STREAM_CAPTURE_STATUS_NONE;
+  const CUresult result = call.driver.cuStreamIsCapturing(static_cast<CUstream>(stream), &capture);
+  return result != CUDA_SUCCESS || capture != CU_STREAM_CAPTURE_STATUS_NONE;
+}
+
 // Two attributes at most; an attribute that is not asked for is not passed, so that chips before
 // sm_90, which know neither, never see one.
 unsigned int set_attributes(const LaunchShape& shape, CUlaunchAttribute (&attributes)[2]) {
@@ -225,10 +232,11 @@ std::string shape_words(const LaunchShape& shape) {
               shape.programmatic ? ", programmatic" : "", ")");
 }
 
-Status launch_ready(const Call& call, const Kernel& kernel, const LaunchShape& shape, void* stream,
+Status launch_ready(const Call& call, const Kernel& kernel, LaunchShape shape, void* stream,
                     const void* params) {
   CurrentContext context;
   if (Status status = context.enter(call.device.ordinal); !status.ok()) return status;
+  shape.programmatic = shape.programmatic && !is_captured(call, stream);
   CUlaunchAttribute attributes[2] = {};
   CUlaunchConfig config = {};
   config.gridDimX = shape.grid[0];
@@ -249,9 +257,7 @@ Status launch_ready(const Call& call, const Kernel& kernel, const LaunchShape& s
 
 // Loading while a stream is captured can fail in ways that do not mention the capture.
 Status with_capture_hint(const Call& call, void* stream, Status status) {
-  CUstreamCaptureStatus capture = CU_STREAM_CAPTURE_STATUS_NONE;
-  call.driver.cuStreamIsCapturing(static_cast<CUstream>(stream), &capture);
-  if (capture == CU_STREAM_CAPTURE_STATUS_NONE) return status;
+  if (!is_captured(call, stream)) return status;
   return Status(status.code(), text(status.message(),
                                     ". The stream is being captured in a graph, and the kernel "
                                     "was not loaded before: run the call once before capturing"));

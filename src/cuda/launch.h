@@ -29,7 +29,9 @@ struct LaunchShape {
   uint32_t threads = 1;          // of a block
   uint32_t shared_bytes = 0;     // dynamic shared memory of a block
   uint32_t cluster = 1;          // blocks along grid[0] that share an SM cluster (sm_90 on)
-  bool programmatic = false;     // may start before the kernel ahead of it in the stream has ended
+  // May start before the kernel ahead of it in the stream has ended, and waits for it itself. Not
+  // in a graph: drivers before 12.3 cannot capture that.
+  bool programmatic = false;
 };
 
 // What the compiler and the driver made of a kernel on one device.

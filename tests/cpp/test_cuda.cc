@@ -340,6 +340,10 @@ TEST(full_launch_attributes) {
     CHECK(launch(kernel, shape, 1, nullptr, params, sizeof params).ok());
     CHECK_EQ(seen.config.numAttrs, 1u);
     CHECK_EQ(static_cast<int>(seen.attributes[0].id), 6);
+
+    fake_cuda.capturing = true;
+    CHECK(launch(kernel, shape, 1, nullptr, params, sizeof params).ok());
+    CHECK_EQ(seen.config.numAttrs, 0u);
   });
 }
 

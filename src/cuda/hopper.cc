@@ -262,8 +262,8 @@ void cut_hopper_backward(AttentionPlan& plan, int64_t multiprocessors) {
                                   : ceil_div(plan.len_k, plan.block_k) * plan.batch;
   plan.work_items = blocks * plan.heads_k;
   const int64_t cluster = find_kernel(plan.kernel)->cluster;
-  plan.grid[0] =
-      static_cast<uint32_t>(cluster * std::min(plan.work_items, multiprocessors / cluster));
+  const int64_t clusters = std::max<int64_t>(multiprocessors / cluster, 1);
+  plan.grid[0] = static_cast<uint32_t>(cluster * std::min(plan.work_items, clusters));
   plan.grid[1] = plan.grid[2] = 1;
 }
 

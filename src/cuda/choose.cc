@@ -502,8 +502,9 @@ Status choose(AttentionPlan& plan) {
     } else {
       if (!std::strcmp(family.name, "sm90")) {
         why = missing_on_hopper(plan);
-        if (why.empty() && !forced && has_family("sm80"))
+        if (why.empty() && !forced && has_family("sm80")) {
           why = slower_on_hopper(plan, chooser.multiprocessors());
+        }
       }
       if (why.empty()) chosen = chooser.find(family.name, forced_tile, why);
     }

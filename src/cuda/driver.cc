@@ -308,6 +308,30 @@ Result<CUcontext> primary_context(int ordinal) {
   return kept.load(std::memory_order_acquire);
 }
 
+CurrentContext::~CurrentContext() {
+  CUcontext ignored;
+  if (driver_) driver_->cuCtxPopCurrent(&ignored);  // back to what was current, or none
+}
+
+Status CurrentContext::enter(int device) {
+  const Result<const Driver*> driver = cuda::driver();
+  if (!driver.ok()) return driver.status();
+  const Result<const DeviceInfo*> info = find_device(device);
+  if (!info.ok()) return info.status();
+  CUdevice current;
+  const bool there = driver.value()->cuCtxGetDevice(&current) == CUDA_SUCCESS;
+  if (there && current == info.value()->handle) return Status();
+  const Result<CUcontext> context = primary_context(device);
+  if (!context.ok()) return context.status();
+  const CUresult result = driver.value()->cuCtxPushCurrent(context.value());
+  if (result != CUDA_SUCCESS) {
+    return unsupported("cannot make a context current on ", describe_device(*info.value()), ": ",
+                       describe_error(result));
+  }
+  driver_ = driver.value();
+  return Status();
+}
+
 std::string describe_error(CUresult error) {
   const Found* known = find();
   return error_text(known ? known->driver : Driver{}, error);

@@ -90,6 +90,20 @@ Result<const DeviceInfo*> find_device(int ordinal);
 // The context that torch and the CUDA runtime use on this device. Retained once and kept.
 Result<CUcontext> primary_context(int ordinal);
 
+// Makes a context of a device current for as long as it lives, unless one already is: else the
+// primary one. A thread that has not called the runtime has none, autograd's for example.
+class CurrentContext {
+ public:
+  CurrentContext() = default;
+  CurrentContext(const CurrentContext&) = delete;
+  CurrentContext& operator=(const CurrentContext&) = delete;
+  ~CurrentContext();
+  Status enter(int device);
+
+ private:
+  const Driver* driver_ = nullptr;  // set when there is something to pop
+};
+
 // "CUDA_ERROR_NO_DEVICE (100): no CUDA-capable device is detected"
 std::string describe_error(CUresult error);
 

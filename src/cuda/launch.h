@@ -11,8 +11,6 @@
 
 namespace flashmoe::cuda {
 
-struct Driver;
-
 struct Image {
   const char* name;  // "sm80_attention_fwd_fp16"
   const void* data;  // a fatbin, 8-byte aligned; lives as long as the process
@@ -30,7 +28,7 @@ struct LaunchShape {
   uint32_t shared_bytes = 0;     // dynamic shared memory of a block
   uint32_t cluster = 1;          // blocks along grid[0] that share an SM cluster (sm_90 on)
   // May start before the kernel ahead of it in the stream has ended, and waits for it itself. Not
-  // in a graph: drivers before 12.3 cannot capture that.
+  // in a graph, where that is untested.
   bool programmatic = false;
 };
 
@@ -42,20 +40,6 @@ struct KernelInfo {
   int max_threads = 0;     // of a block
   int binary_version = 0;  // 80 for an sm_80 cubin, also on an sm_86 chip
   int ptx_version = 0;     // 80: compiled from compute_80
-};
-
-// Makes a context of a device current for as long as it lives, unless one already is: else the
-// primary one. A thread that has not called the runtime has none, autograd's for example.
-class CurrentContext {
- public:
-  CurrentContext() = default;
-  CurrentContext(const CurrentContext&) = delete;
-  CurrentContext& operator=(const CurrentContext&) = delete;
-  ~CurrentContext();
-  Status enter(int device);
-
- private:
-  const Driver* driver_ = nullptr;  // set when there is something to pop
 };
 
 // Loads the kernel on `device` and lets it use `shared_bytes` of dynamic shared memory. Call it

@@ -416,7 +416,10 @@ Status run_backward(const AttentionPlan& plan, const AttentionTensors& t, void* 
   p.heads = static_cast<int32_t>(plan.heads_k / head_rounds);
   uint32_t rows_grid[2] = {static_cast<uint32_t>((plan.len_q + plan.block_q - 1) / plan.block_q),
                            heads_q};
-  if (on_hopper) rows_grid[0] *= heads_q, rows_grid[1] = 1;
+  if (on_hopper) {
+    rows_grid[0] *= heads_q;
+    rows_grid[1] = 1;
+  }
   if (problem.ragged) {
     const auto list = [&](size_t offset, int64_t slots, int64_t block, bool of_keys) {
       return RaggedList{.blocks = reinterpret_cast<RaggedBlock*>(at(offset)),

@@ -61,6 +61,14 @@ def test_so_do_their_gradients(dtype):
         assert capped["head_dim"] == {64: 96, 128: 192}.get(d, d)
 
 
+def test_two_ctas_share_a_block_of_keys_above_128():
+    few = {"batch": 1, "heads_q": 2, "heads_k": 2, "n": 256, "m": 256}  # 2 x 2 blocks of 128 keys
+    for d in (128, 192, 256):
+        plan = told(fm.explain(*problem("bf16", d, **few), backward=True, **H200))
+        assert CATALOGUE[plan["kernel"]]["block_k"] == 128
+        assert plan["grid"] == (4 if d <= 128 else 8, 1, 1)
+
+
 def test_each_bucket_has_the_next_larger_dims(monkeypatch):
     monkeypatch.setenv("FLASHMOE_FAMILY", "sm90")
     for dtype in TORCH_DTYPES:

@@ -36,7 +36,7 @@ struct alignas(16) BwdRows {
   int64_t row;  // among the sums of dQ
   int first;    // query
   int flags;
-  // The first 64 keys of the block need a mask, the second 64 do, all of them do. And that its dQ
+  // The first 64 keys of the block need a mask, the second 64 do, any of them do. And that its dQ
   // is stored, not added: these are the first keys that it sees.
   static constexpr int kMasked = 1, kMaskedAny = 4, kStores = 8;
 };
@@ -90,12 +90,11 @@ struct BwdConfig {
 
 // Where Q and dO of a block of queries go, by how many came before it: Q where the dO of two blocks
 // ago was, which is done with before that block's Q is, and dO where that Q was.
-template <class C>
 struct RowPlaces {
   uint32_t q, grad_out;  // from kSmemQ on
 };
 template <class C>
-__device__ __forceinline__ RowPlaces<C> row_places(uint32_t turns) {
+__device__ __forceinline__ RowPlaces row_places(uint32_t turns) {
   static_assert(C::kStages == 2);
   const uint32_t q = turns % 2 * 2 + turns / 2 % 2;
   return {q * C::Rows::kBytes, (q ^ 1) * C::Rows::kBytes};
@@ -241,7 +240,7 @@ __device__ __forceinline__ float* query_sums(int64_t row, int cols, const Hopper
 }
 
 // Blocks of keys add to a block of queries one after the other where sums are deterministic; where
-// not, all wait for the first, which stores. Each has one part or two: `turns` counts them.
+// not, all wait for the first, which stores. Each has two parts: `turns` counts them.
 template <class C>
 struct Turn {
   int64_t row;  // where the block's sums begin
@@ -280,7 +279,7 @@ __device__ __forceinline__ BwdRows find_rows(const BwdWork& w, int head, int fir
   const Turn<C> turn(w, head, first, p);
   int flags = turn.stores ? BwdRows::kStores : 0;
   if (masked(w.first_key, 64)) flags |= BwdRows::kMasked;
-  if (C::kBlockK > 64 && masked(w.first_key + 64, 64)) flags |= BwdRows::kMasked << 1;
+  if (masked(w.first_key + 64, 64)) flags |= BwdRows::kMasked << 1;
   // Ragged, others' rows follow the last: they are as good as masked.
   const bool followed = p.blocks && first + C::kBlockQ > w.seq.len_q;
   if (followed || masked(w.first_key, C::kBlockK)) flags |= BwdRows::kMaskedAny;
@@ -358,7 +357,7 @@ __device__ __forceinline__ void load_all(char* shared, const BwdSlots<C>& slots,
     const uint32_t first_turn = ring.turns();
     for_each_tile<C>(w, p, [&](int head, int first) {
       const Slot q = slots.q(ring.at()), grad_out = slots.grad_out(ring.at());
-      const RowPlaces<C> places = row_places<C>(ring.turns());
+      const RowPlaces places = row_places<C>(ring.turns());
       const bool begins = ring.turns() == first_turn;
       const int token_q = static_cast<int>(w.seq.token_q) + first;
       const auto token_k = [&](int rank) {

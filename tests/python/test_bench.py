@@ -382,6 +382,20 @@ def test_order_is_peers_ours_ours_peers(monkeypatch):
     assert timings["a"].ms >= 2 and timings["b"].ms >= 3
 
 
+def test_the_clock_rests_before_each_round(monkeypatch):
+    monkeypatch.setattr(timing, "FAR_SLOWER", 1e9)
+    calls: list[str] = []
+
+    class Clock(timing.CpuClock):
+        def rest(self):
+            calls.append("rest")
+
+    case = fake_case(calls, {"ours": 0.001, "a": 0.001})
+    timing.measure(case, ["a"], "fwd", Clock(), budget_s=0.01)
+    rounds = ["rest", "a", "rest", "ours", "rest", "ours", "rest", "a"]
+    assert in_runs(calls) == ["ours", "a", *rounds]
+
+
 def test_a_far_slower_peer_is_not_repeated():
     calls: list[str] = []
     case = fake_case(calls, {"ours": 0.05, "fast": 0.002, "slow": 0.4})
@@ -476,6 +490,9 @@ class FakeCudaClock(timing.CudaClock):
     def sample(self, call, reset, count):
         call()
         return [32.0] * count
+
+    def rest(self):
+        pass
 
     def host_us(self, call, reset, count):
         return 1.0

@@ -136,6 +136,9 @@ class FakeCudaClock(timing.CudaClock):
         self.seen.add(runner_of_call)
         return [10_000.0 if first else 1.0] * count
 
+    def rest(self):
+        pass
+
     def host_us(self, call, reset, count):
         return 1.0
 

@@ -1,9 +1,11 @@
 """Clocks: how long implementations of one case take, measured side by side.
 
 The order is peers, ours, ours, peers, so that a machine that warms up or slows down does not favour
-whoever runs first; each gets the better of its two medians. The time is boxed: a peer far slower
-than the best one is called once and not again, and where even one call would be long, that call is
-made on a few heads and scaled (marked as an estimate).
+whoever runs first; each gets the better of its two medians. A GPU rests before each round: at its
+power limit it lowers its clock within a tenth of a second, and who comes later would pay for it.
+
+The time is boxed: a peer far slower than the best one is called once and not again, and where even
+one call would be long, that call is made on a few heads and scaled (marked as an estimate).
 
 On a GPU every call finds the L2 cache filled with something else, and the time is the device's;
 what launching costs the host is told apart (host_us). Calls as short as a decoding step are
@@ -33,6 +35,7 @@ BIG_FLOPS = 8e9  # of a CPU forward pass: first calls are made on a few heads
 LONG_MS = 600.0  # a call this long gets one sample a round: it averages over its own noise
 GRAPH_CALLS = (16, 256)  # fewest and most calls in a CUDA graph
 HOST_CALLS = 20  # at most, for host_us
+REST_S = 0.1  # of a GPU before a round
 
 
 @dataclass
@@ -84,6 +87,9 @@ class CpuClock:
     def host_us(self, call: Call, reset: Call, count: int) -> float | None:
         return None
 
+    def rest(self) -> None:
+        """Before a round."""
+
 
 class CudaClock:
     """Device time by events, each call finding the L2 cache filled with something else."""
@@ -113,6 +119,10 @@ class CudaClock:
             pairs[-1][1].record()
         torch.cuda.synchronize()
         return [start.elapsed_time(end) for start, end in pairs]
+
+    def rest(self) -> None:
+        torch.cuda.synchronize()
+        time.sleep(REST_S)
 
     def copies(self, size_bytes: int) -> int:
         """How many inputs of a size, read in turn, never find themselves in L2."""
@@ -357,6 +367,7 @@ def run_rounds(
     for name in order + order[::-1]:
         runner, timing = runners[name], timings[name]
         count = samples_per_round(estimates[name], budget_s)
+        clock.rest()
         runner.sample(clock, warm_up_calls(estimates[name], bool(timing.rounds)))
         timing.rounds.append(runner.sample(clock, count))
         timing.estimated_from_heads = None

@@ -5,22 +5,27 @@
 // One CTA on each SM, which goes through blocks of keys. Each of two warpgroups has 64 keys, and
 // their dK and dV in registers. Queries go by, of all heads of the group:
 //
-//   shared memory   sK, sV   block_k x D              dV leaves through its keys' rows of sV
+//   shared memory   sK, sV   block_k x D
 //                   sQ, sdO  2 stages x block_q x D   in turns, see row_places(); lse and delta
 //                   sdS      2 x block_q x block_k
-//                   sums     64 x 64 floats for each warpgroup: dQ on its way out, then dK
+//                   sums     64 x 64 floats for each warpgroup: dQ on its way out
+//                   grads    64 x D for each warpgroup: dV and dK on their way out
 //                   the work, and barriers: full and empty, for each of these
 //
-//   products of a warpgroup   dP(n) | dV(n) | dK(n) dQ(n) S(n+1) | dP(n+1) | ...
-//   meanwhile                 P(n)  | dS(n) | dQ(n) leaves       | P(n+1)
+//   products of a warpgroup   dP(n) |       | dV(n) dK(n) dQ(n-1) S(n+1)      | dP(n+1) | ...
+//   meanwhile                 P(n)  | dS(n) |                  dQ(n-1) leaves | P(n+1)
+//
+// The tensor cores of an SM hold eight instructions ahead, and who issues more waits. So the
+// warpgroups take turns: while one multiplies, the other finds its P and dS. They are half a block
+// apart then, and dQ, which takes the dS of both, comes one block late.
 //
 // S and dP are computed with a row for each key, so that P and dS are left in the registers as the
-// products for dV and dK read them. dQ takes the dS of both warpgroups, from shared memory; they
-// share out its rows, or where there are 64 only, its columns. It is added to fp32 sums by the copy
-// engine, in the accumulators' own order: two warps beside the loading one see to that. The first
-// block of keys stores, so that the sums need no zeros, and the others wait for it; or for their
-// turn, where sums are deterministic (see find_work()). A first kernel makes lse and delta, a last
-// one rounds dQ: attention_bwd_rows.cuh. Each begins while the one before it ends.
+// products for dV and dK read them. dQ takes dS from shared memory; the warpgroups share out its
+// rows, or where there are 64 only, its columns. It is added to fp32 sums by the copy engine, in
+// the accumulators' own order: two warps beside the loading one see to that. The first block of
+// keys stores, so that the sums need no zeros, and the others wait for it; or for their turn, where
+// sums are deterministic (see find_work()). A first kernel makes lse and delta, a last one rounds
+// dQ: attention_bwd_rows.cuh. Each begins while the one before it ends.
 //
 // Head dims above 128: attention_bwd_wide.cuh.
 #pragma once
@@ -30,7 +35,7 @@
 
 namespace flashmoe::cuda::sm90 {
 
-// The thread that has dQ and dK of one warpgroup leave shared memory.
+// The thread that has dQ of one warpgroup leave shared memory.
 template <class C>
 __device__ __forceinline__ void store_all(char* shared, const BwdSlots<C>& slots, int group,
                                           const HopperBwdParams& p) {
@@ -64,22 +69,6 @@ __device__ __forceinline__ void store_all(char* shared, const BwdSlots<C>& slots
         turn.pass_on();
       }
     });
-    if (w.tiles > 0) {
-      ptx::mbarrier_wait(sums.full, parity);
-      parity ^= 1;
-      const int first_key = w.first_key + 64 * group;
-      if (p.grad_key && !ends_within(w, first_key, p)) {
-        const int token = static_cast<int>(w.seq.token_k) + first_key;
-#pragma unroll
-        for (int i = 0; i < C::Grads::kBlocks; ++i) {
-          ptx::tma_store(from + i * C::Grads::kBlockBytes, &p.grad_key_map, 64 * i, token,
-                         w.key_head, w.batch);
-        }
-        ptx::tma_commit_group();
-        ptx::tma_wait_group_read();
-      }
-      ptx::mbarrier_arrive(sums.empty);
-    }
   });
   ptx::tma_wait_group();
 }
@@ -88,9 +77,8 @@ __device__ __forceinline__ void store_all(char* shared, const BwdSlots<C>& slots
 template <class C>
 class BwdKeys : BwdScores<C> {
   using Base = BwdScores<C>;
-  using Base::arrive, Base::contain_, Base::dp_, Base::group_, Base::kAfter, Base::keys_parity_,
-      Base::p_, Base::ring_, Base::s_, Base::slots_, Base::smem, Base::smem_, Base::stage_,
-      Base::thread;
+  using Base::arrive, Base::care_, Base::dp_, Base::group_, Base::kAfter, Base::p_, Base::ring_,
+      Base::s_, Base::slots_, Base::smem, Base::smem_, Base::stage_, Base::thread;
   using typename Base::Pairs;
 
  public:
@@ -107,9 +95,22 @@ class BwdKeys : BwdScores<C> {
   static constexpr bool kByRows = C::kBlockQ == 64 * C::kGroups;  // how dQ is shared out
   static constexpr int kN = 64;                                   // its columns of a warpgroup
 
-  // dQ = dS K
+  // To multiply, one warpgroup after the other.
+  __device__ __forceinline__ void wait_turn() const {  // the first warpgroup begins
+    ptx::mbarrier_wait(slots_.turn(group_), (ring_.turns() + group_ + 1) % 2);
+  }
+  __device__ __forceinline__ void pass_turn() const { arrive(slots_.turn(1 - group_)); }
+
+  // dS of the block before, by both warpgroups.
+  __device__ __forceinline__ uint32_t pairs_before() const { return this->pairs_tile(stage_ + 1); }
+  __device__ __forceinline__ void wait_for_pairs_before() const {
+    const Ring<2> before(ring_.turns() - 1);
+    before.wait_full(slots_.pairs(before.at()));
+  }
+
+  // dQ = dS K, of the block before.
   __device__ __forceinline__ void issue_query_gradient() {
-    const uint32_t sdS = this->pairs_tile(stage_) + (kByRows ? group_ * 64 * 128 : 0);
+    const uint32_t sdS = pairs_before() + (kByRows ? group_ * 64 * 128 : 0);
     const uint32_t sK = smem_ + C::kSmemK + (kByRows ? 0 : group_ * C::Keys::kBlockBytes);
     using Wgmma = ptx::Wgmma<C::kBf16, kN>;
     Wgmma::across_first(dq_, C::Pairs::along(C::Pairs::descriptor(sdS), 0),
@@ -122,11 +123,9 @@ class BwdKeys : BwdScores<C> {
     ptx::wgmma_commit_group();
   }
 
-  // dQ to where the copy engine finds it.
-  __device__ __forceinline__ void write_sums() {
-    const Slot sums = slots_.sums(group_);
-    ptx::mbarrier_wait(sums.empty, sums_parity_);
-    sums_parity_ ^= 1;
+  // dQ to where the copy engine finds it, of the block with that turn.
+  __device__ __forceinline__ void write_sums(uint32_t turn) {
+    Ring<1>(turn).wait_empty(slots_.sums(group_));
     const uint32_t to = smem() + C::kSmemSums + group_ * C::kSumBytes + thread() * 16;
 #pragma unroll
     for (int i = 0; i < kN / 8; ++i) {
@@ -141,32 +140,31 @@ class BwdKeys : BwdScores<C> {
   }
 
   // A block of queries, whose P is there and whose dP is on its way. Then that is so of the next
-  // one, if there is kMore; if not, this one's dQ is on its way. (At the end of a step nothing else
-  // may be: ptxas does not follow from one to the next which products are done, and serialises all
-  // of them. Nor are there registers for S, dP and dQ at once.)
+  // one, if there is kMore; and dQ of the one before has left. (For the `first` of a work dQ is
+  // computed of whatever lies there, and forgotten: ptxas serialises products that are not always
+  // issued. So it does if more than dP is on its way from one step to the next.)
   template <bool kMore>
-  __device__ __forceinline__ void step(const BwdWork& w) {
-    if (contain_) return step_contained<kMore>(w);
+  __device__ __forceinline__ void step(const BwdWork& w, bool first) {
+    if (this->contains()) return step_contained<kMore>(w, first);
     const Slot q = slots_.q(ring_.at()), grad_out = slots_.grad_out(ring_.at());
+    const Slot pairs = slots_.pairs(ring_.at());
     Pairs p_pairs, ds_pairs;
     this->pack(p_pairs, s_);
-    ptx::wgmma_fence();
-    this->issue_gradient(dv_, p_pairs, this->stage_grad_out());
-    ptx::wgmma_wait_group<1>(dp_);
+    ptx::wgmma_wait_group<0>(dp_);
+    if (!kMore) arrive(slots_.v().empty);
     this->differentiate(p_pairs);
     this->pack(ds_pairs, dp_);
-    const auto issue_key_gradient = [&] {
-      ptx::wgmma_fence();
-      this->issue_gradient(dk_, ds_pairs, this->stage_q());
-    };
-    // To issue it takes until the product before is done, and what comes after it waits as well:
-    // the store, if it is long, comes first.
-    if (!kByRows) issue_key_gradient();
+    ring_.wait_empty(pairs);
     this->store_pairs(ds_pairs, this->first_key());
     ptx::fence_proxy_async();
-    arrive(slots_.pairs().full);
-    if (kByRows) issue_key_gradient();
-    ptx::mbarrier_wait(slots_.pairs().full, stage_ % 2);  // dS of both warpgroups
+    arrive(pairs.full);
+    wait_turn();
+    ptx::wgmma_done_with(p_pairs);  // packed by now, not between the products
+    ptx::wgmma_done_with(ds_pairs);
+    ptx::wgmma_fence();
+    this->issue_gradient(dv_, p_pairs, this->stage_grad_out());
+    this->issue_gradient(dk_, ds_pairs, this->stage_q());
+    wait_for_pairs_before();
     ptx::wgmma_fence();
     issue_query_gradient();
     ptx::wgmma_wait_group<1>(dv_);
@@ -180,50 +178,70 @@ class BwdKeys : BwdScores<C> {
       ptx::mbarrier_wait(slots_.q(ring_.at()).full, ring_.parity());
       ptx::wgmma_fence();
       this->issue_scores();
-      ptx::wgmma_wait_group<1>(dq_);
-      write_sums();
-      if (!kAfter) this->issue_grad_probabilities();
-      // Not at once: it waits until they are written.
-      if (!kByRows) send_sums();
-      this->find_probabilities(w);
-      if (kByRows) send_sums();
-      if (kAfter) this->issue_grad_probabilities();
     }
+    ptx::wgmma_wait_group<kMore ? 1 : 0>(dq_);
+    if (!first) write_sums(ring_.turns() - 2);
+    if (kMore && !kAfter) this->issue_grad_probabilities();
+    pass_turn();
+    if (!first) send_sums_before();
+    if (kMore) this->find_probabilities(w);
+    if (kMore && kAfter) this->issue_grad_probabilities();
+  }
+  // Those of the block before; its dS is done with, and the next one's goes to the same place.
+  __device__ __forceinline__ void send_sums_before() {
+    arrive(slots_.pairs(ring_.at()).empty);
+    send_sums();
   }
 
-  // The same where a mask hides something not finite.
+  // The same where a mask hides something not finite, in this block or in the one before.
   template <bool kMore>
-  __device__ __forceinline__ void step_contained(const BwdWork& w) {
+  __device__ __forceinline__ void step_contained(const BwdWork& w, bool first) {
     const Slot q = slots_.q(ring_.at()), grad_out = slots_.grad_out(ring_.at());
+    const Slot pairs = slots_.pairs(ring_.at());
     Pairs p_pairs, ds_pairs;
-    const auto mine = [&](int key, int query) {
-      return this->pair_at(w, query, this->first_key() + key);
-    };
     this->pack(p_pairs, s_);
     ptx::wgmma_wait_group<0>(dp_);
+    if (!kMore) arrive(slots_.v().empty);
     this->differentiate(p_pairs);
     this->pack(ds_pairs, dp_);
+    ring_.wait_empty(pairs);
     this->add_contained(dv_, p_pairs, w);
     this->store_pairs(ds_pairs, this->first_key());
-    arrive(slots_.pairs().full);
-    ptx::mbarrier_wait(slots_.pairs().full, stage_ % 2);  // dS of both warpgroups
-    this->template multiply_contained<typename C::Rows>(dk_, C::kBlockQ, mine, this->stage_q(), 0);
+    ptx::fence_proxy_async();
+    this->sync_group();  // dS is there
+    arrive(pairs.full);
+    this->template multiply_contained<typename C::Rows>(
+        dk_, C::kBlockQ,
+        [&](int key, int query) { return this->pair_at(w, query, this->first_key() + key); },
+        this->stage_q(), 0);
+    wait_turn();
+    if (!first) {
+      const int before = this->first() + C::kBlockQ;  // of this head, or the last of the one before
+      find_contained_query_gradient(w, before < w.query_end ? before : w.query_begin);
+      write_sums(ring_.turns() - 1);
+    }
+    pass_turn();
+    arrive(grad_out.empty);
+    arrive(q.empty);
+    this->advance();
+    if (!first) send_sums_before();
+    if (kMore) {
+      const bool of_block = care_ & Base::kOfBlock;
+      this->begin_rows(w);
+      if (of_block) care_ |= Base::kOfBlockBefore;
+    }
+  }
+  // dQ of the block before, from query `first` on.
+  __device__ __forceinline__ void find_contained_query_gradient(const BwdWork& w, int first) {
+    wait_for_pairs_before();
 #pragma unroll
     for (float& x : dq_) x = 0;
     this->template multiply_contained<typename C::Keys>(
         dq_, C::kBlockK,
         [&](int query, int key) {
-          return this->pair_at(w, query + (kByRows ? 64 * group_ : 0), key);
+          return this->pair_at(w, first, pairs_before(), query + (kByRows ? 64 * group_ : 0), key);
         },
         smem() + C::kSmemK, kByRows ? 0 : 64 * group_);
-    arrive(grad_out.empty);
-    arrive(q.empty);
-    this->advance();
-    if (kMore) {
-      write_sums();
-      send_sums();
-      this->begin_rows(w);
-    }
   }
 
   // By both warpgroups.
@@ -241,54 +259,54 @@ class BwdKeys : BwdScores<C> {
     const int first_key = w.first_key + this->first_key();
 #pragma unroll
     for (int i = 0; i < C::kDim / 2; ++i) dk_[i] = dv_[i] = 0;
-    ptx::mbarrier_wait(slots_.k().full, keys_parity_);
+    ptx::mbarrier_wait(slots_.k().full, w.keys_parity);
     this->clear_keys(w, first_key, smem() + C::kSmemK, this->first_row());
     ptx::mbarrier_wait(slots_.q(ring_.at()).full, ring_.parity());
     ptx::wgmma_fence();
     this->issue_scores();
-    ptx::mbarrier_wait(slots_.v().full, keys_parity_);
+    ptx::mbarrier_wait(slots_.v().full, w.keys_parity);
     this->clear_keys(w, first_key, smem() + C::kSmemV, this->first_row());
     if (!kAfter) this->issue_grad_probabilities();
-    this->bad_keys_ = find_bad_keys(w);
-    keys_parity_ ^= 1;
+    care_ = find_bad_keys(w) ? Base::kOfKeys : 0;
     this->find_probabilities(w);
     if (kAfter) this->issue_grad_probabilities();
 #pragma unroll 1
-    for (int n = 1; n < w.tiles; ++n) step<true>(w);
-    step<false>(w);
-    store(w, first_key);
+    while (ring_.turns() != w.last_tile) step<true>(w, ring_.turns() == w.first_tile);
+    step<false>(w, w.first_tile == w.last_tile);
+    store(w);
   }
 
-  // dV and dK, and the last dQ, which is still on its way.
-  __device__ __forceinline__ void store(const BwdWork& w, int first_key) {
-    const uint32_t sV = smem() + C::kSmemV + group_ * 64 * 128;
-    this->write_gradient(sV, C::Keys::kBlockBytes, dv_, 1.f);
-    ptx::fence_proxy_async();
-    this->sync_group();  // dV is there
-    this->send_gradient(w, p_.grad_value, p_.grad_value_strides, p_.grad_value_map, p_.head_dim_v,
-                        sV, C::Keys::kBlockBytes, first_key);
-    ptx::wgmma_wait_group<0>(dq_);
-    arrive(slots_.k().empty);
-    write_sums();
-    send_sums();
-    if (thread() == 0) ptx::tma_wait_group_read();
-    arrive(slots_.v().empty);
-
-    const Slot sums = slots_.sums(group_);
-    ptx::mbarrier_wait(sums.empty, sums_parity_);
-    sums_parity_ ^= 1;
-    const uint32_t to = smem() + C::kSmemSums + group_ * C::kSumBytes;
-    this->write_gradient(to, C::Grads::kBlockBytes, dk_, p_.scale);
-    if (ends_within(w, first_key, p_)) {
-      this->sync_group();  // dK is there
-      this->send_gradient(w, p_.grad_key, p_.grad_key_strides, p_.grad_key_map, p_.head_dim, to,
-                          C::Grads::kBlockBytes, first_key);
+  // dV and dK, and the last dQ.
+  __device__ __forceinline__ void store(const BwdWork& w) {
+    if (this->contains()) {
+      find_contained_query_gradient(w, w.query_begin);
+    } else {
+      wait_for_pairs_before();
+      ptx::wgmma_fence();
+      issue_query_gradient();
+      ptx::wgmma_wait_group<0>(dq_);
     }
+    arrive(slots_.k().empty);
+    arrive(slots_.pairs(Ring<2>(ring_.turns() - 1).at()).empty);
+    leave(w, dv_, 1.f, p_.grad_value, p_.grad_value_strides, p_.grad_value_map, p_.head_dim_v);
+    write_sums(ring_.turns() - 1);
+    send_sums();
+    leave(w, dk_, p_.scale, p_.grad_key, p_.grad_key_strides, p_.grad_key_map, p_.head_dim);
+  }
+  // One of them, through shared memory.
+  __device__ __forceinline__ void leave(const BwdWork& w, const float (&x)[C::kDim / 2],
+                                        float times, const void* gradient, const Strides& strides,
+                                        const TensorMap& map, int dim) {
+    const uint32_t grads = smem() + C::kSmemGrads + group_ * C::Grads::kBytes;
+    if (thread() == 0) ptx::tma_wait_group_read();
+    this->sync_group();  // what was there has left
+    this->write_gradient(grads, C::Grads::kBlockBytes, x, times);
     ptx::fence_proxy_async();
-    arrive(sums.full);
+    this->sync_group();  // it is there
+    this->send_gradient(w, gradient, strides, map, dim, grads, C::Grads::kBlockBytes,
+                        w.first_key + this->first_key());
   }
 
-  int sums_parity_ = 1;  // the first turn finds the place empty
   float dk_[C::kDim / 2], dv_[C::kDim / 2], dq_[kN / 2];
 };
 
@@ -316,7 +334,8 @@ __device__ __forceinline__ void attention_bwd(const HopperBwdParams& p) {
         if (warp == 1) send_pairs<C>(shared, slots);
         if (warp == 2) keep_turns<C>(shared, slots, p);
       } else {
-        if (warp == 1 || warp == 2) store_all<C>(shared, slots, warp - 1, p);
+        if (warp == 1) store_all<C>(shared, slots, 0, p);
+        if (warp == 2) store_all<C>(shared, slots, 1, p);
       }
     }
   } else {

@@ -97,13 +97,17 @@ class BwdGroup {
   __device__ __forceinline__ bool look_at_rows() {
     const BwdRows& rows = this->rows();
     const int flags = rows.flags;
-    first_ = rows.first;
-    contain_ = flags & BwdRows::kMaskedAny && (bad_keys_ || bad_terms());
+    if (C::kWide) first_ = rows.first;
+    care_ &= kOfKeys;
+    if (flags & BwdRows::kMaskedAny && (care_ || bad_terms())) care_ |= kOfBlock;
+    care_ = same(care_);
     return flags & BwdRows::kMasked << part_;
   }
   __device__ __forceinline__ const BwdRows& rows() const {
     return reinterpret_cast<const BwdRows*>(shared_ + C::kSmemRows)[ring_.at()];
   }
+  // Its first query. Wide, what is known of it may be gone before it is done with.
+  __device__ __forceinline__ int first() const { return C::kWide ? first_ : rows().first; }
   // A NaN or infinity in Q, K, V or dO must not reach what does not see it, but in a product a 0 of
   // P or dS times NaN is NaN. What is known of the rows of a block, lse in base 2 and delta, shows
   // whether there is one in Q or dO (see attention_bwd_prepare).
@@ -118,6 +122,7 @@ class BwdGroup {
     }
     return __any_sync(0xffffffffu, bad);
   }
+  __device__ __forceinline__ bool contains() const { return care_ & ~kOfKeys; }
   // K and V are looked at when a work begins, if there is a mask.
   __device__ __forceinline__ bool any_mask() const {
     return p_.left < kNoLimit || p_.right < kNoLimit;
@@ -165,14 +170,15 @@ class BwdGroup {
       }
     }
   }
-  __device__ __forceinline__ bool sees(const BwdWork& w, int query, int key) const {
-    const int r = first_ + query, k = w.first_key + key;
-    return k >= w.seq.begin(r, p_) && k < w.seq.end(r, p_) && r < w.seq.len_q;
-  }
-  // dS, or what else was stored by store_pairs().
+  // dS, or what else was stored by store_pairs(): of the block, or of another one.
   __device__ __forceinline__ Factor pair_at(const BwdWork& w, int query, int key) const {
-    return {sees(w, query, key),
-            Type::unpack(ptx::ld_shared_u16(pairs_tile(stage_) + C::Pairs::at(query, key)))};
+    return pair_at(w, first(), pairs_tile(stage_), query, key);
+  }
+  __device__ __forceinline__ Factor pair_at(const BwdWork& w, int first, uint32_t tile, int query,
+                                            int key) const {
+    const int r = first + query, k = w.first_key + key;
+    return {k >= w.seq.begin(r, p_) && k < w.seq.end(r, p_) && r < w.seq.len_q,
+            Type::unpack(ptx::ld_shared_u16(tile + C::Pairs::at(query, key)))};
   }
 
   // P = 2^(S - lse), a row for each key; and with a softcap what dS is yet to be multiplied with.
@@ -202,7 +208,7 @@ class BwdGroup {
                                        int first_key) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int key = first_key + row() + 8 * half, from = first_ + lane() % 4 * 2;
+      const int key = first_key + row() + 8 * half, from = first() + lane() % 4 * 2;
       // Queries [begin, end] see it.
       const int begin = key < seq.len_k ? max(key - seq.shift - p_.right, 0) - from : kNoLimit;
       const int end = min(key - seq.shift + p_.left, seq.len_q - 1) - from;
@@ -319,11 +325,9 @@ class BwdGroup {
   // f(work) for all works of the CTA.
   template <class F>
   __device__ __forceinline__ void for_each_work(const F& f) {
-    Ring<2> works;
 #pragma unroll 1
-    for (;; works.advance()) {
-      const Slot slot = slots_.work(works.at());
-      works.wait_full(slot);
+    for (Ring<2> works;;) {
+      works.wait_full(slots_.work(works.at()));
       const BwdWork& w = reinterpret_cast<const BwdWork*>(shared_ + C::kSmemWorks)[works.at()];
       if (w.last) break;
       if (w.tiles == 0) {
@@ -331,7 +335,9 @@ class BwdGroup {
       } else {
         f(w);
       }
-      ptx::mbarrier_arrive(slot.empty);
+      works = Ring<2>(w.turn);  // there is no register to keep it
+      ptx::mbarrier_arrive(slots_.work(works.at()).empty);
+      works.advance();
       __syncwarp();  // so that the compiler knows it of the next work as well
     }
   }
@@ -344,10 +350,11 @@ class BwdGroup {
   const int part_;         // the keys: those of the warpgroup, or of the CTA
   Ring<C::kStages> ring_;  // of Q and dO
   uint32_t stage_ = 0;     // which places of these: see row_places()
-  int keys_parity_ = 0;    // of K and V
-  bool bad_keys_;          // something in K or V is not finite
-  int first_;              // query of the block
-  bool contain_;
+  int first_;              // see first()
+  // Whether something is not finite: in K or V; behind a mask of the block of queries, or of the
+  // one before, whose dQ is yet to come. In one register.
+  static constexpr int kOfKeys = 1, kOfBlock = 2, kOfBlockBefore = 4;
+  int care_;
 };
 
 }  // namespace flashmoe::cuda::sm90

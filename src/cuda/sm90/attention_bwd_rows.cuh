@@ -16,16 +16,18 @@ inline constexpr int kFinishThreads = 128;
 
 // The block of queries of a CTA before or after the backward pass, whose grid is (blocks of block_q
 // rows x heads, 1, batch), or ragged (slots x heads). Heads go first: where they lie side by side,
-// what is read at the same time does.
+// what is read at the same time does. And the last go first: their sums are still in the
+// second-level cache, and what is read last is what the kernel between begins with.
 __device__ __forceinline__ QueryRows find_rows_of_cta(const AttentionBwdParams& p) {
   if (p.blocks) return find_query_rows(p);
-  const int heads = p.heads * p.group, batch = p.first_batch + blockIdx.z;
+  const int heads = p.heads * p.group, number = gridDim.x - 1 - blockIdx.x;
+  const int batch = p.first_batch + gridDim.z - 1 - blockIdx.z;
   const Sequence seq = find_sequence(p, batch);
   return {.seq = seq,
           .kind = seq.valid ? RaggedKind::kBlock : RaggedKind::kInvalid,
           .batch = batch,
-          .head = p.first_head * p.group + static_cast<int>(blockIdx.x) % heads,
-          .first = static_cast<int>(blockIdx.x) / heads * p.block_q};
+          .head = p.first_head * p.group + number % heads,
+          .first = number / heads * p.block_q};
 }
 
 // row_product() of kRows rows, so that more is on its way at once: rows of up to a chunk for each

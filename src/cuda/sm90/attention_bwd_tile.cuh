@@ -26,9 +26,12 @@ struct alignas(16) BwdWork {
   int64_t first_row;  // of the sequence in the workspace
   int64_t round_row;  // and where there is room for a round only
   int batch, key_head, first_key;
-  int query_begin, query_end;  // in whole blocks
-  int tiles;                   // blocks of queries, of all heads of the group
-  bool last;                   // there is no more work, nor is this any
+  int query_begin, query_end;      // in whole blocks
+  int tiles;                       // blocks of queries, of all heads of the group
+  uint32_t turn;                   // which work of the CTA this is
+  uint32_t first_tile, last_tile;  // and which of its blocks of queries these are
+  uint8_t keys_parity;             // of the barriers of K and V
+  bool last;                       // there is no more work, nor is this any
 };
 
 // A block of queries in shared memory: what all threads are to know of it.
@@ -69,8 +72,9 @@ struct BwdConfig {
   static constexpr uint32_t kSmemPairs = kSmemQ + 2 * kStages * Rows::kBytes;
   static constexpr uint32_t kSmemSums = kSmemPairs + (kWide ? 1 : 2) * Pairs::kBytes;
   static constexpr uint32_t kSmemOther = kSmemSums;
+  static constexpr uint32_t kSmemGrads = kSmemSums + kBlockQ * kSumDim * 4;
   static constexpr uint32_t kSmemTerms =
-      kSmemSums + (kWide ? Other::kBytes : kBlockQ * kSumDim * 4);
+      kWide ? kSmemOther + Other::kBytes : kSmemGrads + kGroups * Grads::kBytes;
   static constexpr uint32_t kSmemWorks = kSmemTerms + kStages * kTermBytes;
   static constexpr uint32_t kSmemRows = kSmemWorks + 2 * sizeof(BwdWork);
   static constexpr uint32_t kSmemBarriers = kSmemRows + kStages * sizeof(BwdRows);
@@ -81,7 +85,6 @@ struct BwdConfig {
   static_assert(sizeof(BwdWork) % 16 == 0);
   static_assert(kBlockK == 128 && (!kWide || kBlockQ == 64));
   static_assert(kWide || kBlockQ * kSumDim * 4 == kGroups * kSumBytes);
-  static_assert(kWide || Grads::kBytes <= kSumBytes);
   static_assert(Keys::kBytes % 1024 == 0 && Rows::kBytes % 1024 == 0 && Pairs::kBytes % 1024 == 0);
   static constexpr int kLoaderRegisters = kWide ? 40 : 24;
   static constexpr int kRegisters = 240, kSecondRegisters = kWide ? 224 : kRegisters;
@@ -111,8 +114,10 @@ struct BwdSlots {
   __device__ __forceinline__ Slot q(int stage) const { return at(4 + stage); }
   __device__ __forceinline__ Slot grad_out(int stage) const { return at(6 + stage); }
   __device__ __forceinline__ Slot sums(int group) const { return at(8 + group); }
-  // dS. Where both warpgroups write and read it, they need no more than to wait for each other.
-  __device__ __forceinline__ Slot pairs() const { return at(10); }
+  // dS: two of them, or wide one.
+  __device__ __forceinline__ Slot pairs(int stage = 0) const { return at(10 + stage); }
+  // Not wide: whose turn it is to multiply.
+  __device__ __forceinline__ uint32_t turn(int group) const { return at(12 + group).full; }
   // Wide: the other CTA's K, its dS, and the number of the next work.
   __device__ __forceinline__ Slot other_k() const { return at(11); }
   __device__ __forceinline__ Slot other_pairs() const { return at(12); }
@@ -131,10 +136,17 @@ struct BwdSlots {
       init(grad_out(i), 1, C::kCluster * (C::kWide ? kWarps : kEveryone));
       init(sums(i), kWarps, 1);
     }
-    init(pairs(), C::kWide ? kWarps : kEveryone, C::kCluster * kWarps);
-    init(other_k(), 1, kWarps);
-    init(other_pairs(), 1, 1);
-    init(ticket(), 1, 1);
+    if constexpr (C::kWide) {
+      init(pairs(), kWarps, C::kCluster * kWarps);
+      init(other_k(), 1, kWarps);
+      init(other_pairs(), 1, 1);
+      init(ticket(), 1, 1);
+    } else {
+      for (int i = 0; i < 2; ++i) {
+        init(pairs(i), kEveryone, kEveryone);
+        ptx::mbarrier_init(turn(i), kWarps);
+      }
+    }
     init(k(), 1, kEveryone);
     init(v(), 1, C::kWide ? kWarps : kEveryone);
     ptx::fence_mbarrier_init();
@@ -343,33 +355,47 @@ __device__ __forceinline__ void load_all(char* shared, const BwdSlots<C>& slots,
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const int rank = C::kCluster > 1 ? ptx::cluster_rank() : 0;
   Ring<C::kStages> ring;
-  Ring<2> works;
   Tickets<C> tickets(smem, slots, rank);
-  int keys_parity = 1;  // the first turn finds every place empty
 #pragma unroll 1
-  for (;; works.advance()) {
-    BwdWork& w = reinterpret_cast<BwdWork*>(shared + C::kSmemWorks)[works.at()];
+  for (uint32_t turn = 0;; ++turn) {
+    const Ring<2> works(turn);
+    BwdWork* const both = reinterpret_cast<BwdWork*>(shared + C::kSmemWorks);
+    BwdWork& w = both[works.at()];
     works.wait_empty(slots.work(works.at()));
+    const BwdWork& before = both[works.at() ^ 1];
+    w.keys_parity = turn == 0 ? 0 : before.keys_parity ^ (before.tiles > 0);
     find_work<C>(w, tickets.take(p), p);
+    w.turn = turn;
+    w.first_tile = ring.turns();
+    w.last_tile = ring.turns() + w.tiles - 1;
     ptx::mbarrier_arrive(slots.work(works.at()).full);
     if (w.last) break;
-    if (w.tiles == 0) continue;
-    const uint32_t first_turn = ring.turns();
+    if (w.tiles > 0) {  // K and V, for which there is no room yet
+      const int token = static_cast<int>(w.seq.token_k) + w.first_key + 64 * rank;
+#pragma unroll
+      for (int i = 0; i < C::Keys::kBlocks; ++i) {
+        ptx::tma_prefetch(&p.key_map, 64 * i, token, w.key_head, w.batch);
+        ptx::tma_prefetch(&p.value_map, 64 * i, token, w.key_head, w.batch);
+      }
+    }
     for_each_tile<C>(w, p, [&](int head, int first) {
       const Slot q = slots.q(ring.at()), grad_out = slots.grad_out(ring.at());
       const RowPlaces places = row_places<C>(ring.turns());
-      const bool begins = ring.turns() == first_turn;
+      const bool begins = head == w.key_head * p.group && first == w.query_end - C::kBlockQ;
       const int token_q = static_cast<int>(w.seq.token_q) + first;
       const auto token_k = [&](int rank) {
         return static_cast<int>(w.seq.token_k) + w.first_key + 64 * rank;
       };
+      // K and V, one before the first dO and one after it: wide, K is free first, else V.
+      const auto load_keys = [&](bool k) {
+        const Slot slot = k ? slots.k() : slots.v();
+        ptx::mbarrier_wait(slot.empty, w.keys_parity ^ 1);
+        fill<typename C::Keys>(slot, smem + (k ? C::kSmemK : C::kSmemV),
+                               k ? p.key_map : p.value_map, token_k(rank), w.key_head, w.batch);
+      };
       ring.wait_empty(grad_out);  // in all CTAs of the cluster
       fill_everywhere<C>(q, smem + C::kSmemQ + places.q, rank, p.query_map, token_q, head, w.batch);
-      if (begins) {
-        ptx::mbarrier_wait(slots.k().empty, keys_parity);
-        fill<typename C::Keys>(slots.k(), smem + C::kSmemK, p.key_map, token_k(rank), w.key_head,
-                               w.batch);
-      }
+      if (begins) load_keys(C::kWide);
       ring.wait_empty(q);
       reinterpret_cast<BwdRows*>(shared + C::kSmemRows)[ring.at()] =
           find_rows<C>(w, head, first, p);
@@ -380,12 +406,10 @@ __device__ __forceinline__ void load_all(char* shared, const BwdSlots<C>& slots,
                      p.row_terms + 2 * (head * p.rows + w.first_row + first), C::kTermBytes,
                      grad_out.full);
       if (begins) {
-        ptx::mbarrier_wait(slots.v().empty, keys_parity);
-        fill<typename C::Keys>(slots.v(), smem + C::kSmemV, p.value_map, token_k(rank), w.key_head,
-                               w.batch);
+        load_keys(!C::kWide);
         if constexpr (C::kWide) {
           const Slot other = slots.other_k();
-          ptx::mbarrier_wait(other.empty, keys_parity);
+          ptx::mbarrier_wait(other.empty, w.keys_parity ^ 1);
           ptx::mbarrier_arrive_expect_tx(other.full, C::Other::kBytes);
           const int columns[] = {C::kFirst * rank, C::kSecond > 0 ? 128 : C::kFirst * rank + 64};
 #pragma unroll
@@ -394,10 +418,10 @@ __device__ __forceinline__ void load_all(char* shared, const BwdSlots<C>& slots,
                           columns[i], token_k(1 - rank), w.key_head, w.batch);
           }
         }
-        keys_parity ^= 1;
       }
       ring.advance();
     });
+    turn = w.turn;  // there is no register to keep it
   }
 }
 

@@ -67,9 +67,8 @@ __device__ __forceinline__ void send_pairs(char* shared, const BwdSlots<C>& slot
 template <class C>
 class BwdWideValues : BwdScores<C> {
   using Base = BwdScores<C>;
-  using Base::arrive, Base::arrive_everywhere, Base::contain_, Base::dp_, Base::kAfter,
-      Base::keys_parity_, Base::p_, Base::ring_, Base::s_, Base::slots_, Base::smem, Base::stage_,
-      Base::thread;
+  using Base::arrive, Base::arrive_everywhere, Base::care_, Base::dp_, Base::kAfter, Base::p_,
+      Base::ring_, Base::s_, Base::slots_, Base::smem, Base::stage_, Base::thread;
   using typename Base::Pairs;
 
  public:
@@ -108,7 +107,7 @@ class BwdWideValues : BwdScores<C> {
   // one, if there is kMore.
   template <bool kMore>
   __device__ __forceinline__ void step(const BwdWork& w) {
-    if (contain_) return step_contained<kMore>(w);
+    if (this->contains()) return step_contained<kMore>(w);
     const Slot q = slots_.q(ring_.at()), grad_out = slots_.grad_out(ring_.at());
     Pairs p_pairs, ds_pairs;
     this->pack(p_pairs, s_);
@@ -165,19 +164,19 @@ class BwdWideValues : BwdScores<C> {
     const int first_key = w.first_key + this->first_key();
 #pragma unroll
     for (float& x : dv_) x = 0;
-    ptx::mbarrier_wait(slots_.k().full, keys_parity_);
+    ptx::mbarrier_wait(slots_.k().full, w.keys_parity);
     if (this->any_unseen(w, first_key, 64)) {
       ptx::bar_sync(Base::kAgree, C::kGroups * 128);  // the second warpgroup has cleared K
     }
     ptx::mbarrier_wait(slots_.q(ring_.at()).full, ring_.parity());
     ptx::wgmma_fence();
     this->issue_scores();
-    ptx::mbarrier_wait(slots_.v().full, keys_parity_);
+    ptx::mbarrier_wait(slots_.v().full, w.keys_parity);
     this->clear_keys(w, first_key, smem() + C::kSmemV, 0);
     if (!kAfter) this->issue_grad_probabilities();
     // Of K nothing reaches dV or dS but where it is seen.
-    this->bad_keys_ = this->any_mask() && this->group_any_bad(smem() + C::kSmemV, C::Keys::kBytes);
-    keys_parity_ ^= 1;
+    const bool bad = this->any_mask() && this->group_any_bad(smem() + C::kSmemV, C::Keys::kBytes);
+    care_ = bad ? Base::kOfKeys : 0;
     this->find_probabilities(w);
     if (kAfter) this->issue_grad_probabilities();
 #pragma unroll 1
@@ -204,9 +203,8 @@ class BwdWideValues : BwdScores<C> {
 template <class C>
 class BwdWideKeys : BwdGroup<C> {
   using Base = BwdGroup<C>;
-  using Base::arrive, Base::arrive_everywhere, Base::contain_, Base::group_, Base::keys_parity_,
-      Base::p_, Base::part_, Base::ring_, Base::slots_, Base::smem, Base::smem_, Base::stage_,
-      Base::thread;
+  using Base::arrive, Base::arrive_everywhere, Base::care_, Base::group_, Base::p_, Base::part_,
+      Base::ring_, Base::slots_, Base::smem, Base::smem_, Base::stage_, Base::thread;
 
  public:
   __device__ __forceinline__ BwdWideKeys(char* shared, const BwdSlots<C>& slots,
@@ -319,7 +317,7 @@ class BwdWideKeys : BwdGroup<C> {
     const bool stores = flags & BwdRows::kStores;
     float* const sums = query_sums<C>(row, 0, p_);
     ptx::mbarrier_wait(slots_.pairs().full, pairs_parity_);
-    if (contain_) {
+    if (this->contains()) {
       step_contained(w, sums, stores);
     } else {
       QueryGradient dq;
@@ -373,18 +371,18 @@ class BwdWideKeys : BwdGroup<C> {
     const int own = w.first_key + this->first_key(), other = w.first_key + 64 - this->first_key();
 #pragma unroll
     for (float& x : dk_) x = 0;
-    ptx::mbarrier_wait(slots_.k().full, keys_parity_);
+    ptx::mbarrier_wait(slots_.k().full, w.keys_parity);
     if (this->any_unseen(w, own, 64)) {
       this->clear_keys(w, own, smem() + C::kSmemK, 0);
       ptx::bar_arrive(Base::kAgree, C::kGroups * 128);
     }
-    ptx::mbarrier_wait(slots_.other_k().full, keys_parity_);
+    ptx::mbarrier_wait(slots_.other_k().full, w.keys_parity);
     this->template clear_keys<typename C::Other>(w, other, smem() + C::kSmemOther, 0);
     // Of V nothing reaches dK or dQ: see BwdWideValues::step_contained().
-    this->bad_keys_ =
+    const bool bad =
         this->any_mask() && (this->group_any_bad(smem() + C::kSmemK, C::Keys::kBytes) ||
                              this->group_any_bad(smem() + C::kSmemOther, C::Other::kBytes));
-    keys_parity_ ^= 1;
+    care_ = bad ? Base::kOfKeys : 0;
 #pragma unroll 1
     for (int n = 0; n < w.tiles; ++n) step(w);
     arrive(slots_.k().empty);

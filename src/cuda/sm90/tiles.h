@@ -47,12 +47,13 @@ struct HopperBwdTile {
   constexpr int cluster() const { return wide() ? 2 : 1; }
   // Columns of the sums of dQ: whole blocks of 64.
   constexpr int sum_dim() const { return (head_dim + 63) / 64 * 64; }
-  // K and V, the stages of Q and dO with lse and delta; then dS twice, and dQ on its way out; or of
-  // wide tiles dS once, and what is needed of the other CTA's K.
+  // K and V, the stages of Q and dO with lse and delta; then dS twice, and dQ and dK on their way
+  // out; or of wide tiles dS once, and what is needed of the other CTA's K.
   constexpr int shared_bytes() const {
     const int tiles = (2 * block_k / cluster() + 2 * kStages * block_q) * sum_dim() * 2;
     const int pairs = block_q * block_k * 2;
-    const int rest = wide() ? pairs + 64 * 128 * 2 : 2 * pairs + block_q * sum_dim() * 4;
+    const int leaving = (block_q * 4 + block_k * 2) * sum_dim();
+    const int rest = wide() ? pairs + 64 * 128 * 2 : 2 * pairs + leaving;
     return tiles + rest + kStages * block_q * 8 + kBwdControlBytes;
   }
 };

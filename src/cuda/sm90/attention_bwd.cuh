@@ -95,11 +95,11 @@ class BwdKeys : BwdScores<C> {
   static constexpr bool kByRows = C::kBlockQ == 64 * C::kGroups;  // how dQ is shared out
   static constexpr int kN = 64;                                   // its columns of a warpgroup
 
-  // To multiply, one warpgroup after the other.
-  __device__ __forceinline__ void wait_turn() const {  // the first warpgroup begins
-    ptx::mbarrier_wait(slots_.turn(group_), (ring_.turns() + group_ + 1) % 2);
+  // One warpgroup multiplies, then the other; the first begins.
+  __device__ __forceinline__ void begin_products() const {
+    ptx::mbarrier_wait(slots_.products(group_), (ring_.turns() + group_ + 1) % 2);
   }
-  __device__ __forceinline__ void pass_turn() const { arrive(slots_.turn(1 - group_)); }
+  __device__ __forceinline__ void end_products() const { arrive(slots_.products(1 - group_)); }
 
   // dS of the block before, by both warpgroups.
   __device__ __forceinline__ uint32_t pairs_before() const { return this->pairs_tile(stage_ + 1); }
@@ -123,9 +123,9 @@ class BwdKeys : BwdScores<C> {
     ptx::wgmma_commit_group();
   }
 
-  // dQ to where the copy engine finds it, of the block with that turn.
-  __device__ __forceinline__ void write_sums(uint32_t turn) {
-    Ring<1>(turn).wait_empty(slots_.sums(group_));
+  // dQ to where the copy engine finds it, of the CTA's block of queries with that number.
+  __device__ __forceinline__ void write_sums(uint32_t tile) {
+    Ring<1>(tile).wait_empty(slots_.sums(group_));
     const uint32_t to = smem() + C::kSmemSums + group_ * C::kSumBytes + thread() * 16;
 #pragma unroll
     for (int i = 0; i < kN / 8; ++i) {
@@ -158,7 +158,7 @@ class BwdKeys : BwdScores<C> {
     this->store_pairs(ds_pairs, this->first_key());
     ptx::fence_proxy_async();
     arrive(pairs.full);
-    wait_turn();
+    begin_products();
     ptx::wgmma_done_with(p_pairs);  // packed by now, not between the products
     ptx::wgmma_done_with(ds_pairs);
     ptx::wgmma_fence();
@@ -182,7 +182,7 @@ class BwdKeys : BwdScores<C> {
     ptx::wgmma_wait_group<kMore ? 1 : 0>(dq_);
     if (!first) write_sums(ring_.turns() - 2);
     if (kMore && !kAfter) this->issue_grad_probabilities();
-    pass_turn();
+    end_products();
     if (!first) send_sums_before();
     if (kMore) this->find_probabilities(w);
     if (kMore && kAfter) this->issue_grad_probabilities();
@@ -214,13 +214,13 @@ class BwdKeys : BwdScores<C> {
         dk_, C::kBlockQ,
         [&](int key, int query) { return this->pair_at(w, query, this->first_key() + key); },
         this->stage_q(), 0);
-    wait_turn();
+    begin_products();
     if (!first) {
       const int before = this->first() + C::kBlockQ;  // of this head, or the last of the one before
       find_contained_query_gradient(w, before < w.query_end ? before : w.query_begin);
       write_sums(ring_.turns() - 1);
     }
-    pass_turn();
+    end_products();
     arrive(grad_out.empty);
     arrive(q.empty);
     this->advance();

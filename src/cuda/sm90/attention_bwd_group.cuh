@@ -335,7 +335,7 @@ class BwdGroup {
       } else {
         f(w);
       }
-      works = Ring<2>(w.turn);  // there is no register to keep it
+      works = Ring<2>(w.index);  // there is no register to keep it
       ptx::mbarrier_arrive(slots_.work(works.at()).empty);
       works.advance();
       __syncwarp();  // so that the compiler knows it of the next work as well

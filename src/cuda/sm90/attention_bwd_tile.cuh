@@ -28,8 +28,8 @@ struct alignas(16) BwdWork {
   int batch, key_head, first_key;
   int query_begin, query_end;      // in whole blocks
   int tiles;                       // blocks of queries, of all heads of the group
-  uint32_t turn;                   // which work of the CTA this is
-  uint32_t first_tile, last_tile;  // and which of its blocks of queries these are
+  uint32_t index;                  // which work of the CTA this is
+  uint32_t first_tile, last_tile;  // and which of its blocks of queries
   uint8_t keys_parity;             // of the barriers of K and V
   bool last;                       // there is no more work, nor is this any
 };
@@ -116,8 +116,8 @@ struct BwdSlots {
   __device__ __forceinline__ Slot sums(int group) const { return at(8 + group); }
   // dS: two of them, or wide one.
   __device__ __forceinline__ Slot pairs(int stage = 0) const { return at(10 + stage); }
-  // Not wide: whose turn it is to multiply.
-  __device__ __forceinline__ uint32_t turn(int group) const { return at(12 + group).full; }
+  // Not wide: that the other warpgroup has issued its products.
+  __device__ __forceinline__ uint32_t products(int group) const { return at(12 + group).full; }
   // Wide: the other CTA's K, its dS, and the number of the next work.
   __device__ __forceinline__ Slot other_k() const { return at(11); }
   __device__ __forceinline__ Slot other_pairs() const { return at(12); }
@@ -144,7 +144,7 @@ struct BwdSlots {
     } else {
       for (int i = 0; i < 2; ++i) {
         init(pairs(i), kEveryone, kEveryone);
-        ptx::mbarrier_init(turn(i), kWarps);
+        ptx::mbarrier_init(products(i), kWarps);
       }
     }
     init(k(), 1, kEveryone);
@@ -357,15 +357,15 @@ __device__ __forceinline__ void load_all(char* shared, const BwdSlots<C>& slots,
   Ring<C::kStages> ring;
   Tickets<C> tickets(smem, slots, rank);
 #pragma unroll 1
-  for (uint32_t turn = 0;; ++turn) {
-    const Ring<2> works(turn);
+  for (uint32_t index = 0;; ++index) {
+    const Ring<2> works(index);
     BwdWork* const both = reinterpret_cast<BwdWork*>(shared + C::kSmemWorks);
     BwdWork& w = both[works.at()];
     works.wait_empty(slots.work(works.at()));
     const BwdWork& before = both[works.at() ^ 1];
-    w.keys_parity = turn == 0 ? 0 : before.keys_parity ^ (before.tiles > 0);
+    w.keys_parity = index == 0 ? 0 : before.keys_parity ^ (before.tiles > 0);
     find_work<C>(w, tickets.take(p), p);
-    w.turn = turn;
+    w.index = index;
     w.first_tile = ring.turns();
     w.last_tile = ring.turns() + w.tiles - 1;
     ptx::mbarrier_arrive(slots.work(works.at()).full);
@@ -421,7 +421,7 @@ __device__ __forceinline__ void load_all(char* shared, const BwdSlots<C>& slots,
       }
       ring.advance();
     });
-    turn = w.turn;  // there is no register to keep it
+    index = w.index;  // there is no register to keep it
   }
 }
 

@@ -47,8 +47,8 @@ struct HopperBwdTile {
   constexpr int cluster() const { return wide() ? 2 : 1; }
   // Columns of the sums of dQ: whole blocks of 64.
   constexpr int sum_dim() const { return (head_dim + 63) / 64 * 64; }
-  // K and V, the stages of Q and dO with lse and delta; then dS twice, and dQ and dK on their way
-  // out; or of wide tiles dS once, and what is needed of the other CTA's K.
+  // K and V, the stages of Q and dO with lse and delta; then dS twice, and on their way out dQ and
+  // one of dV and dK; or of wide tiles dS once, and what is needed of the other CTA's K.
   constexpr int shared_bytes() const {
     const int tiles = (2 * block_k / cluster() + 2 * kStages * block_q) * sum_dim() * 2;
     const int pairs = block_q * block_k * 2;

@@ -166,6 +166,7 @@ def measure(args: argparse.Namespace) -> int:
         "command": shlex.join(["python", "-m", "flashmoe_science", *sys.argv[1:]]),
         "about": about,
         "budget_s": args.budget,
+        "rest_s": timing.REST_S if device.type == "cuda" else 0,
         "seconds": time.monotonic() - start,
         "rows": rows,
         "means": runner.means(rows, "workload", "dtype", "pass"),

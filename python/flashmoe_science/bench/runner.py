@@ -227,9 +227,10 @@ def estimated_seconds(
 ) -> float:
     """Roughly how long the rows will take, short calls not using up their budget."""
     seconds = len(specs) * ROW_S
+    round_s = budget_s + (timing.REST_S if device == "cuda" else 0)
     for spec in specs:
         theirs = [p for p in WORKLOADS[spec.workload].peers(device) if p in peers]
-        seconds += 2 * (1 + max(1, len(theirs))) * budget_s
+        seconds += 2 * (1 + max(1, len(theirs))) * round_s
         seconds += COMPILE_S if "flex" in theirs else 0
     return seconds
 

@@ -75,7 +75,7 @@ struct BackwardWorkspace {
   int64_t rows = 0;      // of one head, all sequences, in whole blocks
   int64_t key_slots = 0, query_slots = 0, sum_slots = 0;  // ragged: of its lists
   size_t key_blocks = 0, query_blocks = 0, sum_blocks = 0;
-  size_t row_terms = 0, grad_query_sums = 0, turns = 0, tickets = 0;
+  size_t row_terms = 0, grad_query_sums = 0, turns = 0, tickets = 0, done = 0;
   size_t bias_sums = 0;  // in the place of grad_query_sums, which are done with by then
   size_t bias_rows = 0, bias_pairs = 0;
   size_t bytes = 0;  // of all

@@ -411,15 +411,18 @@ bool in_place(const TensorSpec& spec) {
   return true;
 }
 
+static HopperBwdTile hopper_tile(const Kernel& k) { return {k.head_dim, k.block_q, k.block_k}; }
+
 bool finishes(const AttentionPlan& plan) {
   const AttentionProblem& p = plan.problem;
+  if (plan.family == "sm90" && hopper_tile(*find_kernel(plan.kernel)).rounds()) return false;
   const bool own_bias = p.grad_bias && !shares_bias(plan);
   return p.grad_query || (own_bias && find_kernel(plan.kernel)->for_short);
 }
 
 int64_t sum_dim(const Kernel& kernel) {
   if (kernel.family != std::string_view("sm90")) return kernel.head_dim;
-  return HopperBwdTile{kernel.head_dim, kernel.block_q, kernel.block_k}.sum_dim();
+  return hopper_tile(kernel).sum_dim();
 }
 
 BackwardWorkspace backward_workspace(const AttentionPlan& plan) {
@@ -457,7 +460,8 @@ BackwardWorkspace backward_workspace(const AttentionPlan& plan) {
   w.row_terms = place((sums_bias ? plan.heads_q : heads) * w.rows * 2 * sizeof(float));
   w.grad_query_sums = w.bias_sums = place(std::max(query_sums, bias_sums) * sizeof(float));
   w.turns = place(sums ? heads * w.sum_rows / block * sizeof(int32_t) : 0);
-  w.tickets = place(sizeof(int32_t));
+  w.tickets = place(2 * sizeof(int32_t));
+  w.done = place(plan.family == "sm90" ? plan.batch * plan.heads_k * sizeof(int32_t) : 0);
   w.key_blocks = place(w.key_slots * sizeof(RaggedBlock));
   w.query_blocks = place(w.query_slots * sizeof(RaggedBlock));
   w.sum_blocks = place(w.sum_slots * sizeof(RaggedBlock));

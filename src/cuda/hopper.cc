@@ -94,15 +94,21 @@ int64_t heads_together(const AttentionPlan& plan, const HopperFwdParams& p) {
   return unit > cached ? 1 : cached / unit * unit;
 }
 
-// Heads whose blocks of keys are mixed: as many as the second-level cache holds Q, dO and sums of
-// dQ of, for each block of keys reads and adds to all of these; and as there are CTAs for.
+// Heads whose blocks of keys are mixed: as many as all CTAs are busy with at once, so that the
+// kernel that rounds dQ itself can soon begin. Where it does not, twice as many, for then fewer
+// wait for each other (or nearly: a CTA would get the same blocks of every head); as far as the
+// second-level cache holds Q, dO and sums of dQ of them, for each block of keys reads and adds to
+// all of these.
 int64_t key_heads_together(const AttentionPlan& plan, const HopperBwdParams& p) {
   const int64_t bytes =
       p.group * plan.len_q * (2 * plan.head_dim + 2 * plan.head_dim_v + 4 * p.dim);
   const int64_t cached = kCachedBytes / std::max<int64_t>(bytes, 1);
   const int64_t clusters = plan.grid[0] / find_kernel(plan.kernel)->cluster;
   const int64_t busy = ceil_div(clusters, p.key_blocks);
-  return std::min(std::max(cached, busy), plan.heads_k * plan.batch);
+  const bool early = p.grad_query_sums && !finishes(plan);
+  const int64_t twice = ceil_div(2 * clusters * 31 / 32, p.key_blocks);
+  const int64_t heads = early ? busy : std::clamp(cached, busy, std::max(busy, twice));
+  return std::min(heads, plan.heads_k * plan.batch);
 }
 
 // Of a ragged batch: the list of its blocks, and how many were given out.
@@ -124,7 +130,9 @@ std::string missing_on_hopper(const AttentionPlan& plan) {
   }
   const bool backward = p.pass == Pass::kBackward;
   const int64_t length = backward ? std::max(plan.len_q, plan.len_k) : plan.len_q;
-  if (!p.ragged && ceil_div(length, 64) * plan.heads_q > kNoLimit / plan.batch) {
+  // Blocks of queries or keys; of a backward pass also of the rows that a warp rounds.
+  const int64_t block = backward ? 16 : 64;
+  if (!p.ragged && ceil_div(length, block) * plan.heads_q > kNoLimit / plan.batch) {
     return text("more than ", kNoLimit, " blocks cannot be counted");
   }
   const auto maybe = [](const std::optional<TensorSpec>& spec) { return spec ? &*spec : nullptr; };
@@ -275,6 +283,12 @@ Status fill_hopper_backward(HopperBwdParams& p, const AttentionPlan& plan,
       static_cast<int32_t>(ragged ? ragged_slots(problem.key.shape[0], plan.block_k, plan.batch)
                                   : ceil_div(plan.len_k, plan.block_k));
   p.heads_together = static_cast<int32_t>(key_heads_together(plan, p));
+  const auto beside = [](const Strides& strides) { return strides.head < strides.row; };
+  const bool all = beside(p.out_strides) && beside(p.query_strides) &&
+                   (!p.grad_out || beside(p.grad_out_strides));
+  while (all && p.heads_beside < 3 && p.heads * p.group % (2 << p.heads_beside) == 0) {
+    ++p.heads_beside;
+  }
   p.tokens_q = problem.query.shape[0];
   const auto map = [&](TensorMap& map, const TensorSpec& spec, const void* data, int64_t rows) {
     return encode_keys(map, spec, data, rows, ragged);

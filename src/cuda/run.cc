@@ -410,6 +410,7 @@ Status run_backward(const AttentionPlan& plan, const AttentionTensors& t, void* 
   p.deterministic = problem.deterministic && sums && plan.len_q > 0;
 
   const bool on_hopper = plan.family == "sm90";
+  hopper.done = reinterpret_cast<int32_t*>(at(w.done));
   p.prepare_heads = 1;
   const int64_t head_rounds = problem.ragged ? plan.rounds : 1;
   const uint32_t heads_q = static_cast<uint32_t>(plan.heads_q / head_rounds);  // of a round
@@ -467,6 +468,7 @@ Status run_backward(const AttentionPlan& plan, const AttentionTensors& t, void* 
         return launch_part(plan.kernel, grid, plan, launch, params, on_hopper);
       };
       hopper.works = hopper.key_blocks * p.heads * static_cast<int32_t>(count);
+      hopper.rounded_tiles = sums && !finishes(plan) ? static_cast<int32_t>(rows[0] * count) : 0;
       Status part = on_hopper ? launch_both(hopper, {plan.grid[0], 1, 1})
                               : launch_both(p, {plan.grid[0], plan.grid[1], count});
       if (part.ok() && finishes(plan)) {

@@ -26,6 +26,7 @@ from helpers import (
     qkv,
     ragged,
     results,
+    rows_first,
     same,
 )
 
@@ -265,6 +266,14 @@ def test_gradients_with_key_lengths(causal, deterministic, dtype):
         check_case(dense(200, 400, lead=(5,), key_lengths=lengths, options=options, **shape))
 
 
+def test_gradients_of_wrong_key_lengths_are_nan(dtype):
+    for d in (64, 128, 256):
+        lengths = integers(100, 101, 37)
+        got = results(dense(90, 100, lead=(3,), d=d, dtype=dtype, key_lengths=lengths))
+        assert all(got[x][1].isnan().all() for x in ("dq", "dk", "dv"))
+        assert all(got[x][[0, 2]].isfinite().all() for x in ("dq", "dk", "dv"))
+
+
 @pytest.mark.parametrize("needs", ["q", "k", "v", "qk", "kv", "qv"])
 def test_only_the_gradients_that_are_wanted(needs, dtype):
     for d in (64, 128, 256):
@@ -282,6 +291,17 @@ def test_gradients_of_strides(layout, dtype):
     want = results(case)
     got = results(replace(case, q=layout(case.q), k=layout(case.k), v=layout(case.v)))
     assert all(same((got[x],), (want[x],)) for x in want)
+
+
+@pytest.mark.parametrize("hq, hk", [(1, 1), (2, 1), (6, 3), (8, 8), (12, 4), (16, 2)])
+@pytest.mark.parametrize("d", HEAD_DIMS)
+def test_gradients_of_heads_side_by_side(d, hq, hk, dtype):
+    for n, m in ((150, 260), (300, 130)):  # in the second some rows see no key
+        case = dense(n, m, hq=hq, hk=hk, d=d, dtype=dtype, options={"causal": True})
+        beside = {x: rows_first(getattr(case, x)) for x in ("q", "k", "v", "grad_out")}
+        want = check_case(case)
+        got = check_case(replace(case, **beside))
+        assert all(same((got[x],), (want[x],)) for x in want)
 
 
 @pytest.mark.parametrize("row", [170, 230])  # the two halves of a block of 128 keys

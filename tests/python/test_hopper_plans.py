@@ -53,7 +53,8 @@ def test_so_do_their_gradients(dtype):
             kernel = CATALOGUE[plan["kernel"]]
             assert (kernel["family"], kernel["head_dim"]) == ("sm90", d)
             assert plan["before"] == [f"sm90_attention_bwd_prepare_{dtype}"]
-            assert plan["after"] == [f"sm90_attention_bwd_finish_{dtype}"]
+            # Above 128 the kernel has registers left to round dQ itself.
+            assert plan["after"] == ([f"sm90_attention_bwd_finish_{dtype}"] if d <= 128 else [])
             assert plan["grid"] == (132, 1, 1)
             assert ("not bitwise reproducible" in text) != deterministic
         capped = kernel_of(*problem(dtype, d, **LONG), backward=True, softcap=30.0)

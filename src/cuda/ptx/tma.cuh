@@ -6,6 +6,19 @@
 
 namespace flashmoe::cuda::ptx {
 
+// PTX ISA, "createpolicy": what goes first from the second-level cache, because nobody will read it
+// again, and what stays longest.
+__device__ __forceinline__ uint64_t evict_first() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ uint64_t evict_last() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
 // PTX ISA, "cp.async.bulk.tensor": the box that begins there, of a tensor with four dimensions or
 // with five. Its bytes are counted by `barrier`; what lies beyond the tensor is zeros, and counted
 // as well.
@@ -15,6 +28,14 @@ __device__ __forceinline__ void tma_load(uint32_t shared, const void* map, uint3
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
       " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared),
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+__device__ __forceinline__ void tma_load_once(uint32_t shared, const void* map, uint32_t barrier,
+                                              int c0, int c1, int c2, int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(evict_first())
       : "memory");
 }
 __device__ __forceinline__ void tma_load(uint32_t shared, const void* map, uint32_t barrier, int c0,
@@ -51,12 +72,12 @@ __device__ __forceinline__ void tma_store(uint32_t shared, const void* map, int 
       "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
       : "memory");
 }
-__device__ __forceinline__ void tma_store(uint32_t shared, const void* map, int c0, int c1, int c2,
-                                          int c3) {
+__device__ __forceinline__ void tma_store_for_good(uint32_t shared, const void* map, int c0, int c1,
+                                                   int c2, int c3) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%1, {%2, %3, %4, %5}], [%0];" ::"r"(
-          shared),
-      "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group.L2::cache_hint"
+      " [%1, {%2, %3, %4, %5}], [%0], %6;" ::"r"(shared),
+      "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(evict_first())
       : "memory");
 }
 
@@ -69,17 +90,20 @@ __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, i
       "l"(global), "r"(bytes), "r"(barrier)
       : "memory");
 }
-// And back.
-__device__ __forceinline__ void bulk_store(void* global, uint32_t shared, int bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
-               "r"(shared), "r"(bytes)
-               : "memory");
+// And back: sums, that others will add to.
+__device__ __forceinline__ void bulk_store_f32(float* global, uint32_t shared, int bytes) {
+  asm volatile(
+      "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(
+          global),
+      "r"(shared), "r"(bytes), "l"(evict_last())
+      : "memory");
 }
 // PTX ISA, "cp.reduce.async.bulk": adds floats that follow each other.
 __device__ __forceinline__ void bulk_add_f32(float* global, uint32_t shared, int bytes) {
   asm volatile(
-      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
-      "r"(shared), "r"(bytes)
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.add.f32"
+      " [%0], [%1], %2, %3;" ::"l"(global),
+      "r"(shared), "r"(bytes), "l"(evict_last())
       : "memory");
 }
 

@@ -55,7 +55,7 @@ __device__ __forceinline__ void store_all(char* shared, const BwdSlots<C>& slots
                                   : query_sums<C>(turn.row, group, p);
         ptx::fence_proxy_async_all();  // sums by others come before
         if (turn.stores) {
-          ptx::bulk_store(to, from, C::kSumBytes);
+          ptx::bulk_store_f32(to, from, C::kSumBytes);
         } else {
           ptx::bulk_add_f32(to, from, C::kSumBytes);
         }
@@ -328,6 +328,7 @@ __device__ __forceinline__ void attention_bwd(const HopperBwdParams& p) {
   if (group == 0) {
     ptx::setmaxnreg_dec<C::kLoaderRegisters>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    if (C::kWide && warp == 3) round_all<C, 2>(p);
     if (threadIdx.x % 32 == 0) {
       if (warp == 0) load_all<C>(shared, slots, p);
       if constexpr (C::kWide) {
@@ -349,6 +350,7 @@ __device__ __forceinline__ void attention_bwd(const HopperBwdParams& p) {
       ptx::setmaxnreg_inc<C::kSecondRegisters>();
       BwdWideKeys<C>(shared, slots, p).run();
     }
+    if constexpr (C::kWide) round_all<C, 4>(p);
   }
   if constexpr (C::kCluster > 1) ptx::cluster_sync();  // nobody needs the other's shared memory
 }

@@ -263,7 +263,7 @@ class BwdGroup {
       const int token = static_cast<int>(w.seq.token_k) + first_key;
 #pragma unroll
       for (int i = 0; i < C::Grads::kBlocks; ++i) {
-        ptx::tma_store(from + i * block_bytes, &map, 64 * i, token, w.key_head, w.batch);
+        ptx::tma_store_for_good(from + i * block_bytes, &map, 64 * i, token, w.key_head, w.batch);
       }
       ptx::tma_commit_group();
       return;

@@ -4,6 +4,7 @@
 #include "cuda/any/attention_rows.cuh"
 #include "cuda/ptx/grid.cuh"
 #include "cuda/ptx/shared.cuh"
+#include "cuda/sm90/attention_bwd_queries.cuh"
 #include "cuda/sm90/operand.cuh"
 #include "cuda/sm90/params.h"
 #include "cuda/sm90/tiles.h"
@@ -68,74 +69,105 @@ __device__ __forceinline__ void row_products(float (&sums)[kRows], const char* c
   }
 }
 
+// dQ of a block of queries that sees no key, or whose lengths are wrong: nobody stores sums.
+template <class T>
+__device__ __forceinline__ void fill_unseen(const Sequence& seq, RaggedKind kind, int batch,
+                                            int head, int first, const AttentionBwdParams& p) {
+  char* const to =
+      const_cast<char*>(rows_of(p.grad_query, p, p.grad_query_strides, batch, head, seq.token_q));
+  fill_rows(to, p.grad_query_strides.row_bytes(), first, min(first + p.block_q, seq.len_q),
+            p.head_dim, kind == RaggedKind::kInvalid ? T::kNan : 0);
+}
+
 // lse in base 2 and delta = out.dO - grad_lse of every row: any/attention_rows.cuh has the same for
 // the other families. Sums of dQ need no zeros, as the first block of keys stores them; whose turn
-// it is does. The grid is that of attention_bwd_finish.
+// it is does. See find_rows_of_cta() for the grid.
 template <class T>
 __device__ __forceinline__ void attention_bwd_prepare(const HopperBwdParams& p) {
   ptx::grid_launch_next();
-  if (blockIdx.x + blockIdx.z + threadIdx.x == 0) *p.tickets = 0;
+  if (blockIdx.x + blockIdx.z + threadIdx.x == 0) p.tickets[0] = p.tickets[1] = 0;
   const auto [seq, kind, batch, head, first] = find_rows_of_cta(p);
-  if (kind != RaggedKind::kBlock || first >= seq.len_q) return;
-  const int64_t sequence_row = workspace_row(p, seq, batch) + first;
+  if (kind == RaggedKind::kEmpty || first >= seq.len_q) return;
+  if (p.rounded_tiles > 0 && (kind != RaggedKind::kBlock || !is_seen(seq, first, p))) {
+    fill_unseen<T>(seq, kind, batch, head, first, p);
+  }
+  if (kind != RaggedKind::kBlock) return;
+  const int64_t sequence_row = workspace_row(p, seq, batch);
+  if (p.grad_query_sums && threadIdx.x == 0) {
+    p.turns[(head * p.sum_rows + sequence_row + first - round_rows(p)) / p.block_q] = 0;
+    if (first == 0 && head % p.group == 0) *blocks_done(p, batch, head / p.group) = 0;
+  }
 
-  const char* gO = rows_of(p.out, p, p.out_strides, batch, head, seq.token_q);
-  const char* gQ = rows_of(p.query, p, p.query_strides, batch, head, seq.token_q);
-  const char* gdO = rows_of(p.grad_out, p, p.grad_out_strides, batch, head, seq.token_q);
-  const float* lse = p.lse + offset(p, p.lse_strides, batch, head, seq.token_q);
+  // Heads whose rows lie side by side share out their blocks: memory likes to be read so.
+  const int beside = p.heads_beside, part = head & ((1 << beside) - 1), first_head = head - part;
+  const int first_row = first + part * (p.block_q >> beside);
+  const char* gO = rows_of(p.out, p, p.out_strides, batch, first_head, seq.token_q);
+  const char* gQ = rows_of(p.query, p, p.query_strides, batch, first_head, seq.token_q);
+  const char* gdO = rows_of(p.grad_out, p, p.grad_out_strides, batch, first_head, seq.token_q);
+  const float* lse = p.lse + offset(p, p.lse_strides, batch, first_head, seq.token_q);
   const float* grad_lse =
-      p.grad_lse ? p.grad_lse + offset(p, p.grad_lse_strides, batch, head, seq.token_q) : nullptr;
-  float2* const terms_of = reinterpret_cast<float2*>(p.row_terms) + head * p.rows + sequence_row;
+      p.grad_lse ? p.grad_lse + offset(p, p.grad_lse_strides, batch, first_head, seq.token_q)
+                 : nullptr;
+  float2* const terms_of =
+      reinterpret_cast<float2*>(p.row_terms) + first_head * p.rows + sequence_row;
+  const auto row_of = [&](int r) { return first_row + (r >> beside); };
+  const auto head_of = [&](int r) { return r & ((1 << beside) - 1); };
+  const auto at = [&](const char* rows, const Strides& strides, int64_t row, int r) {
+    return rows + row * strides.row_bytes() + int64_t{head_of(r)} * strides.head * 2;
+  };
+  const auto number_at = [&](const float* rows, const Strides& strides, int64_t row, int r) {
+    return rows[row * strides.row + head_of(r) * strides.head];
+  };
   constexpr int kAtOnce = 4;  // rows
   const int dim = max(p.head_dim, p.head_dim_v);
   const int lanes = dim <= 64 ? row_lanes(dim) : dim <= 128 ? 16 : 32;
-  const int lane = threadIdx.x % lanes, rows_of_pass = kRowThreads / lanes;
+  const int shift = 31 - __clz(lanes);  // a power of 2
+  const int lane = threadIdx.x & (lanes - 1), rows_of_pass = kRowThreads >> shift;
 #pragma unroll 1
-  for (int i = threadIdx.x / lanes; i < p.block_q; i += kAtOnce * rows_of_pass) {
-    int64_t rows[kAtOnce];  // past the end, the last once more
+  for (int i = threadIdx.x >> shift; i < p.block_q; i += kAtOnce * rows_of_pass) {
     const char *left[kAtOnce], *right[kAtOnce];
+    float naturals[kAtOnce];
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      rows[j] = min(first + i + j * rows_of_pass, seq.len_q - 1);
-      left[j] = gO + rows[j] * p.out_strides.row * 2;
-      right[j] = gdO + rows[j] * p.grad_out_strides.row * 2;
+      const int r = i + j * rows_of_pass;
+      const int row = min(row_of(r), seq.len_q - 1);  // past the end, the last once more
+      left[j] = at(gO, p.out_strides, row, r);
+      right[j] = at(gdO, p.grad_out_strides, row, r);
+      naturals[j] = number_at(lse, p.lse_strides, row, r);
     }
     float deltas[kAtOnce] = {};
     if (p.grad_out) row_products<T>(deltas, left, right, p.head_dim_v, lane, lanes);
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      const int r = i + j * rows_of_pass;
+      const int r = i + j * rows_of_pass, row = min(row_of(r), seq.len_q - 1);
       if (r >= p.block_q) break;
       float delta = deltas[j];
-      if (grad_lse) delta -= grad_lse[rows[j] * p.grad_lse_strides.row];
-      const float natural = lse[rows[j] * p.lse_strides.row];
+      if (grad_lse) delta -= number_at(grad_lse, p.grad_lse_strides, row, r);
+      const float natural = naturals[j];
       // A row that sees no key has probabilities 2^(s - inf) = 0. Where lse and delta would not
       // show that its Q is not finite, a NaN does.
       float2 terms = {natural == -INFINITY ? INFINITY : natural * kLog2e, delta};
       if (__any_sync(0xffffffffu, natural == -INFINITY)) {
-        const char* q = gQ + rows[j] * p.query_strides.row * 2;
+        const char* q = at(gQ, p.query_strides, row, r);
         const float square = row_product<T>(q, q, p.head_dim, lane, lanes);
         if (natural == -INFINITY && !(square < INFINITY)) terms.y = NAN;
       }
       if (natural == INFINITY) terms.y = NAN;
-      const bool past = first + r >= seq.len_q;
+      const bool past = row_of(r) >= seq.len_q;
       if (past) terms = {INFINITY, 0};
       // Ragged, others' rows follow. A NaN shows that something there is not finite.
       if (p.blocks && __any_sync(0xffffffffu, past)) {
-        const int64_t other = min(int64_t{first} + r, p.tokens_q - 1 - seq.token_q);
-        const char* q = gQ + other * p.query_strides.row * 2;
+        const int64_t other = min(int64_t{row_of(r)}, p.tokens_q - 1 - seq.token_q);
+        const char* q = at(gQ, p.query_strides, other, r);
         float square = row_product<T>(q, q, p.head_dim, lane, lanes);
         if (p.grad_out) {
-          const char* dO = gdO + other * p.grad_out_strides.row * 2;
+          const char* dO = at(gdO, p.grad_out_strides, other, r);
           square += row_product<T>(dO, dO, p.head_dim_v, lane, lanes);
         }
         if (past && !(square < INFINITY)) terms.y = NAN;
       }
-      if (lane == 0) terms_of[r] = terms;
+      if (lane == 0) terms_of[head_of(r) * p.rows + row_of(r)] = terms;
     }
-  }
-  if (p.grad_query_sums && threadIdx.x == 0) {
-    p.turns[(head * p.sum_rows + sequence_row - round_rows(p)) / p.block_q] = 0;
   }
 }
 
@@ -154,14 +186,8 @@ __device__ __forceinline__ void attention_bwd_finish(const AttentionBwdParams& p
   char* const to = const_cast<char*>(
       rows_of(p.grad_query, p, p.grad_query_strides, rows.batch, rows.head, seq.token_q));
   const int64_t row_bytes = p.grad_query_strides.row_bytes();
-  const int end = min(rows.first + p.block_q, seq.len_q);
-  // Where no key is seen nobody has stored sums.
-  const bool unseen = rows.kind == RaggedKind::kBlock && end > rows.first &&
-                      seq.begin(rows.first, p) >= seq.end(end - 1, p);
-  if (rows.kind != RaggedKind::kBlock || unseen) {
-    fill_rows(to, row_bytes, rows.first, end, p.head_dim,
-              rows.kind == RaggedKind::kRest || unseen ? 0 : T::kNan);
-    return;
+  if (rows.kind != RaggedKind::kBlock || !is_seen(seq, rows.first, p)) {
+    return fill_unseen<T>(seq, rows.kind, rows.batch, rows.head, rows.first, p);
   }
   const int64_t round_row = workspace_row(p, seq, rows.batch) - round_rows(p);
   const float* const sums =

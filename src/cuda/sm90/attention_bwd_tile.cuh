@@ -26,6 +26,7 @@ struct alignas(16) BwdWork {
   int64_t first_row;  // of the sequence in the workspace
   int64_t round_row;  // and where there is room for a round only
   int batch, key_head, first_key;
+  int sequence;                    // the batch's, ragged as well
   int query_begin, query_end;      // in whole blocks
   int tiles;                       // blocks of queries, of all heads of the group
   uint32_t index;                  // which work of the CTA this is
@@ -173,7 +174,6 @@ template <class C>
 __device__ __forceinline__ void find_work(BwdWork& w, int number, const HopperBwdParams& p) {
   w.last = number >= p.works;
   if (w.last) return;
-  int sequence;
   if (p.blocks) {
     const RaggedBlock block = p.blocks[number / p.heads];
     w.last = block.kind == RaggedKind::kEmpty;  // and so are all that follow
@@ -186,7 +186,7 @@ __device__ __forceinline__ void find_work(BwdWork& w, int number, const HopperBw
       w.seq.valid = true;
       w.seq.len_q = 0;
     }
-    sequence = block.sequence;
+    w.sequence = block.sequence;
   } else {
     const int heads = p.works / p.key_blocks, together = p.heads_together;
     const int first_head = number / (together * p.key_blocks) * together;
@@ -197,10 +197,10 @@ __device__ __forceinline__ void find_work(BwdWork& w, int number, const HopperBw
     w.key_head = p.first_head + index % p.heads;
     w.first_key = block * C::kBlockK;
     w.seq = find_sequence(p, w.batch);
-    sequence = w.batch;
+    w.sequence = w.batch;
   }
   const Sequence seq = w.seq;
-  w.first_row = workspace_row(p, seq, sequence);
+  w.first_row = workspace_row(p, seq, w.sequence);
   w.round_row = w.first_row - round_rows(p);
   // Row i sees key j when i + shift - left <= j <= i + shift + right.
   const int last_key = min(w.first_key + C::kBlockK, seq.len_k) - 1;
@@ -390,8 +390,9 @@ __device__ __forceinline__ void load_all(char* shared, const BwdSlots<C>& slots,
       const auto load_keys = [&](bool k) {
         const Slot slot = k ? slots.k() : slots.v();
         ptx::mbarrier_wait(slot.empty, w.keys_parity ^ 1);
-        fill<typename C::Keys>(slot, smem + (k ? C::kSmemK : C::kSmemV),
-                               k ? p.key_map : p.value_map, token_k(rank), w.key_head, w.batch);
+        fill<typename C::Keys, 0, !C::kWide>(slot, smem + (k ? C::kSmemK : C::kSmemV),
+                                             k ? p.key_map : p.value_map, token_k(rank), w.key_head,
+                                             w.batch);
       };
       ring.wait_empty(grad_out);  // in all CTAs of the cluster
       fill_everywhere<C>(q, smem + C::kSmemQ + places.q, rank, p.query_map, token_q, head, w.batch);

@@ -15,9 +15,11 @@
 //                   sdS      64 x 128            one half from the other CTA
 //                   sOther   64 x 128            the other CTA's K: what dQ's columns take of it
 //
-// There is no room for dQ on its way out: each thread adds its own to the sums.
+// There is no room for dQ on its way out: each thread adds its own to the sums. And a warp beside
+// the others rounds them, once all are there: attention_bwd_round.cuh.
 #pragma once
 
+#include "cuda/sm90/attention_bwd_round.cuh"
 #include "cuda/sm90/attention_bwd_scores.cuh"
 
 namespace flashmoe::cuda::sm90 {
@@ -39,6 +41,7 @@ __device__ __forceinline__ void keep_turns(char* shared, const BwdSlots<C>& slot
       parity ^= 1;
       turn.pass_on();
     });
+    ptx::red_release_add(blocks_done(p, w.sequence, w.key_head), 1);
   });
 }
 

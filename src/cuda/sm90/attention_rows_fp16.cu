@@ -8,7 +8,7 @@ extern "C" __global__ void __launch_bounds__(kRaggedThreads)
   attention_ragged_blocks(p);
 }
 
-extern "C" __global__ void __launch_bounds__(kRowThreads)
+extern "C" __global__ void __launch_bounds__(kRowThreads, 8)
     sm90_attention_bwd_prepare_fp16(const __grid_constant__ HopperBwdParams p) {
   sm90::attention_bwd_prepare<Fp16>(p);
 }

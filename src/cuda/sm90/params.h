@@ -24,7 +24,7 @@ struct HopperFwdParams : AttentionFwdParams {
 };
 
 // A backward pass. The grid is as many CTAs as the chip holds at once; `tickets` gives out the
-// `works` blocks of keys, deterministic or not.
+// `works` blocks of keys, deterministic or not, and its second number the rows of dQ to round.
 struct HopperBwdParams : AttentionBwdParams {
   // (batch, heads, length, D); ragged: tokens are the length. Where there is no grad_out, its map
   // is that of the queries: what is read lies beyond their end. Maps of gradients that are not
@@ -32,6 +32,9 @@ struct HopperBwdParams : AttentionBwdParams {
   TensorMap query_map, key_map, value_map, grad_out_map, grad_key_map, grad_value_map;
   int32_t key_blocks, works;
   int32_t heads_together;  // (batch, key head) whose blocks follow each other
+  int32_t heads_beside;    // 2^this heads of queries, whose rows the kernel before takes together
+  int32_t rounded_tiles;   // blocks of queries, of all heads
+  int32_t* done;           // (sequences, key heads) of a round: how many blocks of keys are
   int64_t tokens_q;        // ragged: of all sequences, and what comes after them
 };
 

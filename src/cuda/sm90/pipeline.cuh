@@ -53,14 +53,19 @@ __device__ __forceinline__ Number same(Number x) {
 }
 
 // A tile, in blocks of 64 columns, on its way to shared memory: `where` names row, head and so on.
-// Whoever waits for it waits for kMoreBytes as well.
-template <class Tile, uint32_t kMoreBytes = 0, class... Where>
+// Whoever waits for it waits for kMoreBytes as well. kOnce: nobody else needs it.
+template <class Tile, uint32_t kMoreBytes = 0, bool kOnce = false, class... Where>
 __device__ __forceinline__ void fill(const Slot& slot, uint32_t shared, const TensorMap& map,
                                      Where... where) {
   ptx::mbarrier_arrive_expect_tx(slot.full, Tile::kBytes + kMoreBytes);
 #pragma unroll
   for (int i = 0; i < Tile::kBlocks; ++i) {
-    ptx::tma_load(shared + i * Tile::kBlockBytes, &map, slot.full, 64 * i, where...);
+    const uint32_t to = shared + i * Tile::kBlockBytes;
+    if constexpr (kOnce) {
+      ptx::tma_load_once(to, &map, slot.full, 64 * i, where...);
+    } else {
+      ptx::tma_load(to, &map, slot.full, 64 * i, where...);
+    }
   }
 }
 

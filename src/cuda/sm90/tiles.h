@@ -43,6 +43,8 @@ struct HopperBwdTile {
   constexpr int threads() const { return 3 * 128; }  // two warpgroups compute
   // Whether the sums of 64 keys are too many for a warpgroup: one has dV then, the other dK.
   constexpr bool wide() const { return head_dim > 128; }
+  // Whether dQ is rounded by the kernel itself, which takes registers beside those that compute.
+  constexpr bool rounds() const { return wide(); }
   // CTAs that share a block of keys: wide, each has 64 of 128.
   constexpr int cluster() const { return wide() ? 2 : 1; }
   // Columns of the sums of dQ: whole blocks of 64.

@@ -6,9 +6,10 @@ cd "$(dirname "$0")/.." || exit 2
 
 usage() {
   cat <<'TEXT'
-tools/gpu.sh [--all] [--sanitize] [--bench] [--no-build] [FATBINS] [-- BENCH_ARGUMENTS...]
+tools/gpu.sh [--jobs N] [--all] [--sanitize] [--bench] [--no-build] [FATBINS] [-- BENCH_ARGUMENTS...]
 
   FATBINS      folder of compiled kernels (default: build/release/fatbins)
+  --jobs N     GPU tests in so many processes at once (default: a core each, 14 at most)
   --all        also ctest and the tests that need no GPU
   --sanitize   also compute-sanitizer over tests/gpu/sanitize.py: memcheck, racecheck, initcheck, synccheck
   --bench      also python3 -m flashmoe_science bench BENCH_ARGUMENTS
@@ -20,9 +21,12 @@ TEXT
 
 fatbins=build/release/fatbins
 build=yes all=no sanitize=no bench=no
+jobs=$(nproc)
+[ "$jobs" -gt 14 ] && jobs=14
 while [ $# -gt 0 ]; do
   case $1 in
     -h | --help) usage; exit 0 ;;
+    --jobs) jobs=${2:?--jobs wants a number}; shift ;;
     --all) all=yes ;;
     --sanitize) sanitize=yes ;;
     --bench) bench=yes ;;
@@ -116,7 +120,22 @@ if [ "$build" = yes ]; then
   fi
   step build build_library || finish
 fi
-step gpu_tests "$python" -m pytest -q --durations=10 tests/gpu
+# Most of a test's time is the oracle's and the processor's. What needs the whole card comes after.
+gpu_tests() {
+  local i status=0 pids=()
+  for ((i = 0; i < jobs; i++)); do
+    "$python" -m pytest -q -p no:cacheprovider --part "$i/$jobs" --ignore tests/gpu/test_large.py \
+      tests/gpu > "$logs/gpu_tests.$i.log" 2>&1 &
+    pids+=($!)
+  done
+  for i in "${!pids[@]}"; do
+    wait "${pids[$i]}" || { status=1; tail -n 60 "$logs/gpu_tests.$i.log"; }
+  done
+  tail -q -n 1 "$logs"/gpu_tests.*.log
+  return "$status"
+}
+step gpu_tests gpu_tests
+step large_tests "$python" -m pytest -q -p no:cacheprovider tests/gpu/test_large.py
 if [ "$all" = yes ]; then
   step ctest ctest --test-dir build/release --output-on-failure
   step python_tests "$python" -m pytest -q tests/python

@@ -94,11 +94,11 @@ int64_t heads_together(const AttentionPlan& plan, const HopperFwdParams& p) {
   return unit > cached ? 1 : cached / unit * unit;
 }
 
-// Heads whose blocks of keys are mixed: as many as all CTAs are busy with at once, so that the
-// kernel that rounds dQ itself can soon begin. Where it does not, twice as many, for then fewer
-// wait for each other (or nearly: a CTA would get the same blocks of every head); as far as the
-// second-level cache holds Q, dO and sums of dQ of them, for each block of keys reads and adds to
-// all of these.
+// Heads whose blocks of keys are mixed: as far as the second-level cache holds Q, dO and sums of dQ
+// of them, for each block of keys reads and adds to all of these; and as all CTAs are busy with at
+// once. Where sums are deterministic no fewer, or blocks of a head would wait for each other. Else
+// as many as the CTAs are busy with twice (nearly, or each would get the same blocks of every
+// head); or once, so that the kernel that rounds dQ itself can soon begin.
 int64_t key_heads_together(const AttentionPlan& plan, const HopperBwdParams& p) {
   const int64_t bytes =
       p.group * plan.len_q * (2 * plan.head_dim + 2 * plan.head_dim_v + 4 * p.dim);
@@ -107,8 +107,8 @@ int64_t key_heads_together(const AttentionPlan& plan, const HopperBwdParams& p) 
   const int64_t busy = ceil_div(clusters, p.key_blocks);
   const bool early = p.grad_query_sums && !finishes(plan);
   const int64_t twice = ceil_div(2 * clusters * 31 / 32, p.key_blocks);
-  const int64_t heads = early ? busy : std::clamp(cached, busy, std::max(busy, twice));
-  return std::min(heads, plan.heads_k * plan.batch);
+  const int64_t most = early ? busy : p.deterministic ? cached : std::min(cached, twice);
+  return std::min(std::max(most, busy), plan.heads_k * plan.batch);
 }
 
 // Of a ragged batch: the list of its blocks, and how many were given out.

@@ -13,7 +13,15 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "tests" / "python")]
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--part", metavar="I/N", help="every N-th test only, from the I-th on")
+
+
+def pytest_collection_modifyitems(config, items):
+    if part := config.getoption("--part", None):
+        first, step = map(int, part.split("/"))
+        config.hook.pytest_deselected(items=[x for i, x in enumerate(items) if i % step != first])
+        items[:] = items[first::step]
     # A rehearsal: the tests of numbers run on the CPU backend, which shows that the tests work.
     if torch.cuda.is_available() or os.environ.get("FLASHMOE_TEST_DEVICE") == "cpu":
         return

@@ -123,6 +123,7 @@ fi
 # Most of a test's time is the oracle's and the processor's. What needs the whole card comes after.
 gpu_tests() {
   local i status=0 pids=()
+  rm -f "$logs"/gpu_tests.*.log
   for ((i = 0; i < jobs; i++)); do
     "$python" -m pytest -q -p no:cacheprovider --part "$i/$jobs" --ignore tests/gpu/test_large.py \
       tests/gpu > "$logs/gpu_tests.$i.log" 2>&1 &

@@ -38,6 +38,9 @@ while [ $# -gt 0 ]; do
   shift
 done
 # What is left are the benchmark's arguments.
+case $jobs in
+  '' | 0* | *[!0-9]*) echo "tools/gpu.sh: --jobs $jobs: wants a number from 1 on" >&2; exit 2 ;;
+esac
 
 logs=build/gpu
 mkdir -p "$logs"

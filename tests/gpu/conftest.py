@@ -14,12 +14,16 @@ sys.path[:0] = [str(ROOT / "python"), str(ROOT / "tests" / "python")]
 
 
 def pytest_addoption(parser):
-    parser.addoption("--part", metavar="I/N", help="every N-th test only, from the I-th on")
+    parser.addoption(
+        "--part", metavar="I/N", help="every N-th test only, from the I-th on, I from 0"
+    )
 
 
 def pytest_collection_modifyitems(config, items):
     if part := config.getoption("--part", None):
         first, step = map(int, part.split("/"))
+        if not 0 <= first < step:
+            raise pytest.UsageError(f"--part {part}: I must be one of 0 to N - 1")
         config.hook.pytest_deselected(items=[x for i, x in enumerate(items) if i % step != first])
         items[:] = items[first::step]
     # A rehearsal: the tests of numbers run on the CPU backend, which shows that the tests work.

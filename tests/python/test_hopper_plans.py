@@ -133,6 +133,8 @@ def test_ragged_batches():
         ("there is nothing to attend to", problem(batch=0), {}),
         ("more than 1073741824 blocks cannot be counted",
          problem(batch=1 << 20, heads_q=1024, heads_k=1, n=65, m=65), {}),
+        ("more than 1073741824 blocks cannot be counted",  # of 16 rows, there
+         problem(batch=1 << 18, heads_q=1024, heads_k=1, n=65, m=65), {"backward": True}),
         ("is for sm_90 alone, the device is sm_100", problem(), {"device": "sm_100"}),
         ("needs sm_90 or newer", problem(), {"device": "sm_80"}),
         ("key is broadcast", [problem()[0], problem()[1][:, :1].expand(3, 2, 517, 64),

@@ -461,7 +461,8 @@ BackwardWorkspace backward_workspace(const AttentionPlan& plan) {
   w.grad_query_sums = w.bias_sums = place(std::max(query_sums, bias_sums) * sizeof(float));
   w.turns = place(sums ? heads * w.sum_rows / block * sizeof(int32_t) : 0);
   w.tickets = place(2 * sizeof(int32_t));
-  w.done = place(plan.family == "sm90" ? plan.batch * plan.heads_k * sizeof(int32_t) : 0);
+  // And for what comes after the sequences of a ragged batch.
+  w.done = place(plan.family == "sm90" ? (plan.batch + 1) * plan.heads_k * sizeof(int32_t) : 0);
   w.key_blocks = place(w.key_slots * sizeof(RaggedBlock));
   w.query_blocks = place(w.query_slots * sizeof(RaggedBlock));
   w.sum_blocks = place(w.sum_slots * sizeof(RaggedBlock));

@@ -289,6 +289,14 @@ Status fill_hopper_backward(HopperBwdParams& p, const AttentionPlan& plan,
   while (all && p.heads_beside < 3 && p.heads * p.group % (2 << p.heads_beside) == 0) {
     ++p.heads_beside;
   }
+  // As many rows for a CTA as leave enough of them: finding out where they are takes a while.
+  p.prepare_rows = p.block_q;
+  const auto prepares = [&](int64_t rows) {
+    return ceil_div(plan.len_q, rows) * plan.heads_q * plan.batch;
+  };
+  while (p.prepare_rows < 4 * p.block_q && prepares(2 * p.prepare_rows) >= 4 * plan.grid[0]) {
+    p.prepare_rows *= 2;
+  }
   p.tokens_q = problem.query.shape[0];
   const auto map = [&](TensorMap& map, const TensorSpec& spec, const void* data, int64_t rows) {
     return encode_keys(map, spec, data, rows, ragged);

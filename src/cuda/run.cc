@@ -417,10 +417,6 @@ Status run_backward(const AttentionPlan& plan, const AttentionTensors& t, void* 
   p.heads = static_cast<int32_t>(plan.heads_k / head_rounds);
   uint32_t rows_grid[2] = {static_cast<uint32_t>((plan.len_q + plan.block_q - 1) / plan.block_q),
                            heads_q};
-  if (on_hopper) {
-    rows_grid[0] *= heads_q;
-    rows_grid[1] = 1;
-  }
   if (problem.ragged) {
     const auto list = [&](size_t offset, int64_t slots, int64_t block, bool of_keys) {
       return RaggedList{.blocks = reinterpret_cast<RaggedBlock*>(at(offset)),
@@ -452,6 +448,11 @@ Status run_backward(const AttentionPlan& plan, const AttentionTensors& t, void* 
   if (on_hopper) {
     if (Status status = fill_hopper_backward(hopper, plan, t); !status.ok()) return status;
   }
+  uint32_t prepare_grid[2] = {rows_grid[0] / p.prepare_heads, rows_grid[1]};
+  if (on_hopper && !problem.ragged) {
+    prepare_grid[0] = static_cast<uint32_t>(ceil_div(plan.len_q, hopper.prepare_rows)) * heads_q;
+    prepare_grid[1] = 1;
+  }
   for (int64_t round = 0; round < head_rounds; ++round) {
     p.first_head = static_cast<int32_t>(round) * p.heads;
     if (Status status = pairs.read(p, t.bias, round); !status.ok()) return status;
@@ -461,20 +462,20 @@ Status run_backward(const AttentionPlan& plan, const AttentionTensors& t, void* 
     p.row_terms = reinterpret_cast<float*>(at(w.row_terms)) - before;
     Status status = in_rounds(plan, p, [&](uint32_t count) {
       const uint32_t rows[3] = {rows_grid[0], rows_grid[1], count};
-      const auto launch_both = [&](const auto& params, const uint32_t(&grid)[3]) {
-        const uint32_t before[] = {rows[0] / p.prepare_heads, rows[1], rows[2]};
-        Status status = launch_part(plan.before.back(), before, plan, launch, params);
-        if (!status.ok()) return status;
-        return launch_part(plan.kernel, grid, plan, launch, params, on_hopper);
+      const auto launch_all = [&](const auto& params, const uint32_t(&grid)[3]) {
+        const uint32_t before[] = {prepare_grid[0], prepare_grid[1], count};
+        Status part = launch_part(plan.before.back(), before, plan, launch, params);
+        if (part.ok()) part = launch_part(plan.kernel, grid, plan, launch, params, on_hopper);
+        if (part.ok() && finishes(plan)) {
+          part = launch_part(plan.after[0], rows, plan, launch, params, on_hopper);
+        }
+        return part;
       };
       hopper.works = hopper.key_blocks * p.heads * static_cast<int32_t>(count);
-      hopper.rounded_tiles = sums && !finishes(plan) ? static_cast<int32_t>(rows[0] * count) : 0;
-      Status part = on_hopper ? launch_both(hopper, {plan.grid[0], 1, 1})
-                              : launch_both(p, {plan.grid[0], plan.grid[1], count});
-      if (part.ok() && finishes(plan)) {
-        part = launch_part(plan.after[0], rows, plan, launch, p, on_hopper);
-      }
-      return part;
+      hopper.rounded_tiles =
+          sums && !finishes(plan) ? static_cast<int32_t>(rows[0] * rows[1] * count) : 0;
+      return on_hopper ? launch_all(hopper, {plan.grid[0], 1, 1})
+                       : launch_all(p, {plan.grid[0], plan.grid[1], count});
     });
     if (status.ok()) status = pairs.write(p, t.grad_bias, round);
     if (!status.ok()) return status;

@@ -274,6 +274,23 @@ def test_gradients_of_wrong_key_lengths_are_nan(dtype):
         assert all(got[x][[0, 2]].isfinite().all() for x in ("dq", "dk", "dv"))
 
 
+@pytest.mark.parametrize("hq", [16, 6])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_gradients_of_many_heads(d, hq, dtype):
+    """So many that a CTA of the kernel before has several blocks of rows, the last not a whole one.
+    Some see no key, and one length is wrong."""
+    lead = 600 // hq
+    shape = {"d": d, "dtype": dtype, "deterministic": True, "options": {"causal": True}}
+    case = dense(330, 190, lead=(lead,), hq=hq, hk=hq, **shape)
+    want = check_case(case)
+    beside = {x: rows_first(getattr(case, x)) for x in ("q", "k", "v", "grad_out")}
+    got = results(replace(case, **beside))
+    wrong = results(replace(case, key_lengths=integers(*[190] * (lead - 1), 191)))
+    for x in ("dq", "dk", "dv"):
+        assert same((got[x], wrong[x][:-1]), (want[x], want[x][:-1]))
+        assert wrong[x][-1].isnan().all()
+
+
 @pytest.mark.parametrize("needs", ["q", "k", "v", "qk", "kv", "qv"])
 def test_only_the_gradients_that_are_wanted(needs, dtype):
     for d in (64, 128, 256):

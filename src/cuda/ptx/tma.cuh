@@ -56,13 +56,6 @@ __device__ __forceinline__ void tma_load_to(uint32_t ctas, uint32_t shared, cons
       : "memory");
 }
 
-// The same to the second-level cache only, for someone to load it soon.
-__device__ __forceinline__ void tma_prefetch(const void* map, int c0, int c1, int c2, int c3) {
-  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map),
-               "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-               : "memory");
-}
-
 // And back; what lies beyond the tensor is not written.
 __device__ __forceinline__ void tma_store(uint32_t shared, const void* map, int c0, int c1, int c2,
                                           int c3, int c4) {

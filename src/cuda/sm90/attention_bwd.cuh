@@ -25,7 +25,7 @@
 // the accumulators' own order: two warps beside the loading one see to that. The first block of
 // keys stores, so that the sums need no zeros, and the others wait for it; or for their turn, where
 // sums are deterministic (see find_work()). A first kernel makes lse and delta, a last one rounds
-// dQ: attention_bwd_rows.cuh. Each begins while the one before it ends.
+// dQ, head by head as they are done with: attention_bwd_rows.cuh.
 //
 // Head dims above 128: attention_bwd_wide.cuh.
 #pragma once
@@ -42,7 +42,6 @@ __device__ __forceinline__ void store_all(char* shared, const BwdSlots<C>& slots
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const uint32_t from = smem + C::kSmemSums + group * C::kSumBytes;
   const Slot sums = slots.sums(group);
-  constexpr bool kByRows = C::kBlockQ == 64 * C::kGroups;
   int parity = 0;
   help_works<C>(shared, slots, [&](const BwdWork& w) {
     for_each_tile<C>(w, p, [&](int head, int first) {
@@ -51,8 +50,7 @@ __device__ __forceinline__ void store_all(char* shared, const BwdSlots<C>& slots
       ptx::mbarrier_wait(sums.full, parity);
       parity ^= 1;
       if (p.grad_query_sums) {
-        float* const to = kByRows ? query_sums<C>(turn.row + 64 * group, 0, p)
-                                  : query_sums<C>(turn.row, group, p);
+        float* const to = query_sums<C>(turn.row, group, p);
         ptx::fence_proxy_async_all();  // sums by others come before
         if (turn.stores) {
           ptx::bulk_store_f32(to, from, C::kSumBytes);
@@ -69,8 +67,11 @@ __device__ __forceinline__ void store_all(char* shared, const BwdSlots<C>& slots
         turn.pass_on();
       }
     });
+    if (!p.grad_query_sums) return;
+    ptx::tma_wait_group();
+    ptx::fence_proxy_async_all();
+    ptx::red_release_add(blocks_done(p, w.sequence, w.key_head), 1);
   });
-  ptx::tma_wait_group();
 }
 
 // One warpgroup with 64 keys.
@@ -335,8 +336,7 @@ __device__ __forceinline__ void attention_bwd(const HopperBwdParams& p) {
         if (warp == 1) send_pairs<C>(shared, slots);
         if (warp == 2) keep_turns<C>(shared, slots, p);
       } else {
-        if (warp == 1) store_all<C>(shared, slots, 0, p);
-        if (warp == 2) store_all<C>(shared, slots, 1, p);
+        if (warp == 1 || warp == 2) store_all<C>(shared, slots, warp - 1, p);
       }
     }
   } else {

@@ -51,9 +51,7 @@ __device__ __forceinline__ bool find_rounded_rows(RoundedRows& r, const HopperBw
                rows_of(p.grad_query, p, p.grad_query_strides, batch, head, seq.token_q)) +
            static_cast<int64_t>(first) * p.grad_query_strides.row_bytes();
     r.count = seq.len_q - first;
-    const int blocks = p.blocks ? (seq.len_k + C::kBlockK - 1) / C::kBlockK : p.key_blocks;
-    const int* const done = blocks_done(p, batch, head / p.group);
-    while (ptx::ld_acquire(done) < C::kParts * blocks) __nanosleep(200);
+    wait_until_done(p, seq, batch, head / p.group);
     return true;
   }
 }
@@ -101,15 +99,7 @@ __device__ __forceinline__ void round_all(const HopperBwdParams& p) {
         }
         transpose_fours(eight, lane);
         const int left = columns - 16 * i - lane % 2 * 8;
-        if (is_row && left >= 8) {
-          *reinterpret_cast<uint4*>(to) = uint4{eight[0], eight[1], eight[2], eight[3]};
-        } else if (is_row) {
-#pragma unroll
-          for (int j = 0; j < 8; ++j) {
-            const uint16_t one = static_cast<uint16_t>(eight[j / 2] >> (j % 2 * 16));
-            if (j < left) reinterpret_cast<uint16_t*>(to)[j] = one;
-          }
-        }
+        if (is_row) store_eight(to, uint4{eight[0], eight[1], eight[2], eight[3]}, left);
         to += 32;
       }
     }

@@ -1,4 +1,5 @@
-// The kernels before and after the backward pass for Hopper, bound by memory.
+// The kernels before and after the backward pass for Hopper, bound by memory. Head dims above 128
+// have the first alone.
 #pragma once
 
 #include "cuda/any/attention_rows.cuh"
@@ -15,11 +16,10 @@ namespace flashmoe::cuda::sm90 {
 
 inline constexpr int kFinishThreads = 128;
 
-// The block of queries of a CTA before or after the backward pass, whose grid is (blocks of block_q
-// rows x heads, 1, batch), or ragged (slots x heads). Heads go first: where they lie side by side,
-// what is read at the same time does. And the last go first: their sums are still in the
-// second-level cache, and what is read last is what the kernel between begins with.
-__device__ __forceinline__ QueryRows find_rows_of_cta(const AttentionBwdParams& p) {
+// The rows of queries of a CTA before the backward pass, whose grid is (so many rows x heads, 1,
+// batch), or ragged (slots x heads). Heads go first: where they lie side by side, what is read at
+// the same time does. And the last go first: what is read last is what the next kernel begins with.
+__device__ __forceinline__ QueryRows find_prepared_rows(const HopperBwdParams& p) {
   if (p.blocks) return find_query_rows(p);
   const int heads = p.heads * p.group, number = gridDim.x - 1 - blockIdx.x;
   const int batch = p.first_batch + gridDim.z - 1 - blockIdx.z;
@@ -28,7 +28,7 @@ __device__ __forceinline__ QueryRows find_rows_of_cta(const AttentionBwdParams& 
           .kind = seq.valid ? RaggedKind::kBlock : RaggedKind::kInvalid,
           .batch = batch,
           .head = p.first_head * p.group + number % heads,
-          .first = number / heads * p.block_q};
+          .first = number / heads * p.prepare_rows};
 }
 
 // row_product() of kRows rows, so that more is on its way at once: rows of up to a chunk for each
@@ -81,26 +81,32 @@ __device__ __forceinline__ void fill_unseen(const Sequence& seq, RaggedKind kind
 
 // lse in base 2 and delta = out.dO - grad_lse of every row: any/attention_rows.cuh has the same for
 // the other families. Sums of dQ need no zeros, as the first block of keys stores them; whose turn
-// it is does. See find_rows_of_cta() for the grid.
+// it is does. See find_prepared_rows() for the grid.
 template <class T>
 __device__ __forceinline__ void attention_bwd_prepare(const HopperBwdParams& p) {
   ptx::grid_launch_next();
   if (blockIdx.x + blockIdx.z + threadIdx.x == 0) p.tickets[0] = p.tickets[1] = 0;
-  const auto [seq, kind, batch, head, first] = find_rows_of_cta(p);
-  if (kind == RaggedKind::kEmpty || first >= seq.len_q) return;
-  if (p.rounded_tiles > 0 && (kind != RaggedKind::kBlock || !is_seen(seq, first, p))) {
-    fill_unseen<T>(seq, kind, batch, head, first, p);
+  const int rows = p.blocks ? p.block_q : p.prepare_rows;
+  const auto [seq, kind, batch, head, first] = find_prepared_rows(p);
+  if (kind == RaggedKind::kEmpty) return;
+  if (p.rounded_tiles > 0) {
+    for (int block = first; block < min(first + rows, seq.len_q); block += p.block_q) {
+      if (kind == RaggedKind::kBlock && is_seen(seq, block, p)) continue;
+      fill_unseen<T>(seq, kind, batch, head, block, p);
+    }
   }
-  if (kind != RaggedKind::kBlock) return;
+  if (kind != RaggedKind::kBlock || first >= seq.len_q) return;
   const int64_t sequence_row = workspace_row(p, seq, batch);
-  if (p.grad_query_sums && threadIdx.x == 0) {
-    p.turns[(head * p.sum_rows + sequence_row + first - round_rows(p)) / p.block_q] = 0;
-    if (first == 0 && head % p.group == 0) *blocks_done(p, batch, head / p.group) = 0;
+  const int end = (seq.len_q + p.block_q - 1) / p.block_q * p.block_q;  // of its rows there
+  if (const int block = first + threadIdx.x * p.block_q;
+      p.grad_query_sums && block < min(first + rows, end)) {
+    p.turns[(head * p.sum_rows + sequence_row + block - round_rows(p)) / p.block_q] = 0;
+    if (block == 0 && head % p.group == 0) *blocks_done(p, batch, head / p.group) = 0;
   }
 
-  // Heads whose rows lie side by side share out their blocks: memory likes to be read so.
+  // Heads whose rows lie side by side share them out: memory likes to be read so.
   const int beside = p.heads_beside, part = head & ((1 << beside) - 1), first_head = head - part;
-  const int first_row = first + part * (p.block_q >> beside);
+  const int first_row = first + part * (rows >> beside);
   const char* gO = rows_of(p.out, p, p.out_strides, batch, first_head, seq.token_q);
   const char* gQ = rows_of(p.query, p, p.query_strides, batch, first_head, seq.token_q);
   const char* gdO = rows_of(p.grad_out, p, p.grad_out_strides, batch, first_head, seq.token_q);
@@ -124,7 +130,8 @@ __device__ __forceinline__ void attention_bwd_prepare(const HopperBwdParams& p) 
   const int shift = 31 - __clz(lanes);  // a power of 2
   const int lane = threadIdx.x & (lanes - 1), rows_of_pass = kRowThreads >> shift;
 #pragma unroll 1
-  for (int i = threadIdx.x >> shift; i < p.block_q; i += kAtOnce * rows_of_pass) {
+  for (int i = threadIdx.x >> shift; i < rows; i += kAtOnce * rows_of_pass) {
+    if (row_of(i) >= end) break;
     const char *left[kAtOnce], *right[kAtOnce];
     float naturals[kAtOnce];
 #pragma unroll
@@ -140,7 +147,7 @@ __device__ __forceinline__ void attention_bwd_prepare(const HopperBwdParams& p) 
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
       const int r = i + j * rows_of_pass, row = min(row_of(r), seq.len_q - 1);
-      if (r >= p.block_q) break;
+      if (r >= rows || row_of(r) >= end) break;
       float delta = deltas[j];
       if (grad_lse) delta -= number_at(grad_lse, p.grad_lse_strides, row, r);
       const float natural = naturals[j];
@@ -172,15 +179,14 @@ __device__ __forceinline__ void attention_bwd_prepare(const HopperBwdParams& p) 
 }
 
 // dQ from its sums: 64 rows x 64 columns at a time, from the order of wgmma's accumulators through
-// shared memory to whole rows. See find_rows_of_cta() for the grid.
+// shared memory to whole rows. See find_query_rows() for the grid.
 template <class T>
-__device__ __forceinline__ void attention_bwd_finish(const AttentionBwdParams& p) {
+__device__ __forceinline__ void finish_rows(const HopperBwdParams& p) {
   using Part = Tile<64, 64>;
   extern __shared__ __align__(1024) char shared[];
   static_assert(Part::kBytes == kFinishSharedBytes);
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  ptx::grid_wait();  // for the sums
-  const QueryRows rows = find_rows_of_cta(p);
+  const QueryRows rows = find_query_rows(p);
   if (rows.kind == RaggedKind::kEmpty) return;
   const Sequence& seq = rows.seq;
   char* const to = const_cast<char*>(
@@ -189,6 +195,8 @@ __device__ __forceinline__ void attention_bwd_finish(const AttentionBwdParams& p
   if (rows.kind != RaggedKind::kBlock || !is_seen(seq, rows.first, p)) {
     return fill_unseen<T>(seq, rows.kind, rows.batch, rows.head, rows.first, p);
   }
+  if (threadIdx.x == 0) wait_until_done(p, seq, rows.batch, rows.head / p.group);
+  __syncthreads();  // the sums are complete
   const int64_t round_row = workspace_row(p, seq, rows.batch) - round_rows(p);
   const float* const sums =
       p.grad_query_sums + (rows.head * p.sum_rows + round_row + rows.first) * p.dim;
@@ -220,19 +228,18 @@ __device__ __forceinline__ void attention_bwd_finish(const AttentionBwdParams& p
         if (first + row >= seq.len_q || left <= 0) continue;
         const uint4 eight = ptx::ld_shared_v4(smem + Part::at(row, 8 * chunk));
         char* const there = to + (first + row) * row_bytes + (column + 8 * chunk) * 2;
-        if (left >= 8) {
-          *reinterpret_cast<uint4*>(there) = eight;
-        } else {
-          const uint32_t twos[4] = {eight.x, eight.y, eight.z, eight.w};
-#pragma unroll
-          for (int j = 0; j < 8; ++j) {
-            const uint16_t one = static_cast<uint16_t>(twos[j / 2] >> (j % 2 * 16));
-            if (j < left) reinterpret_cast<uint16_t*>(there)[j] = one;
-          }
-        }
+        store_eight(there, eight, left);
       }
     }
   }
+}
+
+// While the main kernel ends: whatever SM is through with it begins with the heads that are done
+// with. This kernel ends after that one.
+template <class T>
+__device__ __forceinline__ void attention_bwd_finish(const HopperBwdParams& p) {
+  finish_rows<T>(p);
+  if (blockIdx.x + blockIdx.y + blockIdx.z == 0) ptx::grid_wait();
 }
 
 }  // namespace flashmoe::cuda::sm90

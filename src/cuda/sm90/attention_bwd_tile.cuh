@@ -11,6 +11,7 @@
 #include "cuda/ptx/shared.cuh"
 #include "cuda/ptx/special_registers.cuh"
 #include "cuda/ptx/tma.cuh"
+#include "cuda/sm90/attention_bwd_queries.cuh"
 #include "cuda/sm90/operand.cuh"
 #include "cuda/sm90/params.h"
 #include "cuda/sm90/pipeline.cuh"
@@ -54,7 +55,7 @@ struct BwdConfig {
   static constexpr int kDim = kTile.head_dim, kSumDim = kTile.sum_dim(), kStages = kTile.kStages;
   static constexpr int kBlockQ = kTile.block_q, kBlockK = kTile.block_k;
   static constexpr int kGroups = 2;  // warpgroups that compute
-  static constexpr int kParts = 2;   // of dQ: each warpgroup has one, or wide each CTA
+  static constexpr int kParts = kPartsOfBlock;
   static constexpr int kCluster = kTile.cluster();
   using Rows = Tile<kBlockQ, kDim>;
   using Keys = Tile<kBlockK / kCluster, kDim>;
@@ -84,7 +85,7 @@ struct BwdConfig {
   static constexpr uint32_t kSmemTicket = kSmemBarriers + 14 * Slot::kBytes;
   static_assert(kSmemTicket + 4 <= kSmemWorks + kBwdControlBytes);
   static_assert(sizeof(BwdWork) % 16 == 0);
-  static_assert(kBlockK == 128 && (!kWide || kBlockQ == 64));
+  static_assert(kBlockK == kKeysOfBlock && (!kWide || kBlockQ == 64));
   static_assert(kWide || kBlockQ * kSumDim * 4 == kGroups * kSumBytes);
   static_assert(Keys::kBytes % 1024 == 0 && Rows::kBytes % 1024 == 0 && Pairs::kBytes % 1024 == 0);
   static constexpr int kLoaderRegisters = kWide ? 40 : 24;
@@ -244,11 +245,11 @@ __device__ __forceinline__ void help_works(char* shared, const BwdSlots<C>& slot
   }
 }
 
-// The sums of dQ of 64 rows x 64 columns from column block `cols` on: 128 threads x 4 floats for
-// each 8 columns, as wgmma leaves them.
+// The sums of dQ of a block of queries whose first row this is: 64 rows x 64 columns, then the next
+// 64 columns or rows. Each has 128 threads x 4 floats for each 8 columns, as wgmma leaves them.
 template <class C>
-__device__ __forceinline__ float* query_sums(int64_t row, int cols, const HopperBwdParams& p) {
-  return p.grad_query_sums + row * C::kSumDim + cols * (64 * 64);
+__device__ __forceinline__ float* query_sums(int64_t row, uint32_t part, const HopperBwdParams& p) {
+  return p.grad_query_sums + row * C::kSumDim + part * (64 * 64);
 }
 
 // Blocks of keys add to a block of queries one after the other where sums are deterministic; where
@@ -370,14 +371,6 @@ __device__ __forceinline__ void load_all(char* shared, const BwdSlots<C>& slots,
     w.last_tile = ring.turns() + w.tiles - 1;
     ptx::mbarrier_arrive(slots.work(works.at()).full);
     if (w.last) break;
-    if (w.tiles > 0) {  // K and V, for which there is no room yet
-      const int token = static_cast<int>(w.seq.token_k) + w.first_key + 64 * rank;
-#pragma unroll
-      for (int i = 0; i < C::Keys::kBlocks; ++i) {
-        ptx::tma_prefetch(&p.key_map, 64 * i, token, w.key_head, w.batch);
-        ptx::tma_prefetch(&p.value_map, 64 * i, token, w.key_head, w.batch);
-      }
-    }
     for_each_tile<C>(w, p, [&](int head, int first) {
       const Slot q = slots.q(ring.at()), grad_out = slots.grad_out(ring.at());
       const RowPlaces places = row_places<C>(ring.turns());

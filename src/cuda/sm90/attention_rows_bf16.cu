@@ -14,6 +14,6 @@ extern "C" __global__ void __launch_bounds__(kRowThreads, 8)
 }
 
 extern "C" __global__ void __launch_bounds__(sm90::kFinishThreads)
-    sm90_attention_bwd_finish_bf16(const __grid_constant__ AttentionBwdParams p) {
+    sm90_attention_bwd_finish_bf16(const __grid_constant__ HopperBwdParams p) {
   sm90::attention_bwd_finish<Bf16>(p);
 }

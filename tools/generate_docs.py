@@ -221,7 +221,7 @@ def gpu_results(results: dict[str, Any]) -> str:
         before, after = (state["clocks.sm"] for state in clocks)
         where += f"; SM clock {before} before the run, {after} after it"
     parts = [f"### {about['gpu']['name']}" + (f", FLASHMOE_FAMILY={forced}" if forced else "")]
-    parts += [f"{where}.", standings_table(rows)]
+    parts += filter(None, [f"{where}.", standings_table(rows)])
     sections: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         sections.setdefault((row["workload"], row["pass"]), []).append(row)
@@ -232,12 +232,15 @@ def gpu_results(results: dict[str, Any]) -> str:
 
 
 def standings_table(rows: list[dict[str, Any]]) -> str:
-    """Where we stand against the bars of `bench --check`."""
+    """Where we stand against the bars of `bench --check`; nothing where none was measured."""
     from flashmoe_science.bench.bars import standings
 
+    found = standings(rows, "cuda")
+    if all(s.verdict == "not measured" for s in found):
+        return ""
     header = ["peer / ours", "rows", "mean", "wanted", "lowest", "wanted", ""]
     lines = [markdown_row(header), markdown_row(["---", *["--:"] * 5, "---"])]
-    for s in standings(rows, "cuda"):
+    for s in found:
         against = against_of(s.bar)
         name = f"{s.bar.name} ({against})" if against else s.bar.name
         lowest = s.ratios[s.lowest] if s.lowest else None

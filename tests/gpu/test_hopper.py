@@ -275,11 +275,11 @@ def test_gradients_of_wrong_key_lengths_are_nan(dtype):
 
 
 @pytest.mark.parametrize("hq", [16, 6])
-@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("d", [40, 72, 136])
 def test_gradients_of_many_heads(d, hq, dtype):
     """So many that a CTA of the kernel before has several blocks of rows, the last not a whole one.
     Some see no key, and one length is wrong."""
-    lead = 600 // hq
+    lead = 280 // hq
     shape = {"d": d, "dtype": dtype, "deterministic": True, "options": {"causal": True}}
     case = dense(330, 190, lead=(lead,), hq=hq, hk=hq, **shape)
     want = check_case(case)

@@ -173,6 +173,7 @@ def test_gpu_results_say_where_we_stand(house):
     assert row in sections["Dense, forward"]
     assert f"{flash} / ours: geometric mean 1.20, lowest" in sections["Dense, forward"]
     assert "cuDNN" not in sections["Dense, backward"], "it ran nowhere there"
+    assert generate_docs.standings_table([]) == "", "no table of bars that nothing was measured for"
     decode = sections["Decode, forward"]
     assert f"| 16, 32, 1024, 64 | 8.000 | 2000 | 1.10 | wrong | {no} | {no} |" in decode
     assert "GB/s" in decode and "Timed as a CUDA graph of 16 calls." in decode

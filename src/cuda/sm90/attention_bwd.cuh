@@ -35,7 +35,7 @@
 
 namespace flashmoe::cuda::sm90 {
 
-// The thread that has dQ of one warpgroup leave shared memory.
+// The thread that has dQ of one warpgroup leave shared memory, and counts the works that are done.
 template <class C>
 __device__ __forceinline__ void store_all(char* shared, const BwdSlots<C>& slots, int group,
                                           const HopperBwdParams& p) {
@@ -68,7 +68,7 @@ __device__ __forceinline__ void store_all(char* shared, const BwdSlots<C>& slots
       }
     });
     if (!p.grad_query_sums) return;
-    ptx::tma_wait_group();
+    ptx::tma_wait_group();  // all sums of the work are there: the last kernel may begin with them
     ptx::fence_proxy_async_all();
     ptx::red_release_add(blocks_done(p, w.sequence, w.key_head), 1);
   });

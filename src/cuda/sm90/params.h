@@ -34,8 +34,8 @@ struct HopperBwdParams : AttentionBwdParams {
   int32_t heads_together;  // (batch, key head) whose blocks follow each other
   int32_t heads_beside;    // 2^this heads of queries, whose rows the kernel before takes together
   int32_t prepare_rows;    // that each of its CTAs has, in whole blocks
-  int32_t rounded_tiles;   // blocks of queries, of all heads
-  int32_t* done;           // (sequences, key heads) of a round: how many blocks of keys are
+  int32_t rounded_tiles;   // blocks of queries, of all heads; 0 where the kernel after rounds
+  int32_t* done;           // (sequences, key heads) of a round: see blocks_done()
   int64_t tokens_q;        // ragged: of all sequences, and what comes after them
 };
 

@@ -33,11 +33,13 @@ Status check(const AttentionProblem& problem);
 // Only for a problem that passed check().
 Geometry geometry(const AttentionProblem& problem);
 
-// The keys that query row i may look at: [begin, end) of `keys` keys, for `rows` queries.
+// The keys that query row i may look at: [begin, end) of `keys` keys, for `rows` queries. Inlined
+// always: the CPU's kernels for every instruction set use it, see cpu/kernels.h.
 struct KeyRange {
   int64_t begin = 0, end = 0;
 };
-inline KeyRange allowed_keys(int64_t i, int64_t rows, int64_t keys, int64_t left, int64_t right) {
+[[gnu::always_inline]] inline KeyRange allowed_keys(int64_t i, int64_t rows, int64_t keys,
+                                                    int64_t left, int64_t right) {
   const int64_t p = i + keys - rows;  // bottom right corners meet
   KeyRange range{0, keys};
   // Compared by subtraction: p + right may overflow for a window of "almost no limit".

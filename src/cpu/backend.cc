@@ -11,10 +11,6 @@
 namespace flashmoe::cpu {
 namespace {
 
-// Tile of scores, at most: 80 x 80 keeps the tile and the operands of a product in the second-level
-// cache and is a multiple of the product's 5 rows and of 16 lanes.
-constexpr int64_t kBlock = 80;
-
 // Work items to aim for, so that a machine's threads stay busy to the end. A number of its own, not
 // the number of threads: how a head is cut decides the bits of dK and dV.
 constexpr int64_t kForwardItems = 64;
@@ -28,9 +24,10 @@ size_t align(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 
 int64_t div_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
-// Blocks of equal size, rather than full ones and a rest, rounded up to a multiple of `step`.
-int64_t even_block(int64_t length, int64_t step) {
-  const int64_t blocks = std::max<int64_t>(div_up(length, kBlock), 1);
+// Blocks of equal size, `most` or less, rather than full ones and a rest, rounded up to a multiple
+// of `step`.
+int64_t even_block(int64_t length, int64_t most, int64_t step) {
+  const int64_t blocks = std::max<int64_t>(div_up(length, most), 1);
   return std::max(div_up(div_up(length, blocks), step) * step, step);
 }
 
@@ -232,8 +229,9 @@ int64_t shared_bias_items(const Params& p) {
 void cut(AttentionPlan& plan) {
   const bool forward = plan.problem.pass == Pass::kForward;
   plan.kernel = text("cpu_", target().name, forward ? "_attention_fwd" : "_attention_bwd");
-  plan.block_q = even_block(plan.len_q, 16);
-  plan.block_k = even_block(plan.len_k, 5);
+  const Kernels& k = kernels(plan.problem);
+  plan.block_q = even_block(plan.len_q, k.block, 16);
+  plan.block_k = even_block(plan.len_k, k.block, k.key_step);
   const int64_t heads = plan.batch * (forward ? plan.heads_q : plan.heads_k);
   const int64_t blocks =
       div_up(plan.len_q, plan.block_q) * (forward ? 1 : plan.heads_q / plan.heads_k);
@@ -252,7 +250,6 @@ void cut(AttentionPlan& plan) {
   if (p.bias_grad == Params::BiasGrad::kShared)
     most_items = std::max(most_items, shared_bias_items(p));
   plan.workers = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(threads, most_items)));
-  const Kernels& k = kernels(plan.problem);
   plan.scratch_bytes = align(forward ? k.forward_scratch(p) : k.backward_scratch(p));
   plan.workspace_bytes = Workspace(plan, p).bytes;
 }

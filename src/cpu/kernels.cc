@@ -16,8 +16,8 @@ namespace {
 
 template <class M>
 constexpr Kernels kKernels = {
-    forward_scratch<M>, forward<M>, backward_scratch<M>, partial_bytes<M>,
-    backward<M>,        reduce<M>,  bias_grad<M>,
+    M::kBlock,        M::kKeyStep, forward_scratch<M>, forward<M>,   backward_scratch<M>,
+    partial_bytes<M>, backward<M>, reduce<M>,          bias_grad<M>,
 };
 
 }  // namespace

@@ -55,6 +55,8 @@ struct Params {
 // One instruction set's kernels in one arithmetic. Each call does one work item, alone, in
 // `scratch`; what it computes depends on the item only.
 struct Kernels {
+  int64_t block;     // a tile of scores has so many queries and keys, at most
+  int64_t key_step;  // and keys in multiples of this
   size_t (*forward_scratch)(const Params&);
   void (*forward)(const Params&, int64_t item, void* scratch);
   size_t (*backward_scratch)(const Params&);

@@ -12,7 +12,8 @@
 #pragma once
 
 #include "cpu/product.h"
-#include "cpu/product_bf16.h"
+#include "cpu/product_amx.h"
+#include "cpu/product_bfmmla.h"
 #include "cpu/tile.h"
 
 namespace flashmoe::cpu {
@@ -22,6 +23,8 @@ namespace {
 template <class T>
 struct ExactProducts {
   using A = T;
+  // 80 x 80 keeps a tile of scores and the operands of a product in the second-level cache.
+  static constexpr int64_t kBlock = 80, kKeyStep = kProductRows;
   struct Rows {
     const A* data;
     int64_t ld;
@@ -67,10 +70,12 @@ struct ExactProducts {
 };
 
 #if defined(FLASHMOE_CPU_HAS_BF16_PRODUCT)
-// bf16 operands, fp32 sums: for bf16 tensors. Probabilities and their gradients are rounded to bf16
+// bf16 operands, fp32 sums: for bf16 tensors, packed as the instruction set's product wants them.
+// Probabilities and their gradients are rounded to bf16
 // on their way into a product, as PyTorch's math does.
 struct Bf16Products {
   using A = float;
+  static constexpr int64_t kBlock = kBf16Block, kKeyStep = kBf16KeyStep;
   using Packed = const uint16_t*;
   using Rows = Packed;
   using Right = Packed;
@@ -81,19 +86,20 @@ struct Bf16Products {
   static int64_t tile_bytes(int64_t rows, int64_t cols) { return operand_bytes(rows, cols); }
 
   static Packed rows(const Matrix& m, int64_t first, int64_t rows, int64_t depth, void* scratch) {
-    pack_rows(m, first, rows, depth, static_cast<uint16_t*>(scratch));
+    pack_rows<Side::kLeft>(m, first, rows, depth, static_cast<uint16_t*>(scratch));
     return static_cast<Packed>(scratch);
   }
   static Packed transposed(const Matrix& m, int64_t first, int64_t rows, int64_t depth,
                            void* scratch, A*) {
-    return Bf16Products::rows(m, first, rows, depth, scratch);
+    pack_rows<Side::kRight>(m, first, rows, depth, static_cast<uint16_t*>(scratch));
+    return static_cast<Packed>(scratch);
   }
   static Packed plain(const Matrix& m, int64_t first, int64_t depth, int64_t cols, void* scratch) {
     pack_cols(m, first, depth, cols, static_cast<uint16_t*>(scratch));
     return static_cast<Packed>(scratch);
   }
   static Packed block(const Block<A>& block, int64_t depth, int64_t cols, void* scratch) {
-    pack_cols(block.data, block.ld, depth, round_up(cols, 4), static_cast<uint16_t*>(scratch));
+    pack_cols<Side::kRight>(block.data, block.ld, depth, cols, static_cast<uint16_t*>(scratch));
     return static_cast<Packed>(scratch);
   }
   static Packed tile(const A* tile, int64_t ld, int64_t rows, int64_t depth, void* scratch) {
@@ -101,7 +107,7 @@ struct Bf16Products {
     return static_cast<Packed>(scratch);
   }
   static Packed tile_cols(const A* tile, int64_t ld, int64_t depth, int64_t cols, void* scratch) {
-    pack_cols(tile, ld, depth, round_up(cols, 4), static_cast<uint16_t*>(scratch));
+    pack_cols<Side::kLeft>(tile, ld, depth, cols, static_cast<uint16_t*>(scratch));
     return static_cast<Packed>(scratch);
   }
 

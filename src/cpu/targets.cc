@@ -11,11 +11,16 @@
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
 #endif
+#if defined(FLASHMOE_HAS_AMX)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace flashmoe::cpu {
 
-extern const Target target_neon_bf16, target_neon, target_avx512, target_avx2, target_sse2,
-    target_generic;
+extern const Target target_neon_bf16, target_neon, target_amx, target_avx512, target_avx2,
+    target_sse2, target_generic;
 
 namespace {
 
@@ -24,6 +29,19 @@ struct Entry {
   bool runnable;
   const char* needs;
 };
+
+#if defined(FLASHMOE_HAS_AMX)
+// Whether this machine has AMX for bf16, and Linux lets this process use it: its registers are so
+// large that one has to ask.
+bool may_use_amx() {
+  constexpr int kTileData = 18, kAsk = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24, kAvx512Bf16 = 1u << 5;
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & kAmxBf16) || !(d & kAmxTile)) return false;
+  if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & kAvx512Bf16)) return false;
+  return syscall(SYS_arch_prctl, kAsk, kTileData) == 0;
+}
+#endif
 
 std::vector<Entry> entries() {
   std::vector<Entry> list;
@@ -39,11 +57,13 @@ std::vector<Entry> entries() {
   list.push_back({&target_neon, true, "any 64-bit Arm"});
 #endif
 #if defined(FLASHMOE_HAS_AVX512)
-  list.push_back({&target_avx512,
-                  __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                      __builtin_cpu_supports("avx512cd"),
-                  "AVX-512 F, BW, CD, DQ and VL"});
+                      __builtin_cpu_supports("avx512cd");
+#if defined(FLASHMOE_HAS_AMX)
+  list.push_back({&target_amx, avx512 && may_use_amx(), "AVX-512 and AMX, with bf16"});
+#endif
+  list.push_back({&target_avx512, avx512, "AVX-512 F, BW, CD, DQ and VL"});
 #endif
 #if defined(FLASHMOE_HAS_AVX2)
   // Every CPU with AVX2 and FMA has F16C and BMI too, which this target uses.

@@ -18,6 +18,9 @@ constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * t
 constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
+// Of a product, whose operands need not be packed alike.
+enum class Side { kLeft, kRight };
+
 // Hands out pieces of a work item's scratch, 64-byte aligned. With no memory behind it, it counts.
 class Arena {
  public:

@@ -16,6 +16,8 @@
 namespace flashmoe::cpu {
 namespace {
 
+constexpr int64_t kBf16Block = 80, kBf16KeyStep = 5;  // see Kernels
+
 // Where four elements of `row` from depth 4 * `quad` on are.
 inline uint16_t* packed_at(uint16_t* packed, int64_t row, int64_t quad, int64_t quads) {
   return packed + (row / 2 * quads + quad) * 8 + row % 2 * 4;
@@ -27,6 +29,7 @@ constexpr int64_t packed_elems(int64_t rows, int64_t depth) {
 }
 
 // Packs the rows of a bf16 tensor.
+template <Side>
 inline void pack_rows(const Matrix& m, int64_t first, int64_t rows, int64_t depth,
                       uint16_t* packed) {
   const int64_t quads = round_up(depth, 4) / 4, whole = m.col == 1 ? depth / 4 : 0;
@@ -94,12 +97,14 @@ inline void pack_rows(const float* tile, int64_t ld, int64_t rows, int64_t depth
   }
 }
 
-// Packs the columns of a tile of fp32, whose rows lie along the depth. `cols` is a multiple of 4.
+// Packs the columns of a tile of fp32, whose rows lie along the depth and have room for whole
+// vectors.
+template <Side>
 inline void pack_cols(const float* tile, int64_t ld, int64_t depth, int64_t cols,
                       uint16_t* packed) {
   const int64_t quads = round_up(depth, 4) / 4;
   for (int64_t q = 0; q < quads; ++q) {
-    for (int64_t j = 0; j < cols; j += 4) {
+    for (int64_t j = 0; j < round_up(cols, 4); j += 4) {
       float32x4_t r[4];
       for (int64_t k = 0; k < 4; ++k) {
         r[k] = 4 * q + k < depth ? vld1q_f32(tile + (4 * q + k) * ld + j) : vdupq_n_f32(0);

@@ -9,7 +9,8 @@ elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64)$")
   set(flashmoe_flags_sse2 -march=x86-64)
   set(flashmoe_flags_avx2 -march=haswell)
   # GCC 12 warns of what its own headers leave uninitialised.
-  set(flashmoe_flags_avx512 -march=skylake-avx512 -mprefer-vector-width=512 -Wno-maybe-uninitialized)
+  set(flashmoe_flags_avx512 -march=skylake-avx512 -mprefer-vector-width=512
+    $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>)
   set(flashmoe_flags_amx ${flashmoe_flags_avx512} -mavx512bf16 -mamx-tile -mamx-bf16)
   include(CheckCXXCompilerFlag)
   check_cxx_compiler_flag("-mavx512bf16 -mamx-tile -mamx-bf16" FLASHMOE_COMPILES_AMX)

@@ -103,6 +103,34 @@ def test_every_instruction_set():
             assert run.stdout.strip() == "", f"{target}:\n{run.stdout[-5000:]}"
 
 
+# Linux refuses AMX where a thread handles signals on a stack with no room for its registers.
+WITHOUT_AMX = """
+import ctypes, json
+
+class Stack(ctypes.Structure):
+    _fields_ = [("at", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+
+memory = ctypes.create_string_buffer(4096)
+small = Stack(ctypes.addressof(memory), 0, len(memory))
+assert ctypes.CDLL(None).sigaltstack(ctypes.byref(small), None) == 0
+
+import torch
+import flashmoe_science as fm
+
+info = json.loads(torch.ops.flashmoe.build_info())
+q = torch.randn(1, 1, 40, 16, dtype=torch.bfloat16)
+print(info["cpu_targets"][0], bool(fm.flash_attention(q, q, q).isfinite().all()))
+"""
+
+
+def test_amx_is_left_alone_where_linux_refuses_it():
+    if "amx" not in json.loads(torch.ops.flashmoe.build_info())["cpu_targets"]:
+        pytest.skip("no AMX here")
+    run = on_target("", WITHOUT_AMX)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.split() == ["avx512", "True"]
+
+
 def test_an_instruction_set_that_is_not_there_is_refused():
     call = "import torch, flashmoe_science as fm; fm.flash_attention(*torch.randn(3, 1, 1, 5, 8))"
     run = on_target("abacus", call)

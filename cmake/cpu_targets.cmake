@@ -1,4 +1,4 @@
-# One source, src/cpu/kernels.cc, compiled once per CPU target. The library picks the best one that the
+# One source, src/cpu/attention/kernels.cc, compiled once per CPU target. The library picks the best one that the
 # machine can run when it loads (src/cpu/targets.cc).
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64)$")
   set(flashmoe_cpu_targets neon neon_bf16)
@@ -23,7 +23,7 @@ else()
 endif()
 
 foreach(target IN LISTS flashmoe_cpu_targets)
-  add_library(flashmoe_cpu_${target} OBJECT src/cpu/kernels.cc)
+  add_library(flashmoe_cpu_${target} OBJECT src/cpu/attention/kernels.cc)
   target_include_directories(flashmoe_cpu_${target} PRIVATE include src)
   target_compile_definitions(flashmoe_cpu_${target} PRIVATE FLASHMOE_CPU_TARGET=${target})
   # Contracting a*b+c to one FMA is wanted; reordering or assuming away NaN is not.

@@ -19,8 +19,9 @@ set(flashmoe_head_dims_sm80 ${flashmoe_head_dims_sm75})
 set(flashmoe_head_dims_sm90 64 96 128 192 256)
 
 target_sources(flashmoe PRIVATE
-  src/cuda/catalogue.cc src/cuda/choose.cc src/cuda/choose_bias.cc src/cuda/driver.cc src/cuda/hopper.cc
-  src/cuda/launch.cc src/cuda/run.cc src/cuda/tensor_map.cc)
+  src/cuda/runtime/driver.cc src/cuda/runtime/launch.cc src/cuda/runtime/tensor_map.cc
+  src/cuda/attention/catalogue.cc src/cuda/attention/choose.cc src/cuda/attention/choose_bias.cc
+  src/cuda/attention/hopper.cc src/cuda/attention/run.cc)
 target_link_libraries(flashmoe PRIVATE ${CMAKE_DL_LIBS})
 
 if(FLASHMOE_CUDA STREQUAL "OFF")
@@ -46,8 +47,8 @@ endif()
 
 # Fatbins and sources must belong together: the hash of all device sources goes with the fatbins.
 file(GLOB_RECURSE device_sources RELATIVE ${PROJECT_SOURCE_DIR} CONFIGURE_DEPENDS
-  src/cuda/*.cu src/cuda/*.cuh src/cuda/params.h src/cuda/tiles.h src/cuda/any/*.h src/cuda/sm75/variants.h
-  src/cuda/sm80/variants.h src/cuda/sm90/*.h)
+  src/cuda/*.cu src/cuda/*.cuh src/cuda/attention/params.h src/cuda/attention/tiles.h src/cuda/attention/sm90/*.h
+  src/cuda/tma/*.h src/cuda/attention/kernels/*.h)
 list(SORT device_sources)
 set(hashes "")
 foreach(source IN LISTS device_sources)
@@ -69,7 +70,7 @@ endif()
 enable_language(ASM)
 set(images "")
 
-# Compiles src/cuda/<family>/<file> to the fatbin <image>, unless it was given, and embeds it.
+# Compiles src/cuda/attention/kernels/<family>/<file> to the fatbin <image>, unless it was given, and embeds it.
 function(flashmoe_add_image family file image)
   set(fatbin ${fatbin_dir}/${image}.fatbin)
   if(NOT FLASHMOE_FATBINS)
@@ -78,8 +79,8 @@ function(flashmoe_add_image family file image)
       COMMAND sh ${PROJECT_SOURCE_DIR}/cmake/logged.sh ${fatbin_dir}/${image}.log
         ${FLASHMOE_NVCC} -fatbin -std=c++20 -O3 --Wno-deprecated-gpu-targets -I${PROJECT_SOURCE_DIR}/src
         ${flashmoe_chips_${family}} ${ARGN} -Xptxas -v -MD -MF ${fatbin}.d -MT ${fatbin}
-        -o ${fatbin} ${PROJECT_SOURCE_DIR}/src/cuda/${family}/${file}
-      DEPENDS src/cuda/${family}/${file} DEPFILE ${fatbin}.d VERBATIM COMMENT "nvcc ${image}")
+        -o ${fatbin} ${PROJECT_SOURCE_DIR}/src/cuda/attention/kernels/${family}/${file}
+      DEPENDS src/cuda/attention/kernels/${family}/${file} DEPFILE ${fatbin}.d VERBATIM COMMENT "nvcc ${image}")
   endif()
   set(assembly ${PROJECT_BINARY_DIR}/images/${image}.S)
   file(CONFIGURE OUTPUT ${assembly} @ONLY CONTENT
@@ -103,10 +104,10 @@ foreach(family IN LISTS FLASHMOE_CUDA_FAMILIES)
   if(NOT DEFINED flashmoe_chips_${family})
     message(FATAL_ERROR "FLASHMOE_CUDA_FAMILIES has '${family}'; the families are: sm75, sm80, sm90")
   endif()
-  file(GLOB kernel_files RELATIVE ${PROJECT_SOURCE_DIR}/src/cuda/${family} src/cuda/${family}/*.cu)
+  file(GLOB kernel_files RELATIVE ${PROJECT_SOURCE_DIR}/src/cuda/attention/kernels/${family} src/cuda/attention/kernels/${family}/*.cu)
   foreach(file IN LISTS kernel_files)
     get_filename_component(stem ${file} NAME_WE)
-    file(STRINGS src/cuda/${family}/${file} by_head_dim REGEX FLASHMOE_HEAD_DIM)
+    file(STRINGS src/cuda/attention/kernels/${family}/${file} by_head_dim REGEX FLASHMOE_HEAD_DIM)
     if(by_head_dim)
       foreach(head_dim IN LISTS flashmoe_head_dims_${family})
         flashmoe_add_image(${family} ${file} ${family}_${stem}_d${head_dim} -DFLASHMOE_HEAD_DIM=${head_dim})
@@ -117,5 +118,5 @@ foreach(family IN LISTS FLASHMOE_CUDA_FAMILIES)
   endforeach()
 endforeach()
 file(CONFIGURE OUTPUT ${PROJECT_BINARY_DIR}/images/images.inc CONTENT "${images}")
-set_source_files_properties(src/cuda/catalogue.cc PROPERTIES
+set_source_files_properties(src/cuda/attention/catalogue.cc PROPERTIES
   COMPILE_DEFINITIONS FLASHMOE_HAS_IMAGES INCLUDE_DIRECTORIES ${PROJECT_BINARY_DIR}/images)

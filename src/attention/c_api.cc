@@ -7,7 +7,7 @@
 #include <memory>
 #include <new>
 
-#include "attention/text.h"
+#include "core/text.h"
 #include "flashmoe/attention.h"
 
 namespace flashmoe {

@@ -1,5 +1,5 @@
 #include "attention/problem.h"
-#include "attention/text.h"
+#include "core/text.h"
 
 namespace flashmoe {
 namespace {

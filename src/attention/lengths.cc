@@ -1,6 +1,6 @@
 #include "attention/lengths.h"
 
-#include "attention/text.h"
+#include "core/text.h"
 
 namespace flashmoe {
 namespace {

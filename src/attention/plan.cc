@@ -1,11 +1,11 @@
 // Who will do it. Candidates are looked at best first; each one passed over leaves its reason in
 // the plan.
 #include "attention/problem.h"
-#include "attention/text.h"
-#include "cpu/backend.h"
-#include "cpu/kernels.h"
+#include "core/text.h"
+#include "cpu/attention/backend.h"
+#include "cpu/attention/kernels.h"
 #include "cpu/targets.h"
-#include "cuda/backend.h"
+#include "cuda/attention/backend.h"
 
 namespace flashmoe {
 namespace {

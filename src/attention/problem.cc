@@ -3,7 +3,7 @@
 #include <cmath>
 #include <limits>
 
-#include "attention/text.h"
+#include "core/text.h"
 
 namespace flashmoe {
 namespace {

@@ -1,8 +1,8 @@
 #include "attention/lengths.h"
 #include "attention/problem.h"
-#include "attention/text.h"
-#include "cpu/backend.h"
-#include "cuda/backend.h"
+#include "core/text.h"
+#include "cpu/attention/backend.h"
+#include "cuda/attention/backend.h"
 
 namespace flashmoe {
 namespace {

@@ -11,7 +11,7 @@
 // transposed: 16 x 16 pairs of bf16.
 #pragma once
 
-#include "cpu/tile.h"
+#include "cpu/attention/tile.h"
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
 #define FLASHMOE_CPU_HAS_BF16_PRODUCT 1

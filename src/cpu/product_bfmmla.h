@@ -8,7 +8,7 @@
 //   [rows / 2][depth / 4][2][4]
 #pragma once
 
-#include "cpu/tile.h"
+#include "cpu/attention/tile.h"
 
 #if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define FLASHMOE_CPU_HAS_BF16_PRODUCT 1

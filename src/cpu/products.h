@@ -11,10 +11,10 @@
 //   multiply        C = A B, or C += A B, in the accumulator's type
 #pragma once
 
+#include "cpu/attention/tile.h"
 #include "cpu/product.h"
 #include "cpu/product_amx.h"
 #include "cpu/product_bfmmla.h"
-#include "cpu/tile.h"
 
 namespace flashmoe::cpu {
 namespace {

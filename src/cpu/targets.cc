@@ -3,8 +3,8 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "attention/text.h"
-#include "cpu/kernels.h"
+#include "core/text.h"
+#include "cpu/attention/kernels.h"
 #include "flashmoe/attention.h"
 
 #if defined(__aarch64__) && defined(__linux__)

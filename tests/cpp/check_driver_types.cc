@@ -7,8 +7,8 @@
 #include <string_view>
 #include <type_traits>
 
-#include "cuda/driver.h"
-#include "cuda/driver_types.h"
+#include "cuda/runtime/driver.h"
+#include "cuda/runtime/driver_types.h"
 
 namespace ours = flashmoe::cuda;
 

@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <cstring>
 
-#include "cuda/driver.h"
-#include "cuda/driver_types.h"
+#include "cuda/runtime/driver.h"
+#include "cuda/runtime/driver_types.h"
 
 namespace fake {
 

@@ -16,9 +16,9 @@
 #include <span>
 #include <thread>
 
-#include "cuda/driver.h"
-#include "cuda/launch.h"
-#include "cuda/tensor_map.h"
+#include "cuda/runtime/driver.h"
+#include "cuda/runtime/launch.h"
+#include "cuda/runtime/tensor_map.h"
 #include "fake_libcuda.h"
 #include "testing.h"
 

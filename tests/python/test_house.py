@@ -21,19 +21,28 @@ ROOMS = [
     (
         "driver calls",
         r"\b(?:dlopen|dlsym|cu[A-Z]\w*)\s*\(",
-        ("src/cuda/driver", "src/cuda/launch", "src/cuda/tensor_map", "tests/cpp/fake_libcuda"),
+        (
+            "src/cuda/runtime/driver",
+            "src/cuda/runtime/launch",
+            "src/cuda/runtime/tensor_map",
+            "tests/cpp/fake_libcuda",
+        ),
     ),
     ("the CUDA runtime", r"\bcuda[A-Z]\w*\s*\(", ()),
 ]
-# Device code, from the bottom up: what the files of a folder of src/cuda may include of src. What
-# runs on every chip knows none of them, and no family knows another.
+# What the files of a room may include of src. core and the CUDA runtime know no operator; device
+# code goes from the bottom up, and mma_sync knows nothing of sm90.
+SHARED = r"cuda/(?:ptx/|tile/)"
+OF_ATTENTION = r"cuda/attention/(?:[^/]*\.cuh|params\.h|tiles\.h)"
+FAMILIES = r"cuda/attention/(?:sm90|mma_sync)/"
 LAYERS = {
-    "ptx": r"cuda/ptx/",
-    "tile": r"cuda/(?:ptx/|tile/|params\.h)",
-    "any": r"cuda/(?:ptx/|tile/|any/|params\.h|tiles\.h)",
-    "sm75": r"cuda/(?:ptx/|tile/|any/|sm75/|params\.h|tiles\.h)",
-    "sm80": r"cuda/(?:ptx/|tile/|any/|sm80/|params\.h|tiles\.h)",
-    "sm90": r"cuda/(?:ptx/|tile/|any/|sm90/|params\.h|tiles\.h)",
+    "src/core/": r"core/|flashmoe/(?:status|tensor)\.h",
+    "src/cuda/runtime/": r"core/|cuda/runtime/|flashmoe/(?:status|tensor)\.h",
+    "src/cuda/ptx/": r"cuda/ptx/",
+    "src/cuda/tile/": SHARED,
+    "src/cuda/tma/": r"cuda/(?:ptx/|tile/|tma/)",
+    "src/cuda/attention/mma_sync/": rf"{SHARED}|{OF_ATTENTION}|cuda/attention/mma_sync/",
+    "src/cuda/attention/sm90/": rf"{SHARED}|{OF_ATTENTION}|cuda/tma/|{FAMILIES}",
 }
 # Headers that a program with neither torch nor CUDA can include.
 PUBLIC = r"#\s*include\s*[<\"](?:cuda|torch|ATen|c10)"
@@ -91,14 +100,14 @@ def test_everything_is_in_its_room():
 @pytest.mark.parametrize(
     "name, text, rule",
     [
-        ("src/cuda/any/attention_fwd.cuh", 'asm volatile("bar.sync 0;");', "asm"),
+        ("src/cuda/attention/mma_sync/fwd.cuh", 'asm volatile("bar.sync 0;");', "asm"),
         ("src/cpu/product.h", '__asm__("nop");', "asm"),
         ("src/attention/plan.cc", "#include <torch/csrc/stable/tensor.h>", "torch headers"),
         ("include/flashmoe/attention.h", '#include "ATen/ATen.h"', "torch headers"),
         ("src/torch/call.cc", "#include <Python.h>", "Python.h"),
-        ("src/cpu/backend.cc", 'dlopen("libcuda.so.1", RTLD_NOW);', "driver calls"),
-        ("src/cuda/catalogue.cc", "cuLibraryLoadData(&library, image);", "driver calls"),
-        ("src/cuda/driver.cc", "cudaMalloc(&p, 4);", "the CUDA runtime"),
+        ("src/cpu/attention/backend.cc", 'dlopen("libcuda.so.1", RTLD_NOW);', "driver calls"),
+        ("src/cuda/attention/catalogue.cc", "cuLibraryLoadData(&library, image);", "driver calls"),
+        ("src/cuda/runtime/driver.cc", "cudaMalloc(&p, 4);", "the CUDA runtime"),
         ("include/flashmoe/attention.h", "#include <cuda_fp16.h>", "a public header"),
     ],
 )
@@ -109,10 +118,10 @@ def test_an_intruder_would_be_found(name, text, rule):
 
 
 def strange_includes(name: str, text: str) -> list[str]:
-    """What a file of device code includes and should know nothing of."""
-    layer = re.match(r"src/cuda/(\w+)/", name)
+    """What a file includes of src and should know nothing of."""
+    room = max((room for room in LAYERS if name.startswith(room)), key=len, default=None)
     included = re.findall(r'#\s*include\s*"([^"]*)"', without_comments(text))
-    return [path for path in included if layer and not re.match(LAYERS[layer[1]], path)]
+    return [path for path in included if room and not re.match(LAYERS[room], path)]
 
 
 def test_device_code_is_in_layers():
@@ -123,25 +132,27 @@ def test_device_code_is_in_layers():
 @pytest.mark.parametrize(
     "name, included",
     [
+        ("src/core/text.h", "attention/problem.h"),
+        ("src/cuda/runtime/launch.cc", "cuda/attention/params.h"),
+        ("src/cuda/runtime/launch.cc", "flashmoe/attention.h"),
         ("src/cuda/ptx/mma.cuh", "cuda/tile/dtype.cuh"),
-        ("src/cuda/tile/softmax.cuh", "cuda/any/attention_fwd.cuh"),
-        ("src/cuda/any/attention_fwd.cuh", "cuda/sm80/chip.cuh"),
-        ("src/cuda/sm75/attention_fwd_fp16.cu", "cuda/sm80/chip.cuh"),
-        ("src/cuda/sm80/chip.cuh", "attention/problem.h"),
+        ("src/cuda/tile/copy.cuh", "cuda/attention/params.h"),
+        ("src/cuda/tma/pipeline.cuh", "cuda/attention/sm90/params.h"),
+        ("src/cuda/attention/mma_sync/fwd.cuh", "cuda/attention/sm90/tiles.h"),
+        ("src/cuda/attention/mma_sync/fwd.cuh", "cuda/tma/pipeline.cuh"),
     ],
 )
 def test_a_strange_include_would_be_found(name, included):
     assert strange_includes(name, f'#include "{included}"\n') == [included]
-    assert not strange_includes(name, '#include "cuda/ptx/mma.cuh"\n')
-    assert not strange_includes("src/cuda/choose.cc", f'#include "{included}"\n')
+    assert not strange_includes("src/cuda/attention/choose.cc", f'#include "{included}"\n')
 
 
 def test_residents_are_welcome():
     for name, text in (
         ("src/cuda/ptx/mma.cuh", 'asm volatile("mma.sync");'),
         ("src/torch/convert.h", "#include <torch/csrc/stable/tensor.h>"),
-        ("src/cuda/driver.cc", 'dlopen("libcuda.so.1", RTLD_NOW);'),
-        ("src/cuda/launch.cc", "cuLaunchKernelEx(&config, kernel, params, nullptr);"),
+        ("src/cuda/runtime/driver.cc", 'dlopen("libcuda.so.1", RTLD_NOW);'),
+        ("src/cuda/runtime/launch.cc", "cuLaunchKernelEx(&config, kernel, params, nullptr);"),
     ):
         assert not intruders(name, text)
 

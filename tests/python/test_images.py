@@ -103,8 +103,8 @@ class Listed:
 def listed_kernels() -> dict[str, Listed]:
     """What the rows of each variants.h stand for, by name."""
     found = {}
-    for path in sorted((ROOT / "src/cuda").glob("*/variants.h")):
-        family = path.parent.name
+    for path in sorted((ROOT / "src/cuda/attention/kernels").glob("sm*.h")):
+        family = path.stem
         text = path.read_text().replace("\\\n", " ")
         kinds = r"(?:FWD|BWD)(?:_BIAS|_ANY)?|BIAS_SUM"
         pattern = rf"^#define FLASHMOE_\w+?_ATTENTION_({kinds})_\d+\(X\)(.*)$"
@@ -153,7 +153,10 @@ def kernels_of(image: Path) -> set[str]:
 def test_the_images_are_those_of_the_lists():
     """One for each family, pass, dtype and head dim, and one for the kernels that go by rows."""
     assert {kernel.image for kernel in listed_kernels().values()} == {x.stem for x in IMAGES}
-    sources = {f"{path.parent.name}_{path.stem}" for path in (ROOT / "src/cuda").glob("sm*/*.cu")}
+    sources = {
+        f"{path.parent.name}_{path.stem}"
+        for path in (ROOT / "src/cuda/attention/kernels").glob("sm*/*.cu")
+    }
     assert {re.sub(r"_d\d+$", "", image.stem) for image in IMAGES} == sources
     assert set(FAMILIES) >= set(INFO["families"]) == {family_of(image) for image in IMAGES}
 

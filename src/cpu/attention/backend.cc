@@ -1,0 +1,294 @@
+#include "cpu/attention/backend.h"
+
+#include <atomic>
+#include <cmath>
+
+#include "attention/lengths.h"
+#include "core/text.h"
+#include "cpu/attention/kernels.h"
+#include "cpu/threads.h"
+
+namespace flashmoe::cpu {
+namespace {
+
+// Work items to aim for, so that a machine's threads stay busy to the end. A number of its own, not
+// the number of threads: how a head is cut decides the bits of dK and dV.
+constexpr int64_t kForwardItems = 64;
+constexpr int64_t kBackwardItems = 32;
+constexpr int64_t kBackwardChunks = 8;  // at most: each has a dK and dV of its own in the workspace
+constexpr int64_t kBackwardBlocks = 4;  // per chunk at least: each costs a pass over its dK and dV
+
+constexpr size_t kAlign = 64;
+
+size_t align(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+
+int64_t div_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
+
+// Blocks of equal size, `most` or less, rather than full ones and a rest, rounded up to a multiple
+// of `step`.
+int64_t even_block(int64_t length, int64_t most, int64_t step) {
+  const int64_t blocks = std::max<int64_t>(div_up(length, most), 1);
+  return std::max(div_up(div_up(length, blocks), step) * step, step);
+}
+
+const Kernels& kernels(const AttentionProblem& problem) {
+  switch (problem.query.dtype) {
+    case DType::kFloat64:
+      return target().fp64;
+    case DType::kBFloat16:
+      return target().bf16;
+    default:
+      return target().fp32;
+  }
+}
+
+// Strides of `spec`, whose last dimensions are (head, row, col) or, for a per-row number, (head,
+// row).
+Operand operand(const TensorSpec& spec, const void* data, const Geometry& g, bool has_col) {
+  Operand op;
+  op.data = const_cast<void*>(data);
+  op.dtype = spec.dtype;
+  int at = spec.rank;
+  const auto next = [&](int64_t& stride) {
+    --at;
+    stride = at >= 0 && spec.shape[at] != 1 ? spec.stride[at] : 0;
+  };
+  if (has_col) next(op.col);
+  if (g.ragged) {  // (T, H, D)
+    next(op.head);
+    next(op.row);
+    return op;
+  }
+  next(op.row);
+  next(op.head);
+  for (int i = g.num_lead - 1; i >= 0; --i) next(op.lead[i]);
+  return op;
+}
+
+Operand operand(const std::optional<TensorSpec>& spec, const void* data, const Geometry& g,
+                bool has_col) {
+  return spec ? operand(*spec, data, g, has_col) : Operand{};
+}
+
+// A packed bias is (rows, H).
+Operand bias_operand(const std::optional<TensorSpec>& spec, const void* data, const Geometry& g) {
+  return operand(spec, data, g, !g.ragged);
+}
+
+Operand integers(const TensorSpec& spec, const void* data, const Geometry& g) {
+  Operand op;
+  op.data = const_cast<void*>(data);
+  op.dtype = spec.dtype;
+  if (g.ragged) {
+    op.row = spec.stride[0];
+    return op;
+  }
+  for (int i = 0; i < spec.rank; ++i) {
+    op.lead[g.num_lead - spec.rank + i] = spec.shape[i] == 1 ? 0 : spec.stride[i];
+  }
+  return op;
+}
+
+// How the bias's gradient comes about: see Params.
+void set_bias_grad(const AttentionProblem& problem, Params& p) {
+  if (problem.pass != Pass::kBackward || !problem.grad_bias) return;
+  const Geometry& g = p.geometry;
+  const TensorSpec& bias = *problem.bias;
+  if (g.ragged) {
+    p.bias_own[0] = bias.shape[1] == g.heads_q;
+    p.bias_grad = p.bias_own[0] ? Params::BiasGrad::kDirect : Params::BiasGrad::kShared;
+    return;
+  }
+  bool shared = false;
+  const auto own = [&](int from_end, int64_t size) {
+    const bool yes = from_end <= bias.rank && bias.size(-from_end) == size;
+    shared |= !yes;
+    return yes;
+  };
+  p.bias_cols = own(1, g.len_k);
+  p.bias_rows = own(2, g.len_q);
+  p.bias_own[g.num_lead] = own(3, g.heads_q);
+  for (int i = 0; i < g.num_lead; ++i) p.bias_own[i] = own(3 + g.num_lead - i, g.lead[i]);
+  p.bias_grad = shared ? Params::BiasGrad::kShared : Params::BiasGrad::kDirect;
+}
+
+// Everything a kernel is given but the workspace. While planning there are no tensors and pointers
+// are null.
+Params make_params(const AttentionPlan& plan, const AttentionTensors& t) {
+  const AttentionProblem& problem = plan.problem;
+  Params p;
+  p.geometry = geometry(problem);
+  const Geometry& g = p.geometry;
+  p.query = operand(problem.query, t.query, g, true);
+  p.key = operand(problem.key, t.key, g, true);
+  p.value = operand(problem.value, t.value, g, true);
+  p.has_bias = problem.bias.has_value();
+  p.bias = bias_operand(problem.bias, t.bias, g);
+  p.out = operand(problem.out, t.out, g, true);
+  p.lse = operand(problem.lse, t.lse, g, false);
+  if (problem.key_lengths) p.key_lengths = integers(*problem.key_lengths, t.key_lengths, g);
+  if (g.ragged) {
+    p.cu_seqlens_q = integers(problem.ragged->cu_seqlens_q, t.cu_seqlens_q, g);
+    p.cu_seqlens_k = integers(problem.ragged->cu_seqlens_k, t.cu_seqlens_k, g);
+  }
+  if (problem.pass == Pass::kBackward) {
+    p.grad_out = operand(problem.grad_out, t.grad_out, g, true);
+    p.grad_lse = operand(problem.grad_lse, t.grad_lse, g, false);
+    p.grad_query = operand(problem.grad_query, t.grad_query, g, true);
+    p.grad_key = operand(problem.grad_key, t.grad_key, g, true);
+    p.grad_value = operand(problem.grad_value, t.grad_value, g, true);
+    p.grad_bias = bias_operand(problem.grad_bias, t.grad_bias, g);
+  }
+  set_bias_grad(problem, p);
+  p.block_q = plan.block_q;
+  p.block_k = plan.block_k;
+  p.chunks = plan.chunks;
+  return p;
+}
+
+// Where things are in the workspace.
+struct Workspace {
+  size_t scratch = 0;  // workers x scratch_bytes
+  size_t bias_offset = 0, partial = 0, bytes = 0;
+
+  Workspace(const AttentionPlan& plan, const Params& p) {
+    const Kernels& k = kernels(plan.problem);
+    bias_offset = scratch + plan.workers * plan.scratch_bytes;
+    partial =
+        bias_offset +
+        (p.geometry.ragged && plan.problem.bias ? align(p.geometry.batch * sizeof(int64_t)) : 0);
+    bytes = partial + (plan.problem.pass == Pass::kBackward ? align(k.partial_bytes(p)) : 0);
+    if (bytes) bytes += kAlign;  // room to align whatever memory we are given
+  }
+};
+
+// Runs items 0 .. items - 1, each on whichever worker is free next.
+void run_items(int64_t items, int workers, const ParallelFor& parallel,
+               const std::function<void(int64_t, int)>& item) {
+  if (items <= 0) return;
+  std::atomic<int64_t> next{0};
+  parallel(static_cast<int>(std::min<int64_t>(workers, items)), [&](int worker) {
+    for (int64_t i = next++; i < items; i = next++) item(i, worker);
+  });
+}
+
+// Rows of a (T, H, ...) result that belong to no sequence.
+void fill_rest(const Operand& op, int64_t heads, int64_t cols, int64_t first, int64_t last,
+               double value) {
+  if (!op) return;
+  for (int64_t row = first; row < last; ++row) {
+    for (int64_t head = 0; head < heads; ++head) {
+      for (int64_t col = 0; col < cols; ++col) {
+        const int64_t at = row * op.row + head * op.head + col * op.col;
+        if (op.dtype == DType::kFloat64) {
+          static_cast<double*>(op.data)[at] = value;
+        } else if (op.dtype == DType::kFloat32) {
+          static_cast<float*>(op.data)[at] = static_cast<float>(value);
+        } else {
+          static_cast<uint16_t*>(op.data)[at] = 0;  // only zeros are asked of the half types
+        }
+      }
+    }
+  }
+}
+
+int64_t sequence_length(const TensorSpec& cu_seqlens, const void* data, int64_t sequence) {
+  return read_int(cu_seqlens, data, sequence + 1) - read_int(cu_seqlens, data, sequence);
+}
+
+void fill_unused_tokens(const AttentionProblem& problem, const Params& p) {
+  const Geometry& g = p.geometry;
+  const Ragged& r = *problem.ragged;
+  const int64_t rows = read_int(r.cu_seqlens_q, p.cu_seqlens_q.data, g.batch),
+                all_rows = problem.query.shape[0];
+  const int64_t keys = read_int(r.cu_seqlens_k, p.cu_seqlens_k.data, g.batch),
+                all_keys = problem.key.shape[0];
+  if (problem.pass == Pass::kForward) {
+    fill_rest(p.out, g.heads_q, g.head_dim_v, rows, all_rows, 0);
+    fill_rest(p.lse, g.heads_q, 1, rows, all_rows, -HUGE_VAL);
+  } else {
+    fill_rest(p.grad_query, g.heads_q, g.head_dim, rows, all_rows, 0);
+    fill_rest(p.grad_key, g.heads_k, g.head_dim, keys, all_keys, 0);
+    fill_rest(p.grad_value, g.heads_k, g.head_dim_v, keys, all_keys, 0);
+  }
+}
+
+int64_t shared_bias_items(const Params& p) {
+  const Geometry& g = p.geometry;
+  int64_t items = g.ragged ? g.batch : 1;
+  for (int i = 0; i <= g.num_lead; ++i) {
+    if (p.bias_own[i]) items *= i == g.num_lead ? g.heads_q : g.lead[i];
+  }
+  if (p.bias_rows) items *= div_up(g.len_q, p.block_q);
+  if (p.bias_cols) items *= div_up(g.len_k, p.block_k);
+  return items;
+}
+
+}  // namespace
+
+void cut(AttentionPlan& plan) {
+  const bool forward = plan.problem.pass == Pass::kForward;
+  plan.kernel = text("cpu_", target().name, forward ? "_attention_fwd" : "_attention_bwd");
+  const Kernels& k = kernels(plan.problem);
+  plan.block_q = even_block(plan.len_q, k.block, 16);
+  plan.block_k = even_block(plan.len_k, k.block, k.key_step);
+  const int64_t heads = plan.batch * (forward ? plan.heads_q : plan.heads_k);
+  const int64_t blocks =
+      div_up(plan.len_q, plan.block_q) * (forward ? 1 : plan.heads_q / plan.heads_k);
+  const int64_t wanted = heads ? div_up(forward ? kForwardItems : kBackwardItems, heads) : 1;
+  plan.chunks = std::max<int64_t>(
+      1, std::min(wanted, forward ? blocks : std::min(blocks / kBackwardBlocks, kBackwardChunks)));
+  // An empty batch of any size is no work; without queries there are still dK = 0 and dV = 0 to
+  // write.
+  const bool nothing = plan.len_q == 0 && (forward || plan.len_k == 0);
+  plan.work_items = nothing ? 0 : heads * plan.chunks;
+
+  const int threads =
+      plan.problem.device.num_threads ? plan.problem.device.num_threads : pool_threads();
+  const Params p = make_params(plan, {});
+  int64_t most_items = plan.work_items;
+  if (p.bias_grad == Params::BiasGrad::kShared)
+    most_items = std::max(most_items, shared_bias_items(p));
+  plan.workers = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(threads, most_items)));
+  plan.scratch_bytes = align(forward ? k.forward_scratch(p) : k.backward_scratch(p));
+  plan.workspace_bytes = Workspace(plan, p).bytes;
+}
+
+void run(const AttentionPlan& plan, const AttentionTensors& tensors, void* memory,
+         const Launch& launch) {
+  Params p = make_params(plan, tensors);
+  const Geometry& g = p.geometry;
+  const Kernels& k = kernels(plan.problem);
+  const Workspace workspace(plan, p);
+  char* base = reinterpret_cast<char*>(align(reinterpret_cast<size_t>(memory)));
+  const ParallelFor parallel = launch.parallel ? launch.parallel : pool();
+  const auto phase = [&](int64_t items, void (*kernel)(const Params&, int64_t, void*)) {
+    run_items(items, plan.workers, parallel, [&](int64_t item, int worker) {
+      kernel(p, item, base + workspace.scratch + worker * plan.scratch_bytes);
+    });
+  };
+
+  if (g.ragged) {
+    fill_unused_tokens(plan.problem, p);
+    if (p.bias) {
+      auto* offset = reinterpret_cast<int64_t*>(base + workspace.bias_offset);
+      int64_t next = 0;
+      for (int64_t b = 0; b < g.batch; ++b) {
+        offset[b] = next;
+        next += sequence_length(plan.problem.ragged->cu_seqlens_q, tensors.cu_seqlens_q, b) *
+                sequence_length(plan.problem.ragged->cu_seqlens_k, tensors.cu_seqlens_k, b);
+      }
+      p.bias_offset = offset;
+    }
+  }
+  if (plan.problem.pass == Pass::kForward) {
+    phase(plan.work_items, k.forward);
+    return;
+  }
+  p.partial = base + workspace.partial;
+  phase(plan.work_items, k.backward);
+  if (p.chunks > 1) phase(g.batch * g.heads_k * div_up(g.len_k, p.block_k), k.reduce);
+  if (p.bias_grad == Params::BiasGrad::kShared) phase(shared_bias_items(p), k.bias_grad);
+}
+
+}  // namespace flashmoe::cpu

@@ -1,0 +1,354 @@
+// The oracle: attention and its gradients exactly as docs/semantics.md defines them, in float64,
+// one query row at a time. Every input becomes a dense array of doubles first and every result is
+// rounded once at the end, so what lies between is only the mathematics.
+#include <cmath>
+#include <limits>
+#include <new>
+#include <stdexcept>
+#include <vector>
+
+#include "attention/lengths.h"
+#include "attention/problem.h"
+#include "core/text.h"
+#include "cpu/half.h"
+
+namespace flashmoe {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+using Array = std::vector<double>;  // dense, row-major
+
+double read(DType dtype, const void* data, int64_t offset) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return static_cast<const double*>(data)[offset];
+    case DType::kFloat32:
+      return static_cast<const float*>(data)[offset];
+    case DType::kFloat16:
+      return cpu::Float16::to_double(static_cast<const uint16_t*>(data)[offset]);
+    case DType::kBFloat16:
+      return cpu::BFloat16::to_double(static_cast<const uint16_t*>(data)[offset]);
+    default:
+      return std::numeric_limits<double>::quiet_NaN();  // check() lets no other dtype pass
+  }
+}
+
+void write(DType dtype, void* data, int64_t offset, double x) {
+  switch (dtype) {
+    case DType::kFloat64:
+      static_cast<double*>(data)[offset] = x;
+      break;
+    case DType::kFloat32:
+      static_cast<float*>(data)[offset] = static_cast<float>(x);
+      break;
+    case DType::kFloat16:
+      static_cast<uint16_t*>(data)[offset] = cpu::Float16::from_double(x);
+      break;
+    case DType::kBFloat16:
+      static_cast<uint16_t*>(data)[offset] = cpu::BFloat16::from_double(x);
+      break;
+    default:
+      break;
+  }
+}
+
+bool is_empty(const TensorSpec& spec) {
+  for (int i = 0; i < spec.rank; ++i) {
+    if (spec.shape[i] == 0) return true;
+  }
+  return false;
+}
+
+// Calls visit(offset) for every element in row-major order.
+template <class Visit>
+void visit_elements(const TensorSpec& spec, Visit&& visit, int dim = 0, int64_t offset = 0) {
+  if (dim == 0 && is_empty(spec)) return;  // (2^40, 0) should not take a day
+  if (dim == spec.rank) return visit(offset);
+  for (int64_t i = 0; i < spec.shape[dim]; ++i) {
+    visit_elements(spec, visit, dim + 1, offset + i * spec.stride[dim]);
+  }
+}
+
+Array load(const TensorSpec& spec, const void* data) {
+  Array array;
+  visit_elements(spec, [&](int64_t offset) { array.push_back(read(spec.dtype, data, offset)); });
+  return array;
+}
+
+void store(const TensorSpec& spec, void* data, const Array& array) {
+  auto next = array.begin();
+  visit_elements(spec, [&](int64_t offset) { write(spec.dtype, data, offset, *next++); });
+}
+
+Array filled(const TensorSpec& spec, double x) {
+  Array array;
+  visit_elements(spec, [&](int64_t) { array.push_back(x); });
+  return array;
+}
+
+double dot(const double* a, const double* b, int64_t n) {
+  double sum = 0;
+  for (int64_t i = 0; i < n; ++i) sum += a[i] * b[i];
+  return sum;
+}
+
+// y += x * factor
+void add(double* y, const double* x, double factor, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) y[i] += factor * x[i];
+}
+
+// Where things are: the lengths of each sequence, and the place of a row or a bias element in its
+// array.
+class Layout {
+ public:
+  Layout(const AttentionProblem& problem, const AttentionTensors& tensors) : g_(geometry(problem)) {
+    if (g_.ragged) {
+      place_sequences(*problem.ragged, tensors);
+    } else {
+      lengths_q_.assign(g_.batch, g_.len_q);
+      lengths_k_.assign(g_.batch, g_.len_k);
+      if (problem.key_lengths) place_key_lengths(*problem.key_lengths, tensors.key_lengths);
+    }
+    if (problem.bias) place_bias(*problem.bias);
+  }
+
+  const Geometry& g() const { return g_; }
+  int64_t length_q(int64_t b) const { return lengths_q_[b]; }
+  int64_t length_k(int64_t b) const { return lengths_k_[b]; }
+
+  // Position i of head h of sequence b in (..., H, S, D) or, ragged, (T, H, D).
+  int64_t row_q(int64_t b, int64_t h, int64_t i) const {
+    return g_.ragged ? (starts_q_[b] + i) * g_.heads_q + h : (b * g_.heads_q + h) * g_.len_q + i;
+  }
+  int64_t row_k(int64_t b, int64_t h, int64_t j) const {
+    return g_.ragged ? (starts_k_[b] + j) * g_.heads_k + h : (b * g_.heads_k + h) * g_.len_k + j;
+  }
+  int64_t bias_element(int64_t b, int64_t h, int64_t i, int64_t j) const {
+    const int64_t row_step = g_.ragged ? lengths_k_[b] * bias_step_k_ : bias_step_q_;
+    return bias_starts_[b] + h * bias_step_h_ + i * row_step + j * bias_step_k_;
+  }
+
+ private:
+  void place_sequences(const Ragged& ragged, const AttentionTensors& tensors) {
+    for (int64_t b = 0; b < g_.batch; ++b) {
+      starts_q_.push_back(read_int(ragged.cu_seqlens_q, tensors.cu_seqlens_q, b));
+      starts_k_.push_back(read_int(ragged.cu_seqlens_k, tensors.cu_seqlens_k, b));
+      lengths_q_.push_back(read_int(ragged.cu_seqlens_q, tensors.cu_seqlens_q, b + 1) -
+                           starts_q_[b]);
+      lengths_k_.push_back(read_int(ragged.cu_seqlens_k, tensors.cu_seqlens_k, b + 1) -
+                           starts_k_[b]);
+    }
+  }
+
+  void place_key_lengths(const TensorSpec& spec, const void* data) {
+    const std::vector<int64_t> steps = broadcast_steps(spec, 0);
+    for (int64_t b = 0; b < g_.batch; ++b) {
+      lengths_k_[b] = read_int(spec, data, lead_offset(b, steps));
+    }
+  }
+
+  void place_bias(const TensorSpec& bias) {
+    if (g_.ragged) {  // (sum n_i * m_i, H or 1): the block of a sequence follows those before it
+      bias_step_h_ = bias.shape[1] == 1 ? 0 : 1;
+      bias_step_k_ = bias.shape[1];
+      int64_t rows = 0;
+      for (int64_t b = 0; b < g_.batch; ++b) {
+        bias_starts_.push_back(rows * bias.shape[1]);
+        rows += lengths_q_[b] * lengths_k_[b];
+      }
+      return;
+    }
+    const std::vector<int64_t> steps = broadcast_steps(bias, 3);
+    bias_step_h_ = steps[g_.num_lead];
+    bias_step_q_ = steps[g_.num_lead + 1];
+    bias_step_k_ = steps[g_.num_lead + 2];
+    for (int64_t b = 0; b < g_.batch; ++b) bias_starts_.push_back(lead_offset(b, steps));
+  }
+
+  // Steps of a dense array of this shape, along the leading dimensions and `more` after them; 0
+  // where it is broadcast.
+  std::vector<int64_t> broadcast_steps(const TensorSpec& spec, int more) const {
+    std::vector<int64_t> steps(g_.num_lead + more, 0);
+    int64_t step = 1;
+    for (int i = 1; i <= spec.rank; ++i) {
+      if (spec.size(-i) != 1) steps[steps.size() - i] = step;
+      step *= spec.size(-i);
+    }
+    return steps;
+  }
+
+  // The leading dimensions are one index, b, with the last of them fastest.
+  int64_t lead_offset(int64_t b, const std::vector<int64_t>& steps) const {
+    int64_t offset = 0;
+    for (int i = g_.num_lead - 1; i >= 0; --i) {
+      offset += b % g_.lead[i] * steps[i];
+      b /= g_.lead[i];
+    }
+    return offset;
+  }
+
+  Geometry g_;
+  std::vector<int64_t> lengths_q_, lengths_k_;  // by sequence
+  std::vector<int64_t> starts_q_, starts_k_;    // ragged: first token of each
+  std::vector<int64_t> bias_starts_;
+  int64_t bias_step_h_ = 0, bias_step_q_ = 0, bias_step_k_ = 0;
+};
+
+// One key that a query row sees.
+struct Seen {
+  int64_t key;       // position in the sequence
+  double score;      // softcap(scale * q k) + bias
+  double cap_slope;  // derivative of softcap there
+  double weight;     // softmax of the scores
+};
+
+struct Row {
+  std::vector<Seen> seen;
+  double lse = -kInfinity;
+};
+
+class Oracle {
+ public:
+  Oracle(const AttentionProblem& problem, const AttentionTensors& tensors)
+      : layout_(problem, tensors),
+        g_(layout_.g()),
+        query_(load(problem.query, tensors.query)),
+        key_(load(problem.key, tensors.key)),
+        value_(load(problem.value, tensors.value)),
+        has_bias_(problem.bias.has_value()) {
+    if (has_bias_) bias_ = load(*problem.bias, tensors.bias);
+  }
+
+  void forward(const AttentionProblem& problem, const AttentionTensors& tensors) const {
+    // What a row without keys, and a token of no sequence, has.
+    Array out = filled(problem.out, 0);
+    Array lse(out.size() / g_.head_dim_v, -kInfinity);
+    for_each_row([&](int64_t b, int64_t h, int64_t i) {
+      const Row row = softmax(b, h, i);
+      const int64_t place = layout_.row_q(b, h, i);
+      for (const Seen& s : row.seen) {
+        add(&out[place * g_.head_dim_v], value_row(b, h, s.key), s.weight, g_.head_dim_v);
+      }
+      lse[place] = row.lse;
+    });
+    store(problem.out, tensors.out, out);
+    if (problem.lse) store(*problem.lse, tensors.lse, lse);
+  }
+
+  void backward(const AttentionProblem& problem, const AttentionTensors& tensors) const {
+    Array grad_out, grad_lse;  // empty when absent
+    if (problem.grad_out) grad_out = load(*problem.grad_out, tensors.grad_out);
+    if (problem.grad_lse) grad_lse = load(*problem.grad_lse, tensors.grad_lse);
+    Array grad_query(query_.size()), grad_key(key_.size()), grad_value(value_.size());
+    Array grad_bias(bias_.size());
+
+    for_each_row([&](int64_t b, int64_t h, int64_t i) {
+      const int64_t place = layout_.row_q(b, h, i);
+      const double* d_out = grad_out.empty() ? nullptr : &grad_out[place * g_.head_dim_v];
+      const Row row = softmax(b, h, i);
+
+      // How the loss changes with each weight, and the mean of that: softmax passes on only the
+      // difference. lse grows with every score by its weight, so its gradient adds to the
+      // difference.
+      Array d_weight(row.seen.size());
+      double mean = 0;
+      for (size_t n = 0; d_out && n < row.seen.size(); ++n) {
+        d_weight[n] = dot(d_out, value_row(b, h, row.seen[n].key), g_.head_dim_v);
+        mean += row.seen[n].weight * d_weight[n];
+      }
+      const double d_lse = grad_lse.empty() ? 0 : grad_lse[place];
+
+      for (size_t n = 0; n < row.seen.size(); ++n) {
+        const Seen& s = row.seen[n];
+        const int64_t place_k = layout_.row_k(b, h / g_.group, s.key);
+        const double d_score = s.weight * (d_weight[n] - mean + d_lse);
+        const double d_dot = d_score * s.cap_slope * g_.scale;
+        add(&grad_query[place * g_.head_dim], &key_[place_k * g_.head_dim], d_dot, g_.head_dim);
+        add(&grad_key[place_k * g_.head_dim], &query_[place * g_.head_dim], d_dot, g_.head_dim);
+        if (d_out) add(&grad_value[place_k * g_.head_dim_v], d_out, s.weight, g_.head_dim_v);
+        if (has_bias_) grad_bias[layout_.bias_element(b, h, i, s.key)] += d_score;
+      }
+    });
+    if (problem.grad_query) store(*problem.grad_query, tensors.grad_query, grad_query);
+    if (problem.grad_key) store(*problem.grad_key, tensors.grad_key, grad_key);
+    if (problem.grad_value) store(*problem.grad_value, tensors.grad_value, grad_value);
+    if (problem.grad_bias) store(*problem.grad_bias, tensors.grad_bias, grad_bias);
+  }
+
+ private:
+  // Calls visit(sequence, query head, position) for every query row.
+  template <class Visit>
+  void for_each_row(Visit&& visit) const {
+    if (query_.empty()) return;
+    for (int64_t b = 0; b < g_.batch; ++b) {
+      for (int64_t h = 0; h < g_.heads_q; ++h) {
+        for (int64_t i = 0; i < layout_.length_q(b); ++i) visit(b, h, i);
+      }
+    }
+  }
+
+  const double* value_row(int64_t b, int64_t query_head, int64_t j) const {
+    return &value_[layout_.row_k(b, query_head / g_.group, j) * g_.head_dim_v];
+  }
+
+  Row softmax(int64_t b, int64_t h, int64_t i) const {
+    Row row;
+    const double* q = &query_[layout_.row_q(b, h, i) * g_.head_dim];
+    const KeyRange range =
+        allowed_keys(i, layout_.length_q(b), layout_.length_k(b), g_.left, g_.right);
+    for (int64_t j = range.begin; j < range.end; ++j) {
+      const double bias = has_bias_ ? bias_[layout_.bias_element(b, h, i, j)] : 0;
+      if (bias == -kInfinity) continue;  // a mask: this key is never looked at
+      const double* k = &key_[layout_.row_k(b, h / g_.group, j) * g_.head_dim];
+      double score = g_.scale * dot(q, k, g_.head_dim);
+      double cap_slope = 1;
+      if (g_.softcap > 0) {
+        const double x = score / g_.softcap;
+        score = g_.softcap * std::tanh(x);
+        cap_slope =
+            1 / (std::cosh(x) * std::cosh(x));  // 1 - tanh^2 would cancel where it saturates
+      }
+      row.seen.push_back({j, score + bias, cap_slope, 0});
+    }
+    if (row.seen.empty()) return row;
+
+    double largest = -kInfinity;  // taken out of the exponent, so that nothing overflows
+    for (const Seen& s : row.seen) largest = std::max(largest, s.score);
+    double sum = 0;
+    for (const Seen& s : row.seen) sum += std::exp(s.score - largest);
+    for (Seen& s : row.seen) s.weight = std::exp(s.score - largest) / sum;
+    row.lse = largest + std::log(sum);
+    return row;
+  }
+
+  Layout layout_;
+  const Geometry& g_;
+  Array query_, key_, value_, bias_;
+  bool has_bias_;
+};
+
+}  // namespace
+
+Status run_reference(const AttentionProblem& problem, const AttentionTensors& tensors) {
+  if (Status status = check(problem); !status.ok()) return status;
+  if (problem.device.type != DeviceType::kCpu) {
+    return unsupported("the reference runs on host memory only");
+  }
+  if (Status status = check_lengths(problem, tensors); !status.ok()) return status;
+  try {
+    const Oracle oracle(problem, tensors);
+    if (problem.pass == Pass::kForward) {
+      oracle.forward(problem, tensors);
+    } else {
+      oracle.backward(problem, tensors);
+    }
+  } catch (const std::bad_alloc&) {
+    return unsupported("the reference keeps a float64 copy of every tensor, and memory ran out");
+  } catch (const std::length_error&) {
+    return unsupported("the reference keeps a float64 copy of every tensor, and memory ran out");
+  }
+  return {};
+}
+
+}  // namespace flashmoe

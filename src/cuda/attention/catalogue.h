@@ -1,0 +1,53 @@
+// Which kernels exist: what the families list in their variants.h, as far as its image is in this
+// build.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "cuda/runtime/launch.h"
+#include "flashmoe/tensor.h"
+
+namespace flashmoe::cuda {
+
+enum class Role {
+  kRaggedBlocks,  // before either pass of a ragged batch
+  kBiasRows,      // before either pass with a bias that many share
+  kBiasHeads,     // before either pass with the bias of a ragged batch, and for its gradient after
+  kForward,
+  kForwardBias,
+  kCombine,  // after a forward pass that was split over keys
+  kPrepare,  // before the backward pass
+  kBackward,
+  kBackwardBias,
+  kFinish,  // after it: dQ
+  kFinishBias,
+  kBiasSum,  // the gradient of a bias that was broadcast
+};
+const char* role_name(Role role);
+
+struct Kernel {
+  KernelId id;
+  const char* family;
+  Role role;
+  DType dtype;
+  // The tile; 0 for kernels that go row by row.
+  int head_dim = 0, block_q = 0, block_k = 0;
+  int threads = 0;
+  int shared_bytes = 0;
+  int ctas = 0;            // that the registers of an SM hold
+  bool for_short = false;  // for thousands of short sequences
+  bool any_score = true;   // takes a softcap, and a scale that is not positive
+  int cluster = 1;         // CTAs that share a block of keys
+};
+
+// Grouped by family and role, and there best tile first.
+const std::vector<Kernel>& kernels();
+
+const Kernel* find_kernel(std::string_view name);
+const Kernel* find_kernel(Role role, std::string_view family, DType dtype);
+// The one of that role that was made for the same tile; the sum of a bias's gradient has its own.
+const Kernel* find_kernel(Role role, const Kernel& beside);
+
+}  // namespace flashmoe::cuda

@@ -1,0 +1,78 @@
+// What surrounds a bias: whether it is copied first, and how the sum of its gradient is cut.
+#include <algorithm>
+
+#include "cuda/attention/backend.h"
+
+namespace flashmoe::cuda {
+
+bool shares_bias(const AttentionPlan& plan) {
+  const TensorSpec& query = plan.problem.query;
+  const TensorSpec& bias = *plan.problem.bias;
+  if (plan.problem.ragged) return plan.heads_q > 1 && bias.size(-1) == 1;  // (pairs, heads)
+  for (int i = 1; i <= query.rank; ++i) {
+    const int64_t size = i == 1 ? plan.len_k : query.size(-i);
+    // Also where there is nothing to sum: the gradient is 0 then.
+    if (size != 1 && (i > bias.rank || bias.size(-i) == 1)) return true;
+  }
+  return false;
+}
+
+bool copies_bias(const AttentionPlan& plan) {
+  constexpr int64_t kMany = 8;  // the copy is small beside what is computed with it
+  if (!plan.problem.bias || plan.problem.ragged) return false;
+  const TensorSpec& bias = *plan.problem.bias;
+  if (bias.dtype == DType::kFloat32 || bias.rank < 2 || bias.size(-1) != plan.len_k ||
+      bias.size(-2) != plan.len_q || bias.size(-1) * bias.size(-2) <= 1) {
+    return false;
+  }
+  int64_t matrices = 1;
+  bool chunks = bias.step(-1) == 1 && bias.step(-2) % 8 == 0 && plan.len_k % 8 == 0;
+  for (int i = 0; i < bias.rank - 2; ++i) {
+    matrices *= bias.shape[i];
+    chunks = chunks && (bias.shape[i] == 1 || bias.stride[i] % 8 == 0);
+  }
+  if (matrices > kMaxGridYZ) return false;
+  return !chunks && plan.batch * plan.heads_q >= kMany * std::max<int64_t>(matrices, 1);
+}
+
+int64_t bias_copy_bytes(const AttentionPlan& plan) {
+  if (!copies_bias(plan)) return 0;
+  const TensorSpec& bias = *plan.problem.bias;
+  int64_t rows = 1;
+  for (int i = 0; i < bias.rank - 1; ++i) rows *= bias.shape[i];
+  return ceil_div(rows * bias_pitch(plan) * 2, 256) * 256;
+}
+
+bool copies_pairs(const AttentionPlan& plan) {
+  if (!plan.problem.bias || !plan.problem.ragged) return false;
+  const TensorSpec& bias = *plan.problem.bias;  // (pairs, heads)
+  return bias.dtype != DType::kFloat32 && bias.shape[0] > 1 && bias.shape[1] > 1 &&
+         bias.stride[0] != 1;
+}
+
+int64_t pairs_copy_bytes(const AttentionPlan& plan) {
+  if (!copies_pairs(plan)) return 0;
+  return ceil_div(plan.heads_q / plan.rounds * pairs_pitch(plan) * 2, 256) * 256;
+}
+
+BiasSumGrid bias_sum_grid(const AttentionPlan& plan, int64_t block_q, int64_t block_k) {
+  const TensorSpec& bias = *plan.problem.bias;
+  const auto size = [&](int from_last) {
+    return from_last <= bias.rank ? bias.size(-from_last) : int64_t{1};
+  };
+  // A dimension of one is as good as one that is shared.
+  const bool own_keys = size(1) > 1, own_queries = size(2) > 1;
+  const int64_t query_blocks = std::max<int64_t>(ceil_div(plan.len_q, block_q), 1);
+  const int64_t key_blocks = std::max<int64_t>(ceil_div(plan.len_k, block_k), 1);
+  BiasSumGrid grid;
+  grid.tiles = (own_queries ? query_blocks : 1) * (own_keys ? key_blocks : 1);
+  grid.heads = size(3);
+  for (int i = 4; i <= bias.rank; ++i) grid.batches *= size(i);
+  if (size(1) == 0 || size(2) == 0) grid.tiles = 0;  // it has no elements
+  grid.steps = query_blocks * key_blocks / std::max<int64_t>(grid.tiles, 1) *
+               (plan.heads_q / std::max<int64_t>(grid.heads, 1)) *
+               (plan.batch / std::max<int64_t>(grid.batches, 1));
+  return grid;
+}
+
+}  // namespace flashmoe::cuda

@@ -1,0 +1,19 @@
+#include "cuda/attention/ragged.cuh"
+#include "cuda/attention/sm90/bwd_preprocess.cuh"
+
+using namespace flashmoe::cuda;
+
+extern "C" __global__ void __launch_bounds__(kRaggedThreads)
+    sm90_attention_ragged_blocks_fp16(const __grid_constant__ AttentionRaggedParams p) {
+  attention_ragged_blocks(p);
+}
+
+extern "C" __global__ void __launch_bounds__(kRowThreads, 8)
+    sm90_attention_bwd_prepare_fp16(const __grid_constant__ HopperBwdParams p) {
+  sm90::attention_bwd_prepare<Fp16>(p);
+}
+
+extern "C" __global__ void __launch_bounds__(sm90::kFinishThreads)
+    sm90_attention_bwd_finish_fp16(const __grid_constant__ HopperBwdParams p) {
+  sm90::attention_bwd_finish<Fp16>(p);
+}

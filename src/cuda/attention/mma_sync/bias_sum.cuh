@@ -1,0 +1,567 @@
+// The gradient of a bias that was broadcast: dBias = sum of P * (dP - delta) over all that shared
+// it.
+//
+// One CTA takes one tile of the gradient and goes through the batches, heads and blocks that share
+// it, in their order: no atomics, and always the same bits. S and dP are computed once more for
+// that; the tile's bias and its sums stay in registers. Where there are few tiles, several CTAs
+// share the steps of one, leave their sums in the workspace, and a second launch adds those up in
+// their order. Where queries or keys share the bias, the tile is summed over them at the end.
+//
+//   shared memory: sQ, sdO   stages x block_q x D
+//                  sK, sV    stages x block_k x D
+//                  sTerms    stages x block_q     lse and delta of the rows
+//                  sBias     block_q x block_k
+//                  steps     what is to be done next
+//                  task
+// At the end the tile itself, in fp32, takes the place of all but the task.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/attention/bias.cuh"
+#include "cuda/attention/params.h"
+#include "cuda/attention/sequence.cuh"
+#include "cuda/attention/softmax.cuh"
+#include "cuda/attention/tiles.h"
+#include "cuda/tile/copy.cuh"
+#include "cuda/tile/dtype.cuh"
+#include "cuda/tile/product.cuh"
+
+namespace flashmoe::cuda {
+
+// What one step adds, found by one thread and kept in shared memory.
+struct BiasStep {
+  Sequence seq;
+  int first_query, first_key;
+  bool seen;   // the queries see some of the keys
+  bool plain;  // all queries see all keys of the tile, and nothing unusual is asked
+  const char *query, *grad_out, *key, *value;
+  const float* terms;
+};
+
+template <class Chip_, class T, BiasSumTile kTile_>
+struct BiasSumConfig {
+  using Chip = Chip_;
+  using Type = T;
+  static constexpr BiasSumTile kTile = kTile_;
+  static constexpr int kDim = kTile.head_dim, kStages = kTile.stages;
+  static constexpr int kBlockQ = kTile.block_q, kBlockK = kTile.block_k;
+  static constexpr int kThreads = kTile.threads();
+  static constexpr int kCols = kTile.cols, kRows = kTile.warps / kCols;  // of warps
+  static constexpr int kM = kBlockQ / kRows / 16, kN = kBlockK / kCols / 8;
+  static_assert(kM * 16 * kRows == kBlockQ && kN * 8 * kCols == kBlockK);
+
+  using Layout = Swizzled<kDim>;
+  using Bias = BiasTile<T, kBlockQ, kBlockK, kThreads>;
+  static constexpr uint32_t kQueryBytes = kBlockQ * kDim * 2, kKeyBytes = kBlockK * kDim * 2;
+  static constexpr uint32_t kTermBytes = kBlockQ * 8;
+  static constexpr uint32_t kSmemQ = 0, kSmemGradOut = kStages * kQueryBytes;
+  static constexpr uint32_t kSmemK = 2 * kStages * kQueryBytes;
+  static constexpr uint32_t kSmemV = kSmemK + kStages * kKeyBytes;
+  static constexpr uint32_t kSmemBias = kSmemV + kStages * kKeyBytes;
+  static constexpr uint32_t kSmemTerms = kSmemBias + Bias::kBytes;
+  static constexpr uint32_t kSmemSteps = kSmemTerms + kStages * kTermBytes;
+  static constexpr uint32_t kSmemTask = kTile.shared_bytes() - kTaskBytes;
+  static_assert(sizeof(BiasStep) <= kStepBytes && kKnownSteps <= kThreads);
+  static_assert(kSmemSteps + kKnownSteps * kStepBytes <= kSmemTask);
+  static constexpr int kAhead = kStages > 1 ? kStages - 1 : 1;  // steps that are on their way
+  static constexpr int kPitch = kBlockK * 4 + 16;               // of the tile in fp32, in bytes
+};
+
+template <class C>
+using BiasSums = float[C::kM][C::kN][4];
+// The tile's bias, two numbers in a register.
+template <class C>
+using PackedBias = uint32_t[C::kM][C::kN][2];
+
+// A tile of the gradient.
+struct SumTile {
+  int first_query, first_key;
+  int len_q, len_k;  // of what it is a tile of
+  int batch, head;   // one of those that share it
+};
+
+// What a CTA sums over: one step for each block that shares the tile.
+template <class C>
+class SharedSteps {
+ public:
+  SharedSteps() = default;
+  // `slot` is null in a dense batch.
+  __device__ __forceinline__ SharedSteps(const AttentionBwdParams& p, const RaggedBlock* slot)
+      : slot_(slot),
+        own_queries_(slot || p.grad_bias_strides.row != 0),
+        own_keys_(slot || p.grad_bias_column != 0),
+        own_head_(p.grad_bias_strides.head != 0) {
+    query_blocks_ = own_queries_ ? 1 : blocks(p.len_q, C::kBlockQ);
+    key_blocks_ = own_keys_ ? 1 : blocks(p.len_k, C::kBlockK);
+    heads_ = own_head_ ? 1 : p.heads_q;
+    batches_ = 1;
+#pragma unroll 1
+    for (int i = 0; i < p.batch_dims && !slot; ++i) {
+      if (p.grad_bias_strides.batch[i] == 0) batches_ *= p.batch_sizes[i];
+    }
+  }
+  __device__ __forceinline__ int count() const {
+    return query_blocks_ * key_blocks_ * heads_ * batches_;
+  }
+  // Tile number `tile` of the gradient's matrix of this CTA.
+  __device__ __forceinline__ SumTile tile(int tile, const AttentionBwdParams& p) const {
+    if (slot_) {
+      return {tile * C::kBlockQ, slot_->block * C::kBlockK, slot_->len_q,
+              slot_->len_k,      slot_->sequence,           0};
+    }
+    const int in_row = own_keys_ ? blocks(p.len_k, C::kBlockK) : 1;
+    return {tile / in_row * C::kBlockQ,
+            tile % in_row * C::kBlockK,
+            p.len_q,
+            p.len_k,
+            join_batch(p, p.first_batch + blockIdx.z, 0),
+            static_cast<int>(blockIdx.y)};
+  }
+  __device__ __forceinline__ BiasStep find(int step, const SumTile& tile,
+                                           const AttentionBwdParams& p) const {
+    const int key_block = step % key_blocks_;
+    step /= key_blocks_;
+    const int query_block = step % query_blocks_;
+    step /= query_blocks_;
+    const int head = own_head_ ? tile.head : step % heads_;
+    const int batch = slot_ ? tile.batch : join_batch(p, p.first_batch + blockIdx.z, step / heads_);
+    BiasStep s;
+    s.seq = slot_ ? find_sequence(*slot_) : find_sequence(p, batch);
+    s.first_key = own_keys_ ? tile.first_key : key_block * C::kBlockK;
+    s.first_query = own_queries_ ? tile.first_query : query_block * C::kBlockQ;
+    // Row i sees key j when i + shift - left <= j <= i + shift + right.
+    const Sequence& seq = s.seq;
+    const int last_query = min(s.first_query + C::kBlockQ, seq.len_q) - 1;
+    const int last_key = min(s.first_key + C::kBlockK, seq.len_k) - 1;
+    s.seen = s.first_query <= last_query && s.first_key <= last_key &&
+             seq.begin(s.first_query, p) <= last_key && seq.end(last_query, p) > s.first_key;
+    // Of keys that the gradient does not have the sum does not matter.
+    const bool all_keys =
+        last_key - s.first_key + 1 == C::kBlockK || (own_keys_ && seq.len_k == tile.len_k);
+    s.plain = s.seen && seq.valid && !late_bias(p) && all_keys &&
+              seq.begin(last_query, p) <= s.first_key && seq.end(s.first_query, p) > last_key;
+    const int key_head = head / p.group;
+    s.query = rows_of(p.query, p, p.query_strides, batch, head, seq.token_q);
+    s.grad_out = rows_of(p.grad_out, p, p.grad_out_strides, batch, head, seq.token_q);
+    s.key = rows_of(p.key, p, p.key_strides, batch, key_head, seq.token_k);
+    s.value = rows_of(p.value, p, p.value_strides, batch, key_head, seq.token_k);
+    s.terms = p.row_terms + 2 * (head * p.rows + workspace_row(p, seq, batch) + s.first_query);
+    return s;
+  }
+
+ private:
+  // At least one: where there is nothing to sum, the sum is 0.
+  static __device__ __forceinline__ int blocks(int length, int block) {
+    return max((length + block - 1) / block, 1);
+  }
+  // The batch whose digits are those of `own` where the gradient has the dimension, and of `shared`
+  // where it is summed over it.
+  static __device__ __forceinline__ int join_batch(const AttentionBwdParams& p, int own,
+                                                   int shared) {
+    int batch = 0, unit = 1;
+#pragma unroll 1
+    for (int i = p.batch_dims - 1; i >= 0; --i) {
+      const int size = max(p.batch_sizes[i], 1);
+      const bool sums = p.grad_bias_strides.batch[i] == 0;
+      batch += (sums ? shared : own) % size * unit;
+      shared = sums ? shared / size : shared;
+      own = sums ? own : own / size;
+      unit *= size;
+    }
+    return batch;
+  }
+
+  const RaggedBlock* slot_;
+  bool own_queries_, own_keys_, own_head_;
+  int query_blocks_, key_blocks_, heads_, batches_;  // that share the tile
+};
+
+template <class C, bool kMaybeOdd>
+__device__ __forceinline__ void load_step(uint32_t smem, int stage, const BiasStep& step,
+                                          const AttentionBwdParams& p) {
+  using Chip = typename C::Chip;
+  const auto load = [&](auto rows, uint32_t to, uint32_t bytes, const char* from,
+                        const Strides& strides, int first, int len, int dim) {
+    load_tile<Chip, typename C::Layout, decltype(rows)::value, C::kThreads, kMaybeOdd>(
+        smem + to + stage * bytes, from, strides.row_bytes(), first, len, dim);
+  };
+  const std::integral_constant<int, C::kBlockQ> queries;
+  const std::integral_constant<int, C::kBlockK> keys;
+  const Sequence& seq = step.seq;
+  load(queries, C::kSmemQ, C::kQueryBytes, step.query, p.query_strides, step.first_query, seq.len_q,
+       p.head_dim);
+  load(queries, C::kSmemGradOut, C::kQueryBytes, step.grad_out, p.grad_out_strides,
+       step.first_query, p.grad_out ? seq.len_q : 0, p.head_dim_v);
+  load(keys, C::kSmemK, C::kKeyBytes, step.key, p.key_strides, step.first_key, seq.len_k,
+       p.head_dim);
+  load(keys, C::kSmemV, C::kKeyBytes, step.value, p.value_strides, step.first_key, seq.len_k,
+       p.head_dim_v);
+  // Of rows past the end nothing is known, and nothing needs to be: with a dO and a delta of 0 they
+  // add nothing. The workspace has whole blocks of 16 rows.
+  const int thread = ptx::opaque_thread();
+  if (thread < C::kBlockQ / 2) {
+    C::Chip::copy_16(smem + C::kSmemTerms + stage * C::kTermBytes + thread * 16,
+                     reinterpret_cast<const char*>(step.terms) + thread * 16,
+                     step.first_query + 2 * thread < seq.len_q);
+  }
+}
+
+// Where the warp's part of the tile begins.
+template <class C>
+__device__ __forceinline__ int sum_row() {
+  return ptx::opaque_thread() / 32 / C::kCols * (C::kM * 16);
+}
+template <class C>
+__device__ __forceinline__ int sum_col() {
+  return ptx::opaque_thread() / 32 % C::kCols * (C::kN * 8);
+}
+
+// Rows and keys past the end would cost as much as the others.
+template <class C>
+__device__ __forceinline__ bool sum_idle(const BiasStep& step) {
+  return step.first_query + sum_row<C>() >= step.seq.len_q ||
+         step.first_key + sum_col<C>() >= step.seq.len_k;
+}
+
+// lse and delta of the two rows of a fragment that a lane holds.
+template <class C>
+__device__ __forceinline__ void load_sum_terms(float2 (&terms)[2], uint32_t smem, int stage,
+                                               int row) {
+  const uint32_t from = smem + C::kSmemTerms + stage * C::kTermBytes;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    terms[half] =
+        ptx::ld_shared_v2_f32(from + (row + 8 * half + ptx::opaque_thread() % 32 / 4) * 8);
+  }
+}
+
+// The operands of S = Q K^T and dP = dO V^T in shared memory, from a row and a key of the tile on.
+template <class C>
+struct SumOperands {
+  using Layout = typename C::Layout;
+  AlongA<Layout> q, dO;
+  AlongB<Layout> k, v;
+  __device__ __forceinline__ SumOperands(uint32_t smem, int stage, int row, int key)
+      : q{lane_rows<Layout>(smem + C::kSmemQ + stage * C::kQueryBytes, row, 0)},
+        dO{lane_rows<Layout>(smem + C::kSmemGradOut + stage * C::kQueryBytes, row, 0)},
+        k{lane_cols<Layout>(smem + C::kSmemK + stage * C::kKeyBytes, key, 0)},
+        v{lane_cols<Layout>(smem + C::kSmemV + stage * C::kKeyBytes, key, 0)} {}
+};
+
+// sums += P * (dP - delta) of one step, whose tiles are in shared memory: a fragment of 16 rows at
+// a time.
+template <class C>
+__device__ __forceinline__ void add_plain_step(BiasSums<C>& sums, const PackedBias<C>& bias,
+                                               uint32_t smem, int stage, const BiasStep& step,
+                                               const AttentionBwdParams& p) {
+  using Type = typename C::Type;
+  constexpr int kSteps = C::kDim / 16, kUnroll = kSteps < 4 ? kSteps : 4;
+  if (sum_idle<C>(step)) return;
+#pragma unroll
+  for (int m = 0; m < C::kM; ++m) {
+    const int row = sum_row<C>() + 16 * m;
+    const SumOperands<C> operands(smem, stage, row, sum_col<C>());
+    float2 terms[2];
+    load_sum_terms<C>(terms, smem, stage, row);
+    float minus_delta[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) minus_delta[i] = -terms[i / 2].y;
+    float s[1][C::kN][4], dp[1][C::kN][4];
+#pragma unroll
+    for (int n = 0; n < C::kN; ++n) {
+      // Unpacked once and for all, it would take twice the registers.
+      const uint32_t two[2] = {ptx::opaque(bias[m][n][0]), ptx::opaque(bias[m][n][1])};
+      C::Bias::start(s[0][n], two, p.bias_scale);
+    }
+    multiply<Type, kSteps, kUnroll>(s, operands.q, operands.k);
+    multiply_from<Type, kSteps, kUnroll>(
+        dp, operands.dO, operands.v, [&](int, int) -> const float(&)[4] { return minus_delta; });
+#pragma unroll
+    for (int i = 0; i < C::kN * 4; ++i) {
+      const float weight =
+          ptx::ex2_approx_ftz(s[0][i / 4][i % 4] * p.scale_log2 - terms[i % 4 / 2].x);
+      sums[m][i / 4][i % 4] += weight * dp[0][i / 4][i % 4];
+    }
+  }
+}
+
+// The same for anything that a call can ask for, pair by pair. One fragment after the other, with
+// one code for all: it must not take registers or instruction cache from the step above.
+template <class C>
+__device__ __forceinline__ void add_any_step(BiasSums<C>& sums, uint32_t smem, int stage,
+                                             const BiasStep& step, const BiasRows& bias,
+                                             const AttentionBwdParams& p) {
+  using Type = typename C::Type;
+  const int lane = ptx::opaque_thread() % 32;
+  const Sequence& seq = step.seq;
+  if (!step.seen || sum_idle<C>(step)) return;
+#pragma unroll 1
+  for (int i = 0; i < C::kM * C::kN; ++i) {
+    const int row = sum_row<C>() + 16 * (i / C::kN), col = sum_col<C>() + 8 * (i % C::kN);
+    const SumOperands<C> operands(smem, stage, row, col);
+    float2 terms[2];
+    load_sum_terms<C>(terms, smem, stage, row);
+    float s[1][1][4], dp[1][1][4], gradient[4];
+    set_zero(s);
+    set_zero(dp);
+    multiply<Type, C::kDim / 16, 1>(s, operands.q, operands.k);
+    multiply<Type, C::kDim / 16, 1>(dp, operands.dO, operands.v);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int query = row + e / 2 * 8 + lane / 4, key = col + lane % 4 * 2 + e % 2;
+      const int r = step.first_query + query, j = step.first_key + key;
+      float x = s[0][0][e];
+      if (p.softcap_scale) x = tanh_and_derivative(x * p.softcap_scale).value;
+      const float b = C::Bias::read(smem + C::kSmemBias, bias, query, key, step.first_query,
+                                    step.first_key, seq);
+      x = add_bias(x, b, p.scale_log2);
+      const float2 term = terms[e / 2];
+      const bool seen = r < seq.len_q && j >= seq.begin(r, p) && j < seq.end(r, p) &&
+                        b != -INFINITY && x != -INFINITY && term.x != INFINITY;
+      gradient[e] = !seq.valid ? NAN
+                    : seen     ? ptx::ex2_approx_ftz(x - term.x) * (dp[0][0][e] - term.y)
+                               : 0;
+    }
+#pragma unroll
+    for (int f = 0; f < C::kM * C::kN; ++f) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (f == i) sums[f / C::kN][f % C::kN][e] += gradient[e];
+      }
+    }
+  }
+}
+
+// The tile of one CTA and its share of the steps. Kept in shared memory, like all tasks.
+template <class C>
+struct SumTask {
+  SharedSteps<C> steps;
+  SumTile tile;
+  Sequence all;  // every query and key of the bias
+  BiasRows bias, grad;
+  int number, split;  // of the tile, and of its splits
+  int begin, end;     // of the steps
+  int next;           // that is yet to be found
+  bool contain;       // something may be hidden that is not finite
+};
+
+// All steps of the task. What they are is found for many at a time, a thread for each.
+template <class C>
+__device__ __forceinline__ void add_steps(BiasSums<C>& sums, const PackedBias<C>& bias,
+                                          char* shared, SumTask<C>& task,
+                                          const AttentionBwdParams& p) {
+  using Chip = typename C::Chip;
+  const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const auto known = [&](int i) -> BiasStep& {
+    return *reinterpret_cast<BiasStep*>(shared + C::kSmemSteps + i * kStepBytes);
+  };
+  const bool odd = odd_rows(p.head_dim) || odd_rows(p.head_dim_v);
+#pragma unroll 1
+  while (task.next < task.end) {
+    const int count = min(task.end - task.next, kKnownSteps);
+    const auto load = [&](int i) {
+      if (i < count && known(i).seen) {
+        if (odd) {
+          load_step<C, true>(smem, i % C::kStages, known(i), p);
+        } else {
+          load_step<C, false>(smem, i % C::kStages, known(i), p);
+        }
+      }
+      Chip::commit();
+    };
+    __syncthreads();  // the steps before are done with
+    if (const int thread = ptx::opaque_thread(); thread < count) {
+      known(thread) = task.steps.find(task.next + thread, task.tile, p);
+    }
+    __syncthreads();  // these are known
+    if (ptx::opaque_thread() == 0) task.next += count;
+#pragma unroll 1
+    for (int i = 0; i < C::kAhead; ++i) load(i);
+    int i = 0;
+    const auto plain = [&] { return known(i).plain && !task.contain; };
+    // The steps from this one on that are alike.
+    const auto run = [&](auto constant) {
+      constexpr bool kPlain = decltype(constant)::value;
+      do {
+        Chip::template wait<C::kAhead - 1>();
+        __syncthreads();  // the step is there for everyone, and everyone is done with the one
+                          // before
+        if (C::kStages > 1) load(i + C::kAhead);
+        if constexpr (kPlain) {
+          add_plain_step<C>(sums, bias, smem, i % C::kStages, known(i), p);
+        } else {
+          add_any_step<C>(sums, smem, i % C::kStages, known(i), task.bias, p);
+        }
+        if (C::kStages == 1) {
+          __syncthreads();  // everyone is done with its tiles
+          load(i + 1);
+        }
+        ++i;
+      } while (i < count && plain() == kPlain);
+    };
+#pragma unroll 1
+    while (i < count) {
+      if (plain()) {
+        run(std::true_type());
+      } else {
+        run(std::false_type());
+      }
+    }
+  }
+}
+
+// The tile, in shared memory, to where it belongs: as it is, or summed over its rows or keys.
+template <class C>
+__device__ __forceinline__ void store_sums(uint32_t sTile, const BiasRows& grad,
+                                           const SumTile& tile) {
+  const bool sum_rows = grad.row == 0, sum_keys = grad.column == 0;
+  const int rows = sum_rows ? 1 : min(C::kBlockQ, tile.len_q - tile.first_query);
+  const int keys = sum_keys ? 1 : min(C::kBlockK, tile.len_k - tile.first_key);
+  for (int i = ptx::opaque_thread(); i < rows * keys; i += C::kThreads) {
+    const int row = i / keys, key = i % keys;
+    float sum = 0;
+    for (int r = row; r < (sum_rows ? C::kBlockQ : row + 1); ++r) {
+      for (int k = key; k < (sum_keys ? C::kBlockK : key + 1); ++k) {
+        sum += ptx::ld_shared_f32(sTile + r * C::kPitch + k * 4);
+      }
+    }
+    write_bias<typename C::Type>(grad, tile.first_query + row, tile.first_key + key, sum);
+  }
+}
+
+// The sums of a split, in the order of the accumulators.
+template <class C>
+__device__ __forceinline__ float4* split_sums(int tile, int split, const AttentionBwdParams& p) {
+  const int tiles = gridDim.x / (p.bias_sum_last ? 1 : p.bias_sum_splits);
+  const int64_t at = ((int64_t{blockIdx.z} * gridDim.y + blockIdx.y) * tiles + tile);
+  return reinterpret_cast<float4*>(p.bias_sums) + ptx::opaque_thread() +
+         (at * p.bias_sum_splits + split) * (C::kBlockQ * C::kBlockK / 4);
+}
+
+template <class C>
+__device__ __forceinline__ void find_task(SumTask<C>& task, const AttentionBwdParams& p) {
+  task.steps = SharedSteps<C>(p, p.blocks ? p.sum_blocks + blockIdx.x : nullptr);
+  task.tile = task.steps.tile(task.number, p);
+  task.contain = false;
+  const int64_t count = task.steps.count();
+  task.begin = static_cast<int>(count * task.split / p.bias_sum_splits);
+  task.end = static_cast<int>(count * (task.split + 1) / p.bias_sum_splits);
+  task.next = task.begin;
+  task.all = task.steps.find(0, task.tile, p).seq;
+  task.all.len_q = task.tile.len_q;
+  task.all.len_k = task.tile.len_k;
+  task.bias = find_bias(p, task.all, task.tile.batch, task.tile.head);
+  task.grad = find_grad_bias(p, task.all, task.tile.batch, task.tile.head);
+}
+
+// The sum of one split over its steps.
+template <class C>
+__device__ __forceinline__ void sum_split(BiasSums<C>& sums, char* shared, SumTask<C>& task,
+                                          const AttentionBwdParams& p) {
+  const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  C::Bias::template load<typename C::Chip>(smem + C::kSmemBias, task.bias, task.tile.first_query,
+                                           task.tile.first_key, task.all);
+  C::Chip::commit();
+  C::Chip::template wait<0>();
+  __syncthreads();  // the bias is there
+  PackedBias<C> bias;
+  C::Bias::read(bias, smem + C::kSmemBias, sum_row<C>(), sum_col<C>());
+  while (true) {
+    set_zero(sums);
+    add_steps<C>(sums, bias, shared, task, p);
+    C::Chip::template wait<0>();
+    bool finite = true;
+#pragma unroll
+    for (int i = 0; i < C::kM * C::kN * 4; ++i) {
+      finite &= isfinite(sums[i / 4 / C::kN][i / 4 % C::kN][i % 4]);
+    }
+    // Something not finite may have been hidden: once more, pair by pair.
+    if (!__syncthreads_or(!finite) || task.contain) return;
+    __syncthreads();  // everyone has looked
+    if (ptx::opaque_thread() == 0) {
+      task.contain = true;
+      task.next = task.begin;
+    }
+    __syncthreads();  // everyone knows
+  }
+}
+
+// One tile, through shared memory to where it belongs, or to the workspace where it is split.
+template <class C>
+__device__ __forceinline__ void sum_tile(char* shared, SumTask<C>& task,
+                                         const AttentionBwdParams& p) {
+  const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  BiasSums<C> sums;
+  if (p.bias_sum_last) {
+    set_zero(sums);
+#pragma unroll 1
+    for (int i = 0; i < p.bias_sum_splits; ++i) {
+      const float4* from = split_sums<C>(task.number, i, p);
+#pragma unroll
+      for (int j = 0; j < C::kM * C::kN; ++j) {
+        const float4 x = from[j * C::kThreads];
+        float(&sum)[4] = sums[j / C::kN][j % C::kN];
+        sum[0] += x.x, sum[1] += x.y, sum[2] += x.z, sum[3] += x.w;
+      }
+    }
+  } else {
+    sum_split<C>(sums, shared, task, p);
+    if (p.bias_sum_splits > 1) {
+      float4* to = split_sums<C>(task.number, task.split, p);
+#pragma unroll
+      for (int j = 0; j < C::kM * C::kN; ++j) {
+        const float(&sum)[4] = sums[j / C::kN][j % C::kN];
+        to[j * C::kThreads] = {sum[0], sum[1], sum[2], sum[3]};
+      }
+      return;
+    }
+  }
+  __syncthreads();  // nobody reads what was there
+
+  const int lane = ptx::opaque_thread() % 32;
+  const uint32_t to =
+      smem + (sum_row<C>() + lane / 4) * C::kPitch + (sum_col<C>() + lane % 4 * 2) * 4;
+#pragma unroll
+  for (int i = 0; i < C::kM * C::kN * 4; ++i) {
+    const int m = i / 4 / C::kN, n = i / 4 % C::kN;
+    ptx::st_shared_f32(to + (16 * m + i % 4 / 2 * 8) * C::kPitch + (8 * n + i % 2) * 4,
+                       sums[m][n][i % 4]);
+  }
+  __syncthreads();  // the tile is written
+  store_sums<C>(smem, task.grad, task.tile);
+}
+
+// The grid is (tiles of the gradient x splits, its heads, its batches); the last of the two
+// launches of a split sum has one CTA for each tile. Ragged, it is one CTA for each block of keys.
+template <class C>
+__device__ __forceinline__ void attention_bwd_bias_sum(const AttentionBwdParams& p) {
+  extern __shared__ __align__(1024) char shared[];
+  SumTask<C>& task = *reinterpret_cast<SumTask<C>*>(shared + C::kSmemTask);
+  const RaggedBlock* slot = p.blocks ? p.sum_blocks + blockIdx.x : nullptr;
+  if (slot && slot->kind != RaggedKind::kBlock) {
+    const BiasRows grad = find_grad_bias(p, find_sequence(*slot), 0, 0);
+    const float value = slot->kind == RaggedKind::kRest ? 0.f : NAN;
+    if (slot->kind != RaggedKind::kEmpty) {
+      fill_pairs<typename C::Type>(grad, slot->token_q, value);
+    }
+    return;
+  }
+  if (ptx::opaque_thread() == 0) {
+    const int splits = p.bias_sum_last ? 1 : p.bias_sum_splits;
+    task.number = p.blocks ? 0 : blockIdx.x / splits;
+    task.split = p.blocks ? 0 : blockIdx.x % splits;
+  }
+#pragma unroll 1
+  do {
+    if (ptx::opaque_thread() == 0) find_task<C>(task, p);
+    __syncthreads();  // the task is known
+    sum_tile<C>(shared, task, p);
+    if (!p.blocks) return;
+    __syncthreads();  // the tile is stored
+    if (ptx::opaque_thread() == 0) ++task.number;
+    __syncthreads();  // everyone knows
+  } while (task.number * C::kBlockQ < task.tile.len_q);
+}
+
+}  // namespace flashmoe::cuda

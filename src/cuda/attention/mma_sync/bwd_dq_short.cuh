@@ -1,0 +1,331 @@
+// The gradient of the queries of short sequences, and that of their bias:
+//
+//   dS = P * (dO V^T - delta)      dQ = dS K
+//
+// Long sequences have dQ summed up by their blocks of keys (attention_bwd.cuh), in fp32 and in
+// memory. For a block or two of keys those sums, their zeros and their rounding cost more than
+// computing S and dP once more: one CTA takes one block of queries of one (batch, head), as the
+// forward pass does, and goes through the keys. Nothing is added in memory, so the bits are always
+// the same.
+//
+//   shared memory: that of the forward pass, with dO after Q. dS leaves through the bias's place
+//   where it is wanted.
+#pragma once
+
+#include "cuda/attention/mma_sync/bwd_tile.cuh"
+#include "cuda/attention/mma_sync/fwd.cuh"
+
+namespace flashmoe::cuda {
+
+struct QueryTask : FwdTask {
+  BiasRows grad_bias;
+  int stored_keys;  // that have a gradient of the bias: also those past the sequence's length
+};
+
+// What a warp keeps in registers.
+template <class C>
+struct QueryState {
+  float gQ[C::kRowTiles][C::kDimTiles][4];
+  float2 terms[C::kRowTiles][2];  // lse in base 2 and delta
+};
+
+template <class C>
+using QueryScores = float[C::kRowTiles][C::kKeyTiles][4];
+
+// dS in place of dP - delta, pair by pair, for anything that a call can ask for; and the bias's
+// gradient.
+template <class C>
+__device__ __forceinline__ void differentiate_each(QueryScores<C>& s, QueryScores<C>& dp,
+                                                   const QueryState<C>& t, uint32_t sBias,
+                                                   int first_key, const QueryTask& task,
+                                                   const AttentionBwdParams& p) {
+  const int lane = ptx::opaque_thread() % 32;
+  const Sequence& seq = task.seq;
+#pragma unroll
+  for (int m = 0; m < C::kRowTiles; ++m) {
+#pragma unroll
+    for (int i = 0; i < C::kKeyTiles * 4; ++i) {
+      const int row = warp_row<C>() + 16 * m + i % 4 / 2 * 8 + lane / 4;
+      const int key = i / 4 * 8 + lane % 4 * 2 + i % 2;
+      const int r = task.first_row + row, j = first_key + key;
+      float x = s[m][i / 4][i % 4], slope = 1, bias = 0;
+      if (p.softcap_scale) {
+        const Tanh capped = tanh_and_derivative(x * p.softcap_scale);
+        x = capped.value;
+        slope = capped.derivative;
+      }
+      if constexpr (C::kBias) {
+        bias = C::Bias::read(sBias, task.bias, row, key, task.first_row, first_key, seq);
+      }
+      x = add_bias(x, bias, p.scale_log2);
+      const bool seen = r < seq.len_q && j >= seq.begin(r, p) && j < seq.end(r, p) &&
+                        bias != -INFINITY && x != -INFINITY;
+      float& gradient = dp[m][i / 4][i % 4];
+      gradient = seen ? ptx::ex2_approx_ftz(x - t.terms[m][i % 4 / 2].x) * gradient : 0;
+      if constexpr (C::kBias) {
+        if (p.grad_bias && r < seq.len_q && j < task.stored_keys) {
+          write_bias<typename C::Type>(task.grad_bias, r, j, gradient);
+        }
+      }
+      if (seen) gradient *= slope;  // that of a hidden pair may be NaN
+    }
+  }
+}
+
+// The warp's rows of dS are the gradient of the bias: through the bias's place to where they
+// belong.
+template <class C>
+__device__ __forceinline__ void store_bias_gradient(const QueryScores<C>& dS, uint32_t sBias,
+                                                    int first_key, const QueryTask& task) {
+  using Layout = typename C::Bias::Layout;
+  constexpr int kChunks = C::kBlockK / 8;
+  const int lane = ptx::opaque_thread() % 32, row = warp_row<C>();
+  const uint32_t at = sBias + Layout::at(row + lane / 4, 0) + lane % 4 * 4;
+#pragma unroll
+  for (int m = 0; m < C::kRowTiles; ++m) {
+#pragma unroll
+    for (int i = 0; i < C::kKeyTiles * 2; ++i) {
+      const auto& x = dS[m][i / 2];
+      ptx::st_shared_u32(Layout::along(at, i / 2) + (16 * m + 8 * (i % 2)) * Layout::kRowBytes,
+                         C::Type::pack(x[i % 2 * 2], x[i % 2 * 2 + 1]));
+    }
+  }
+  __syncwarp();  // a warp stores the rows it wrote
+  const BiasRows& grad = task.grad_bias;
+  const int rows = min(C::kRowTiles * 16, task.seq.len_q - task.first_row - row);
+  if (grad.chunks && task.stored_keys - first_key >= C::kBlockK) {
+#pragma unroll 1
+    for (int i = lane; i < rows * kChunks; i += 32) {
+      const int r = row + i / kChunks, key = first_key + i % kChunks * 8;
+      *reinterpret_cast<uint4*>(grad.at(task.first_row + r, key)) =
+          ptx::ld_shared_v4(sBias + Layout::at(r, i % kChunks));
+    }
+    return;
+  }
+  // A row at a time, its keys side by side.
+  static_assert(C::kBlockK == 32);
+  char* to = grad.at(task.first_row + row, first_key + lane);
+#pragma unroll 4
+  for (int r = row; r < row + rows; ++r, to += grad.row * 2) {
+    if (first_key + lane < task.stored_keys) {
+      *reinterpret_cast<uint16_t*>(to) =
+          ptx::ld_shared_u16(sBias + Layout::at(r, lane / 8) + lane % 8 * 2);
+    }
+  }
+}
+
+// One block of keys, already in shared memory.
+template <class C, Needs kNeeds>
+__device__ __forceinline__ void query_block(QueryState<C>& t, const FwdLanes<C>& lanes,
+                                            uint32_t smem, int stage, const QueryTask& task,
+                                            int first_key, bool contain,
+                                            const AttentionBwdParams& p) {
+  constexpr bool kAnything = kNeeds == Needs::kAnything;
+  const uint32_t sQ = smem + C::kSmemQ, sdO = sQ + C::kRowBytes;
+  const uint32_t sK = smem + C::kSmemK + stage * C::kTileBytes;
+  const uint32_t sV = smem + C::kSmemV + stage * C::kTileBytes;
+  const uint32_t sBias = bias_place<C>(smem, first_key / C::kBlockK, task);
+  const int row = task.first_row + warp_row<C>();
+  // Rows past the end, whole warps of them, would cost as much as the others.
+  if (!contain && row >= task.seq.len_q) return;
+  QueryScores<C> s, dp;
+  constexpr uint32_t kNoQ[C::kRowTiles][1][4] = {};
+  if (C::kBias && !kAnything) {
+    C::Bias::start(s, sBias, warp_row<C>(), 0, p.bias_scale);
+  } else {
+    set_zero(s);
+  }
+#pragma unroll
+  for (int m = 0; m < C::kRowTiles; ++m) {
+#pragma unroll
+    for (int i = 0; i < C::kKeyTiles * 4; ++i) dp[m][i / 4][i % 4] = -t.terms[m][i % 4 / 2].y;
+  }
+  add_scores<C>(s, kNoQ, sQ + ptx::opaque(lanes.q), sK + ptx::opaque(lanes.k));
+  add_scores<C>(dp, kNoQ, sdO + ptx::opaque(lanes.q), sV + ptx::opaque(lanes.k));
+  if constexpr (kAnything) {
+    differentiate_each<C>(s, dp, t, sBias, first_key, task, p);
+  } else {
+    const int block = first_key / C::kBlockK;
+    if (block >= task.full_end) mask_scores<C, Side::kAfter>(s, row, first_key, task.seq, p);
+    if (block < task.full_begin) mask_scores<C, Side::kBefore>(s, row, first_key, task.seq, p);
+#pragma unroll
+    for (int m = 0; m < C::kRowTiles; ++m) {
+#pragma unroll
+      for (int i = 0; i < C::kKeyTiles * 4; ++i) {
+        dp[m][i / 4][i % 4] *=
+            ptx::ex2_approx_ftz(s[m][i / 4][i % 4] * p.scale_log2 - t.terms[m][i % 4 / 2].x);
+      }
+    }
+    if constexpr (C::kBias) {
+      if (p.grad_bias) store_bias_gradient<C>(dp, sBias, first_key, task);
+    }
+  }
+  if (kAnything && contain) {
+    __syncthreads();  // everyone has S
+    drop_not_finite<C>(sK);
+  }
+  const AcrossB<typename C::Layout> k{sK + ptx::opaque(lanes.v)};
+#pragma unroll
+  for (int step = 0; step < C::kKeySteps; ++step) {
+    uint32_t a[C::kRowTiles][4];
+#pragma unroll
+    for (int m = 0; m < C::kRowTiles; ++m) {
+      const auto &left = dp[m][2 * step], &right = dp[m][2 * step + 1];
+      a[m][0] = C::Type::pack(left[0], left[1]);
+      a[m][1] = C::Type::pack(left[2], left[3]);
+      a[m][2] = C::Type::pack(right[0], right[1]);
+      a[m][3] = C::Type::pack(right[2], right[3]);
+    }
+#pragma unroll
+    for (int d = 0; d < C::kDimTiles; d += 2) {
+      uint32_t b[4];
+      k.load(b, d / 2, step);
+#pragma unroll
+      for (int m = 0; m < C::kRowTiles; ++m) {
+        C::Type::mma(t.gQ[m][d], a[m], b[0], b[1], t.gQ[m][d]);
+        C::Type::mma(t.gQ[m][d + 1], a[m], b[2], b[3], t.gQ[m][d + 1]);
+      }
+    }
+  }
+}
+
+template <class C, Needs kNeeds>
+__device__ __forceinline__ void query_blocks(QueryState<C>& t, uint32_t smem, const QueryTask& task,
+                                             bool contain, const AttentionBwdParams& p) {
+  using Chip = typename C::Chip;
+  constexpr bool kMaybeOdd = kNeeds == Needs::kAnything;
+  static_assert(C::kStages == 2);
+  const FwdLanes<C> lanes;
+#pragma unroll 1
+  for (int n = task.key_end - 1; n >= task.key_begin; --n) {
+    Chip::template wait<0>();
+    __syncthreads();  // block n is there for everyone, and everyone is done with the one before
+    const int stage = (task.key_end - 1 - n) % 2;
+    if (n > task.key_begin) {
+      load_keys<C, kMaybeOdd>(smem, stage ^ 1, n - 1, task, p);
+      load_values<C, kMaybeOdd>(smem, stage ^ 1, n - 1, task, p);
+      if constexpr (C::kBias) load_bias<C>(smem, n - 1, task);
+    }
+    Chip::commit();
+    query_block<C, kNeeds>(t, lanes, smem, stage, task, n * C::kBlockK, contain, p);
+  }
+}
+
+// dQ of all the keys of the task.
+template <class C>
+__device__ __forceinline__ void query_keys(QueryState<C>& t, uint32_t smem, const QueryTask& task,
+                                           bool contain, const AttentionBwdParams& p) {
+  using Chip = typename C::Chip;
+  const auto load = [&](uint32_t to, const void* tensor, const Strides& strides, int len, int dim) {
+    load_tile<Chip, typename C::Layout, C::kBlockQ, C::kThreads>(
+        smem + to, rows_of(tensor, p, strides, task.batch, task.head, task.seq.token_q),
+        strides.row_bytes(), task.first_row, len, dim);
+  };
+  load(C::kSmemQ, p.query, p.query_strides, task.seq.len_q, p.head_dim);
+  load(C::kSmemQ + C::kRowBytes, p.grad_out, p.grad_out_strides, p.grad_out ? task.seq.len_q : 0,
+       p.head_dim_v);
+  const int last = task.key_end - 1;
+  if (last >= task.key_begin) {
+    load_keys<C>(smem, 0, last, task, p);
+    load_values<C>(smem, 0, last, task, p);
+    if constexpr (C::kBias) load_bias<C>(smem, last, task);
+  }
+  Chip::commit();
+  set_zero(t.gQ);
+  if (!task.plain || contain) {
+    query_blocks<C, Needs::kAnything>(t, smem, task, contain, p);
+  } else {
+    query_blocks<C, Needs::kMask>(t, smem, task, false, p);
+  }
+}
+
+// The gradient of the bias of keys that the block does not see.
+template <class C>
+__device__ __forceinline__ void clear_bias_gradient(const QueryTask& task) {
+  const int first = task.key_begin * C::kBlockK, end = max(task.key_end * C::kBlockK, first);
+  if (first == 0 && end >= task.stored_keys) return;
+  for (int row = task.first_row; row < min(task.first_row + C::kBlockQ, task.seq.len_q); ++row) {
+    for (int key = threadIdx.x; key < task.stored_keys; key += C::kThreads) {
+      if (key < first || key >= end) write_bias<typename C::Type>(task.grad_bias, row, key, 0);
+    }
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void find_task(QueryTask& task, const AttentionBwdParams& p) {
+  const QueryRows rows = find_query_rows(p);
+  task.seq = rows.seq;
+  task.kind = rows.kind;
+  task.batch = rows.batch;
+  task.head = rows.head;
+  task.first_row = rows.first;
+  if (task.kind != RaggedKind::kBlock) return;
+  find_keys<C>(task, 1, p);
+  task.plain &= p.scale_log2 > 0;  // times which the -inf of a mask stays -inf
+  task.stored_keys = p.blocks ? task.seq.len_k : p.len_k;
+  if constexpr (C::kBias) {
+    task.grad_bias = find_grad_bias(p, task.seq, task.batch, task.head);
+  }
+}
+
+// The grid is that of attention_bwd_finish.
+template <class C>
+__device__ __forceinline__ void attention_bwd_query(const AttentionBwdParams& p) {
+  extern __shared__ __align__(1024) char shared[];
+  const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  static_assert(sizeof(QueryTask) <= kTaskBytes);
+  QueryTask& task = *reinterpret_cast<QueryTask*>(shared + C::kSmemTask);
+  if (threadIdx.x == 0) find_task<C>(task, p);
+  __syncthreads();
+  if (task.kind == RaggedKind::kEmpty || task.first_row >= task.seq.len_q) return;
+  char* to = const_cast<char*>(
+      rows_of(p.grad_query, p, p.grad_query_strides, task.batch, task.head, task.seq.token_q));
+  if (task.kind != RaggedKind::kBlock) {
+    if (!p.grad_query) return;
+    fill_rows(to, p.grad_query_strides.row_bytes(), task.first_row,
+              min(task.first_row + C::kBlockQ, task.seq.len_q), p.head_dim,
+              task.kind == RaggedKind::kRest ? 0 : C::Type::kNan);
+    return;
+  }
+  if constexpr (C::kBias) {
+    if (p.grad_bias) clear_bias_gradient<C>(task);
+  }
+
+  QueryState<C> t;
+  const int lane = threadIdx.x % 32;
+  const auto* terms = reinterpret_cast<const float2*>(p.row_terms) + task.head * p.rows +
+                      workspace_row(p, task.seq, task.batch) + task.first_row;
+#pragma unroll
+  for (int i = 0; i < C::kRowTiles * 2; ++i) {
+    t.terms[i / 2][i % 2] = terms[warp_row<C>() + 8 * i + lane / 4];
+  }
+  // Whether a block may have keys that some rows see and others do not, or that none sees.
+  const bool masked = C::kBias || p.left < kNoLimit || p.right < kNoLimit;
+  bool contain = false;
+  while (true) {
+    query_keys<C>(t, smem, task, contain, p);
+    // Q and dO arrived, even if there was no key to wait for, and no warp still reads them.
+    C::Chip::template wait<0>();
+    bool finite = true;
+    if (masked) {
+#pragma unroll
+      for (int i = 0; i < C::kRowTiles * C::kDimTiles * 4; ++i) {
+        finite &= isfinite(t.gQ[i / 4 / C::kDimTiles][i / 4 % C::kDimTiles][i % 4]);
+      }
+    }
+    if (!__syncthreads_or(!finite) || contain) break;
+    contain = true;
+    if constexpr (C::kBias) {
+      if (threadIdx.x == 0) task.bias = find_packed_bias(p, task.seq, task.batch, task.head);
+      __syncthreads();  // everyone has the bias itself
+    }
+  }
+  if (!p.grad_query) return;
+  // What a row sees of K that is not finite makes its dQ NaN: the score is not finite, and its
+  // probability is NaN or 0, and 0 times infinity is NaN.
+  if (contain) add_not_finite<C>(t.gQ, task.key, p.key_strides, p.head_dim, 0, task, p);
+  store_rows<C>(
+      t.gQ, [&](int, int) { return p.scale; }, smem, to, p.grad_query_strides, p.head_dim, task);
+}
+
+}  // namespace flashmoe::cuda

@@ -1,0 +1,157 @@
+// The small kernels around attention, which go row by row and are bound by memory: what the
+// backward pass needs of each row, and the sum of a split forward pass.
+#pragma once
+
+#include "cuda/attention/params.h"
+#include "cuda/attention/sequence.cuh"
+#include "cuda/attention/softmax.cuh"
+#include "cuda/tile/dtype.cuh"
+
+namespace flashmoe::cuda {
+
+inline constexpr int kRowThreads = 128;
+
+// How many threads a row has, each with chunks of 16 bytes: up to 128 bytes at once.
+__device__ __forceinline__ int row_lanes(int dim) { return dim > 32 ? 8 : dim > 16 ? 4 : 2; }
+
+// The sum of the products of two rows, over the threads of the row.
+template <class T>
+__device__ __forceinline__ float row_product(const char* left, const char* right, int dim, int lane,
+                                             int lanes) {
+  float sum = 0;
+  for (int chunk = lane; chunk * 8 < dim; chunk += lanes) {
+    if (chunk * 8 + 8 <= dim) {
+      const uint4 a = reinterpret_cast<const uint4*>(left)[chunk];
+      const uint4 b = reinterpret_cast<const uint4*>(right)[chunk];
+      const uint32_t as[4] = {a.x, a.y, a.z, a.w}, bs[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        sum += T::unpack(as[i] & 0xffff) * T::unpack(bs[i] & 0xffff);
+        sum += T::unpack(as[i] >> 16) * T::unpack(bs[i] >> 16);
+      }
+    } else {
+      for (int i = chunk * 8; i < dim; ++i) {
+        sum += T::unpack(reinterpret_cast<const uint16_t*>(left)[i]) *
+               T::unpack(reinterpret_cast<const uint16_t*>(right)[i]);
+      }
+    }
+  }
+#pragma unroll 1
+  for (int step = 1; step < lanes; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+  return sum;
+}
+
+// lse in base 2 and delta = out.dO - grad_lse of every row, and zeros where dQ will be summed. The
+// grid is that of attention_bwd_finish, of prepare_heads heads at once: see find_query_rows().
+template <class T>
+__device__ __forceinline__ void attention_bwd_prepare(const AttentionBwdParams& p) {
+  if (p.deterministic && blockIdx.x + blockIdx.y + blockIdx.z + threadIdx.x == 0) *p.tickets = 0;
+  const int heads = p.prepare_heads;
+  const auto [seq, kind, batch, first_head, first] = find_query_rows(p, heads);
+  if (kind != RaggedKind::kBlock || first >= seq.len_q) return;
+  const int64_t sequence_row = workspace_row(p, seq, batch) + first;
+
+  const char* gO = rows_of(p.out, p, p.out_strides, batch, first_head, seq.token_q);
+  const char* gQ = rows_of(p.query, p, p.query_strides, batch, first_head, seq.token_q);
+  const char* gdO = rows_of(p.grad_out, p, p.grad_out_strides, batch, first_head, seq.token_q);
+  const float* lse = p.lse + offset(p, p.lse_strides, batch, first_head, seq.token_q);
+  const float* grad_lse =
+      p.grad_lse ? p.grad_lse + offset(p, p.grad_lse_strides, batch, first_head, seq.token_q)
+                 : nullptr;
+  const int lanes = row_lanes(max(p.head_dim, p.head_dim_v)), lane = threadIdx.x % lanes;
+  const auto at = [](const Strides& strides, int64_t row, int64_t head) {
+    return row * strides.row + head * strides.head;
+  };
+#pragma unroll 4
+  for (int i = threadIdx.x / lanes; i < p.block_q * heads; i += kRowThreads / lanes) {
+    const int r = i / heads, head = i % heads;
+    const int64_t row = min(first + r, seq.len_q - 1);  // past the end, the last once more
+    float delta = 0;
+    if (p.grad_out) {
+      delta =
+          row_product<T>(gO + at(p.out_strides, row, head) * 2,
+                         gdO + at(p.grad_out_strides, row, head) * 2, p.head_dim_v, lane, lanes);
+    }
+    if (grad_lse) delta -= grad_lse[at(p.grad_lse_strides, row, head)];
+    const float natural = lse[at(p.lse_strides, row, head)];
+    // A row that sees no key has probabilities 2^(s - inf) = 0. Where lse and delta would not show
+    // that its Q is not finite, a NaN does.
+    float2 terms = {natural == -INFINITY ? INFINITY : natural * kLog2e, delta};
+    if (__any_sync(0xffffffffu, natural == -INFINITY)) {
+      const char* q = gQ + at(p.query_strides, row, head) * 2;
+      const float square = row_product<T>(q, q, p.head_dim, lane, lanes);
+      if (natural == -INFINITY && !(square < INFINITY)) terms.y = NAN;
+    }
+    if (natural == INFINITY) terms.y = NAN;
+    if (first + r >= seq.len_q) terms = {INFINITY, 0};
+    if (lane == 0) {
+      reinterpret_cast<float2*>(p.row_terms)[(first_head + head) * p.rows + sequence_row + r] =
+          terms;
+    }
+  }
+  if (!p.grad_query_sums) return;
+  for (int head = first_head; head < first_head + heads; ++head) {
+    const int64_t round_row = head * p.sum_rows + sequence_row - round_rows(p);
+    float4* sums = reinterpret_cast<float4*>(p.grad_query_sums + round_row * p.dim);
+    for (int i = threadIdx.x; i < p.block_q * p.dim / 4; i += kRowThreads) sums[i] = {0, 0, 0, 0};
+    if (p.deterministic && threadIdx.x == 0) p.turns[round_row / p.block_q] = 0;
+  }
+}
+
+// The results of all splits as one: a CTA for each row, grid (len_q, heads, batch). Each warp goes
+// over all of lse, a lane for a split. Of the outputs it has 32 columns at a time: eight lanes take
+// four each, for a quarter of the splits.
+template <class T>
+__device__ __forceinline__ void attention_combine(const AttentionFwdParams& p) {
+  constexpr int kLanes = 8, kQuarters = 32 / kLanes;
+  const int batch = p.first_batch + blockIdx.z, head = blockIdx.y, row = blockIdx.x;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const Sequence seq = find_sequence(p, batch);
+  const int64_t rows = int64_t{p.batch} * gridDim.y * p.len_q;  // of one split
+  const int64_t mine = (int64_t{batch} * gridDim.y + head) * p.len_q + row;
+  const float* lses = p.partial_lse + mine;
+
+  float top = -INFINITY, sum = 0;
+  for (int s = lane; s < p.splits; s += 32) top = fmaxf(top, lses[s * rows]);
+  top = warp_max(top);
+  const float reference = top == -INFINITY ? 0.f : top;
+  for (int s = lane; s < p.splits; s += 32) sum += ptx::ex2_approx_ftz(lses[s * rows] - reference);
+  sum = warp_sum(sum);
+  const float lse = sum == 0 ? -INFINITY : reference + __log2f(sum);
+  if (p.lse && threadIdx.x == 0) {
+    p.lse[offset(p, p.lse_strides, batch, head, 0) + row * p.lse_strides.row] =
+        seq.valid ? lse * kLn2 : NAN;
+  }
+
+  const char* to = rows_of(p.out, p, p.out_strides, batch, head, 0) + row * p.out_strides.row * 2;
+  for (int first = warp * 4 * kLanes; first < p.dim; first += kRowThreads) {
+    const int column = first + lane % kLanes * 4;
+    float value[4] = {0, 0, 0, 0};
+#pragma unroll 8
+    for (int s = lane / kLanes; s < p.splits; s += kQuarters) {
+      const float part = lses[s * rows];
+      // No key of this split was for the row, or a column past the last.
+      if (part == -INFINITY || column >= p.dim) continue;
+      const float4 x =
+          *reinterpret_cast<const float4*>(p.partial_out + (s * rows + mine) * p.dim + column);
+      const float weight = ptx::ex2_approx_ftz(part - lse);
+      value[0] += weight * x.x;
+      value[1] += weight * x.y;
+      value[2] += weight * x.z;
+      value[3] += weight * x.w;
+    }
+#pragma unroll
+    for (int step = kLanes; step < 32; step *= 2) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) value[i] += __shfl_xor_sync(0xffffffffu, value[i], step);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (lane >= kLanes || column + i >= p.head_dim_v) continue;
+      const uint16_t rounded = T::pack(seq.valid ? value[i] : NAN, 0) & 0xffff;
+      reinterpret_cast<uint16_t*>(const_cast<char*>(to))[column + i] = rounded;
+    }
+  }
+}
+
+}  // namespace flashmoe::cuda

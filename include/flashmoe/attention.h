@@ -207,9 +207,9 @@ FLASHMOE_API Result<std::vector<Device>> cuda_devices();
 // A CUDA kernel of this build, as the planner sees it.
 struct CudaKernel {
   std::string name, family, image;
-  // attention_ragged_blocks, attention_bias_rows, attention_fwd, attention_fwd_bias,
-  // attention_combine, attention_bwd_prepare, attention_bwd, attention_bwd_bias,
-  // attention_bwd_finish (either's), attention_bwd_bias_sum: docs/kernels.md.
+  // attention_ragged_blocks, attention_bias_align, attention_fwd, attention_fwd_bias,
+  // attention_combine, attention_bwd_preprocess, attention_bwd, attention_bwd_bias,
+  // attention_bwd_dq (either's), attention_bwd_bias_sum: docs/kernels.md.
   std::string role;
   DType dtype = DType::kFloat16;
   int head_dim = 0, block_q = 0, block_k = 0;  // 0 for kernels without a tile

@@ -384,16 +384,16 @@ void check_plan(const AttentionPlan& plan, const Chip& chip, const Sizes& s,
 
   std::vector<std::string> before, after;
   if (p.ragged) before.push_back("attention_ragged_blocks");
-  if (copies_pairs(p)) before.push_back("attention_bias_heads");
-  if (around.copied > 0) before.push_back("attention_bias_rows");
-  if (backward) before.push_back("attention_bwd_prepare");
+  if (copies_pairs(p)) before.push_back("attention_bias_transpose");
+  if (around.copied > 0) before.push_back("attention_bias_align");
+  if (backward) before.push_back("attention_bwd_preprocess");
   if (plan.splits > 1) after.push_back("attention_combine");
   // Of short sequences it also makes the gradient of a bias that is not shared.
   const bool finishes =
       backward && (p.grad_query || (for_short(*kernel) && p.grad_bias && !around.sums));
-  if (finishes) after.push_back(p.bias ? "attention_bwd_bias_finish" : "attention_bwd_finish");
+  if (finishes) after.push_back(p.bias ? "attention_bwd_bias_dq" : "attention_bwd_dq");
   if (around.sums) after.push_back("attention_bwd_bias_sum");
-  if (backward && p.grad_bias && copies_pairs(p)) after.push_back("attention_bias_heads");
+  if (backward && p.grad_bias && copies_pairs(p)) after.push_back("attention_bias_transpose");
   check_names(plan, plan.before, before);
   check_names(plan, plan.after, after);
   if (plan.after.size() != after.size()) return;  // reported

@@ -274,7 +274,7 @@ either_width = pytest.mark.parametrize("wide", [None, torch.float32], ids=["narr
 def check_own_bias(case: Case, wide=None, layout=None) -> dict[str, torch.Tensor]:
     case = with_bias(case, full(case), wide, layout)
     names = launches(planned(case)[1])
-    assert "bwd_bias_finish" in names[-1] and not any("bias_sum" in name for name in names)
+    assert "bwd_bias_dq" in names[-1] and not any("bias_sum" in name for name in names)
     return check_short(case)
 
 
@@ -327,7 +327,7 @@ def test_shared_bias(own, dtype):
         case = short(n, m, hq=4, hk=2, d=32, dtype=dtype, options={"causal": True})
         case = with_bias(case, broadcast(case, own), wide)
         names = launches(planned(case)[1])
-        assert "bias_sum" in names[-1] and "bwd_bias_finish" in names[-2]
+        assert "bias_sum" in names[-1] and "bwd_bias_dq" in names[-2]
         check_short(case)
 
 
@@ -441,7 +441,7 @@ def test_packed_bias_of_any_alignment(heads, residue, dtype):
     case = with_packed_bias(short_ragged(lengths, last=last, **shape), heads)
     assert case.bias.shape[0] % 8 == residue
     for text, times in zip(planned(case), (1, 2), strict=True):  # and once for the gradient
-        copies = sum("attention_bias_heads" in name for name in launches(text))
+        copies = sum("attention_bias_transpose" in name for name in launches(text))
         assert copies == (times if heads > 1 else 0)
     check_short(case)
 
@@ -464,7 +464,7 @@ def test_packed_bias_strides(layout, dtype):
     for heads, wide in ((8, None), (6, None), (6, torch.float32)):
         shape = {"hq": heads, "hk": heads, "d": 32, "dtype": dtype, "options": {"causal": True}}
         case = with_packed_bias(short_ragged(FEW, **shape), heads, wide, layout)
-        copied = any("attention_bias_heads" in name for name in launches(planned(case)[0]))
+        copied = any("attention_bias_transpose" in name for name in launches(planned(case)[0]))
         assert copied == (not wide and layout not in (heads_first, heads_first_between_nan))
         gradient = check_short(case)["dbias"]
         assert gradient.stride() == torch.empty_like(case.bias).stride()

@@ -45,7 +45,7 @@ FAMILIES = {
 }
 FORWARD = {"attention_fwd", "attention_fwd_bias"}
 BACKWARD = {"attention_bwd", "attention_bwd_bias"}
-FINISH = {"attention_bwd_finish", "attention_bwd_bias_finish"}
+FINISH = {"attention_bwd_dq", "attention_bwd_bias_dq"}
 BIAS_SUM = "attention_bwd_bias_sum"
 TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -60,7 +60,7 @@ def dtype_of(image: Path) -> str:
 
 
 def beside(kernel: str, part: str) -> str:
-    """sm80_attention_bwd_bias_fp16_d64_64x64 -> sm80_attention_bwd_bias_finish_fp16_d64_64x64"""
+    """sm80_attention_bwd_bias_fp16_d64_64x64 -> sm80_attention_bwd_bias_dq_fp16_d64_64x64"""
     return re.sub(r"_([a-z]+16_d)", rf"_{part}_\1", kernel)
 
 

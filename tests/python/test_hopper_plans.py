@@ -39,7 +39,7 @@ def test_long_sequences_take_it(dtype):
             kernel = kernel_of(*problem(dtype, d, **LONG), causal=causal)
             assert (kernel["family"], kernel["head_dim"]) == ("sm90", d)
         capped = kernel_of(*problem(dtype, d, **LONG), softcap=30.0)
-        assert capped["family"] == "sm90" and "_fwd_any_" in capped["name"]
+        assert capped["family"] == "sm90" and "_fwd_general_" in capped["name"]
         assert kernel_of(*problem(dtype, d, **LONG), scale=-1.0) == capped
 
 
@@ -52,13 +52,13 @@ def test_so_do_their_gradients(dtype):
             plan = told(text)
             kernel = CATALOGUE[plan["kernel"]]
             assert (kernel["family"], kernel["head_dim"]) == ("sm90", d)
-            assert plan["before"] == [f"sm90_attention_bwd_prepare_{dtype}"]
+            assert plan["before"] == [f"sm90_attention_bwd_preprocess_{dtype}"]
             # Above 128 the kernel has registers left to round dQ itself.
-            assert plan["after"] == ([f"sm90_attention_bwd_finish_{dtype}"] if d <= 128 else [])
+            assert plan["after"] == ([f"sm90_attention_bwd_dq_{dtype}"] if d <= 128 else [])
             assert plan["grid"] == (132, 1, 1)
             assert ("not bitwise reproducible" in text) != deterministic
         capped = kernel_of(*problem(dtype, d, **LONG), backward=True, softcap=30.0)
-        assert capped["family"] == "sm90" and "_bwd_any_" in capped["name"]
+        assert capped["family"] == "sm90" and "_bwd_general_" in capped["name"]
         assert capped["head_dim"] == {64: 96, 128: 192}.get(d, d)
 
 

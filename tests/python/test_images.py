@@ -34,15 +34,15 @@ CHIPS, KB = report.CHIPS, report.KB
 # The kernels that go by rows, and their warps.
 ROWS = {
     "attention_ragged_blocks": 32,
-    "attention_bias_rows": 4,
-    "attention_bias_heads": 4,
+    "attention_bias_align": 4,
+    "attention_bias_transpose": 4,
     "attention_combine": 4,
-    "attention_bwd_prepare": 4,
+    "attention_bwd_preprocess": 4,
 }
 HOPPER_ROWS = {
     "attention_ragged_blocks": 32,
-    "attention_bwd_prepare": 4,
-    "attention_bwd_finish": 4,
+    "attention_bwd_preprocess": 4,
+    "attention_bwd_dq": 4,
 }
 WITH_PRODUCTS = FORWARD | BACKWARD | {BIAS_SUM}
 # What several blocks do to the same memory in any order: only where grad_query is added up.
@@ -138,7 +138,7 @@ def listed_kernels() -> dict[str, Listed]:
                         finish = Listed(image, f"{kind}_finish", (d, q, k), warps, held)
                         found[f"{family}_{kind}_finish_{tile}"] = finish
             for role, warps in (HOPPER_ROWS if family == "sm90" else ROWS).items():
-                image = f"{family}_attention_rows_{dtype}"
+                image = f"{family}_attention_small_{dtype}"
                 found[f"{family}_{role}_{dtype}"] = Listed(image, role, warps=warps)
     return {name: kernel for name, kernel in found.items() if name[:4] in INFO["families"]}
 
@@ -202,11 +202,11 @@ def test_every_tile_has_all_that_its_pass_needs():
             continue
         if kernel["role"] in WITH_PRODUCTS:
             assert f"{family}_attention_ragged_blocks_{dtype}" in CATALOGUE
-            assert f"{family}_attention_bias_rows_{dtype}" in CATALOGUE
+            assert f"{family}_attention_bias_align_{dtype}" in CATALOGUE
         if kernel["role"] in FORWARD:
             assert f"{family}_attention_combine_{dtype}" in CATALOGUE
         elif kernel["role"] in BACKWARD:
-            assert f"{family}_attention_bwd_prepare_{dtype}" in CATALOGUE
+            assert f"{family}_attention_bwd_preprocess_{dtype}" in CATALOGUE
             assert beside(kernel["name"], "finish") in CATALOGUE
             assert kernel["role"] == "attention_bwd" or bias_sum(kernel["name"]) in CATALOGUE
 
@@ -291,7 +291,7 @@ def strange_code(kernel: str, chip: str, opcodes: Counter[str]) -> list[str]:
     hopper = CATALOGUE[kernel]["family"] == "sm90"
     if hopper:  # the copy engine stores
         wanted += [r"UTMASTG"] if products else []
-    elif role == "attention_bias_rows":  # which copies 16-bit numbers that may lie anywhere
+    elif role == "attention_bias_align":  # which copies 16-bit numbers that may lie anywhere
         wanted.append(r"STG\.E\.U16")
     elif role not in ("attention_combine", BIAS_SUM):  # which write single numbers
         wanted.append(r"STG\.E\.128")
@@ -349,18 +349,18 @@ def test_strange_code_would_be_found():
             assert not strange_code(backward, "sm_80", codes(f"{good} {single}"))
             assert strange_code(backward, "sm_90", codes(f"{good} {single}"))
             assert not strange_code(backward, "sm_90", codes(f"{good} {four}"))
-        total, finish = (kernels["sm80", role] for role in (BIAS_SUM, "attention_bwd_finish"))
+        total, finish = (kernels["sm80", role] for role in (BIAS_SUM, "attention_bwd_dq"))
         assert not strange_code(total, "sm_90", codes(good))
         assert not strange_code(total, "sm_90", codes(good.replace("STG.E.128", "STG.E.U16")))
         assert strange_code(total, "sm_90", codes(f"{good} {four}")), "the same bits in every run"
         assert strange_code(total, "sm_90", codes(good.replace("HMMA", "FFMA")))
         assert not strange_code(finish, "sm_90", codes("LDG.E.128 STG.E.128"))
         assert strange_code(finish, "sm_90", codes("HMMA.16816.F32 STG.E.128"))
-        for role in ("attention_bwd", "attention_bwd_finish", "attention_bwd_bias_finish"):
+        for role in ("attention_bwd", "attention_bwd_dq", "attention_bwd_bias_dq"):
             assert not strange_code(short["sm80", role], "sm_90", codes(good))
             assert strange_code(short["sm80", role], "sm_90", codes(f"{good} {four}"))
             assert strange_code(short["sm80", role], "sm_90", codes("LDG.E.128 STG.E.128"))
-        rows = kernels["sm80", "attention_bias_rows"]
+        rows = kernels["sm80", "attention_bias_align"]
         assert not strange_code(rows, "sm_90", codes("LDG.E.U16 STG.E.U16"))
         assert strange_code(rows, "sm_90", codes("LDG.E.128 STG.E.128"))
         assert strange_code(rows, "sm_90", codes("HMMA.16816.F32 STG.E.U16"))

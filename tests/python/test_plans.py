@@ -129,7 +129,7 @@ def test_plans_name_kernels_that_exist_and_fit(chip, dtype, backward):
         kernel = check_tile(plan, chip, dtype, d, role)
         family = kernel["family"]
         if backward:
-            assert plan["before"] == [f"{family}_attention_bwd_prepare_{dtype}"]
+            assert plan["before"] == [f"{family}_attention_bwd_preprocess_{dtype}"]
             assert plan["after"] == [beside(plan["kernel"], "finish")]
             blocks, heads = math.ceil(SHAPE["m"] / kernel["block_k"]), SHAPE["heads_k"]
         else:
@@ -171,7 +171,7 @@ def test_plans_with_a_bias(chip, dtype, wide):
             plan = told(fm.explain(*problem(dtype, d), **call))
             kernel = check_tile(plan, chip, dtype, d, "attention_fwd_bias")
             family = kernel["family"]
-            rows = [f"{family}_attention_bias_rows_{dtype}"] if odd and not wide else []
+            rows = [f"{family}_attention_bias_align_{dtype}"] if odd and not wide else []
             combine = [f"{family}_attention_combine_{dtype}"]
             assert plan["before"] == rows
             assert plan["after"] == (combine if plan["splits"] > 1 else [])
@@ -181,7 +181,7 @@ def test_plans_with_a_bias(chip, dtype, wide):
 
             plan = told(fm.explain(*problem(dtype, d), **call, backward=True))
             kernel = check_tile(plan, chip, dtype, d, "attention_bwd_bias")
-            assert plan["before"] == [*rows, f"{family}_attention_bwd_prepare_{dtype}"]
+            assert plan["before"] == [*rows, f"{family}_attention_bwd_preprocess_{dtype}"]
             total = [bias_sum(plan["kernel"])] if summed else []
             assert plan["after"] == [beside(plan["kernel"], "finish"), *total]
             assert plan["bias_splits"] == 1 or summed
@@ -216,12 +216,12 @@ def test_plans_with_a_packed_bias(chip, dtype, heads):
             before = [f"{family}_attention_ragged_blocks_{dtype}"]
             # Heads that lie side by side are copied apart, and the gradient back.
             copies = heads > 1 and bias_dtype != torch.float32
-            copy = [f"{family}_attention_bias_heads_{dtype}"] if copies else []
+            copy = [f"{family}_attention_bias_transpose_{dtype}"] if copies else []
             assert plan["before"] == before + copy
             assert plan["after"] == [] and plan["splits"] == 1
             plan = told(fm.explain(*tensors, **options, backward=True))
             check_tile(plan, chip, dtype, d, "attention_bwd_bias")
-            assert plan["before"] == [*before, *copy, f"{family}_attention_bwd_prepare_{dtype}"]
+            assert plan["before"] == [*before, *copy, f"{family}_attention_bwd_preprocess_{dtype}"]
             assert plan["bias_splits"] == 1
             total = [bias_sum(plan["kernel"])] if heads == 1 else copy
             assert plan["after"] == [beside(plan["kernel"], "finish"), *total]
@@ -343,7 +343,7 @@ def test_ragged_batches_are_listed_first(chip):
     for backward in (False, True):
         plan = told(fm.explain(*tensors, **options, backward=backward, device=chip))
         family = CATALOGUE[plan["kernel"]]["family"]
-        prepare = [f"{family}_attention_bwd_prepare_fp16"] if backward else []
+        prepare = [f"{family}_attention_bwd_preprocess_fp16"] if backward else []
         assert plan["before"] == [f"{family}_attention_ragged_blocks_fp16", *prepare]
         block = plan["block_k"] if backward else plan["block_q"]
         assert plan["grid"] == ((40 // block + 2 + 1) * 4, 1, 1)
@@ -391,7 +391,7 @@ def test_odd_rows_of_a_bias_that_eight_share_are_copied(chip):
     ):
         shared = problem(batch=batch, heads_q=1, heads_k=1, n=70, m=keys)
         text = fm.explain(*shared, bias=spec(*shape), device=chip)
-        rows = f"{told(text)['kernel'][:4]}_attention_bias_rows_fp16"
+        rows = f"{told(text)['kernel'][:4]}_attention_bias_align_fp16"
         assert told(text)["before"] == ([rows] if copied else [])
         assert told(text)["splits"] == 1
         # Rows of 96 numbers for 93, in multiples of 256 bytes.
@@ -556,7 +556,7 @@ def test_a_tile_can_be_forced(monkeypatch):
         monkeypatch.setenv("FLASHMOE_FAMILY", kernel["family"])
         tensors = problem(dtype_of(Path(kernel["image"])), kernel["head_dim"])
         bias = spec(300, 517, dtype=torch.float32) if kernel["role"].endswith("_bias") else None
-        softcap = 3.0 if "_fwd_any_" in name else 0.0
+        softcap = 3.0 if "_fwd_general_" in name else 0.0
         plan = told(fm.explain(*tensors, bias=bias, softcap=softcap, device=chip))
         assert plan["kernel"] == name
 

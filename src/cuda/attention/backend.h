@@ -36,7 +36,7 @@ bool shares_bias(const AttentionPlan& plan);
 
 // Whether a backward pass ends with the kernel that makes dQ. Of short sequences it also makes the
 // gradient of a bias that is not shared.
-bool finishes(const AttentionPlan& plan);
+bool has_dq_kernel(const AttentionPlan& plan);
 
 // Whether the bias is first copied to rows of whole chunks, and how large the copy is.
 bool copies_bias(const AttentionPlan& plan);
@@ -71,12 +71,12 @@ inline int64_t round_batch(const AttentionPlan& plan) {
 
 // What lies where in the workspace of a backward pass, in bytes: see AttentionBwdParams.
 struct BackwardWorkspace {
-  int64_t sum_rows = 0;  // of one head in a round
-  int64_t rows = 0;      // of one head, all sequences, in whole blocks
+  int64_t dq_accum_rows = 0;  // of one head in a round
+  int64_t rows = 0;           // of one head, all sequences, in whole blocks
   int64_t key_slots = 0, query_slots = 0, sum_slots = 0;  // ragged: of its lists
   size_t key_blocks = 0, query_blocks = 0, sum_blocks = 0;
-  size_t row_terms = 0, grad_query_sums = 0, turns = 0, tickets = 0, done = 0;
-  size_t bias_sums = 0;  // in the place of grad_query_sums, which are done with by then
+  size_t lse_delta = 0, dq_accum = 0, dq_semaphore = 0, tile_counter = 0, done = 0;
+  size_t bias_sums = 0;  // in the place of dq_accum, which are done with by then
   size_t bias_rows = 0, bias_pairs = 0;
   size_t bytes = 0;  // of all
 };
@@ -84,6 +84,6 @@ BackwardWorkspace backward_workspace(const AttentionPlan& plan);
 
 // Columns of the sums of dQ.
 struct Kernel;
-int64_t sum_dim(const Kernel& kernel);
+int64_t dq_accum_dim(const Kernel& kernel);
 
 }  // namespace flashmoe::cuda

@@ -18,12 +18,12 @@ namespace flashmoe::cuda {
 struct BiasRows {
   char* data;           // of the first query and key
   int64_t row, column;  // strides in elements
-  bool wide;            // fp32
-  bool chunks;          // 16-bit, rows of 16-byte chunks
-  bool words;           // 16-bit, one after the other, and one more may be read after the last
+  bool is_fp32;
+  bool chunks;  // 16-bit, rows of 16-byte chunks
+  bool words;   // 16-bit, one after the other, and one more may be read after the last
 
   __device__ __forceinline__ char* at(int64_t row, int64_t key) const {
-    return data + (row * this->row + key * column) * (wide ? 4 : 2);
+    return data + (row * this->row + key * column) * (is_fp32 ? 4 : 2);
   }
 };
 
@@ -31,12 +31,12 @@ struct BiasRows {
 __device__ __forceinline__ BiasRows bias_from(const void* bias, int64_t where, int64_t row,
                                               int64_t column, const AttentionParams& p) {
   BiasRows rows;
-  rows.data = static_cast<char*>(const_cast<void*>(bias)) + where * (p.bias_wide ? 4 : 2);
+  rows.data = static_cast<char*>(const_cast<void*>(bias)) + where * (p.bias_is_fp32 ? 4 : 2);
   rows.row = row;
   rows.column = column;
-  rows.wide = p.bias_wide;
+  rows.is_fp32 = p.bias_is_fp32;
   // A row's bytes are counted in 32 bits.
-  rows.chunks = !rows.wide && column == 1 && row % 8 == 0 && row < kNoLimit &&
+  rows.chunks = !rows.is_fp32 && column == 1 && row % 8 == 0 && row < kNoLimit &&
                 reinterpret_cast<uintptr_t>(rows.data) % 16 == 0;
   rows.words = false;
   return rows;
@@ -71,7 +71,7 @@ __device__ __forceinline__ BiasRows find_grad_bias(const AttentionBwdParams& p, 
 template <class T>
 __device__ __forceinline__ float read_bias(const BiasRows& bias, int row, int key) {
   const char* at = bias.at(row, key);
-  if (bias.wide) return *reinterpret_cast<const float*>(at);
+  if (bias.is_fp32) return *reinterpret_cast<const float*>(at);
   return T::unpack(*reinterpret_cast<const uint16_t*>(at));
 }
 
@@ -79,7 +79,7 @@ template <class T>
 __device__ __forceinline__ void write_bias(const BiasRows& bias, int64_t row, int64_t key,
                                            float x) {
   char* at = bias.at(row, key);
-  if (bias.wide) {
+  if (bias.is_fp32) {
     *reinterpret_cast<float*>(at) = x;
   } else {
     *reinterpret_cast<uint16_t*>(at) = T::pack(x, 0) & 0xffff;
@@ -89,7 +89,7 @@ __device__ __forceinline__ void write_bias(const BiasRows& bias, int64_t row, in
 // Whether it cannot be in the accumulators from the start: it is fp32, or comes after a softcap, or
 // the scale is not one to divide by.
 __device__ __forceinline__ bool late_bias(const AttentionParams& p) {
-  return p.bias_wide || p.softcap_scale || p.bias_scale <= 0;
+  return p.bias_is_fp32 || p.softcap_scale || p.bias_scale <= 0;
 }
 // A score in base 2 with its bias.
 __device__ __forceinline__ float add_bias(float score, float bias, float scale_log2) {
@@ -133,7 +133,7 @@ struct BiasTile {
                                                           seq.len_q, seq.len_k - first_key);
     } else if (bias.words) {
       load_words(shared, bias, first_row, first_key, seq);
-    } else if (!bias.wide) {
+    } else if (!bias.is_fp32) {
       load_numbers(shared, bias, first_row, first_key, seq);
     }
   }
@@ -194,7 +194,7 @@ struct BiasTile {
   static __device__ __forceinline__ float read(uint32_t shared, const BiasRows& bias, int row,
                                                int key, int first_row, int first_key,
                                                const Sequence& seq) {
-    if (!bias.wide) {
+    if (!bias.is_fp32) {
       return T::unpack(ptx::ld_shared_u16(shared + Layout::at(row, key / 8) + key % 8 * 2));
     }
     const bool exists = first_row + row < seq.len_q && first_key + key < seq.len_k;

@@ -38,7 +38,7 @@ const Image* find_image(const char* name) {
   return nullptr;
 }
 
-constexpr int kRowThreads = 128;  // any/attention_rows.cuh
+constexpr int kRowThreads = 128;  // any/attention_small.cuh
 
 class Lister {
  public:
@@ -52,17 +52,17 @@ class Lister {
                   tile.block_k,    tile.threads(), shared_bytes(role, tile),
                   tile.ctas};
     if constexpr (requires { tile.for_short(); }) kernel.for_short = tile.for_short();
-    if constexpr (requires { tile.any_score; }) kernel.any_score = tile.any_score;
+    if constexpr (requires { tile.general_score; }) kernel.general_score = tile.general_score;
     if constexpr (requires { tile.cluster(); }) kernel.cluster = tile.cluster();
     add(image, kernel);
   }
   void add(const char* family, DType dtype, const char* image, const char* name, Role role) {
     const bool lists = role == Role::kRaggedBlocks;
     const int threads = lists ? kRaggedThreads : kRowThreads;
-    const int shared_bytes = lists                      ? kRaggedSharedBytes
-                             : role == Role::kBiasHeads ? kBiasHeadsSharedBytes
-                             : role == Role::kFinish    ? kFinishSharedBytes
-                                                        : 0;
+    const int shared_bytes = lists                          ? kRaggedSharedBytes
+                             : role == Role::kBiasTranspose ? kBiasTransposeSharedBytes
+                             : role == Role::kBackwardDq    ? kConvertDqSharedBytes
+                                                            : 0;
     add(image, {{name, nullptr}, family, role, dtype, 0, 0, 0, threads, shared_bytes, 0});
   }
 
@@ -71,14 +71,14 @@ class Lister {
     return tile.shared_bytes(role == Role::kForwardBias);
   }
   static int shared_bytes(Role role, const BwdTile& tile) {
-    if (role == Role::kFinish || role == Role::kFinishBias) {
-      return tile.finish_shared_bytes(role == Role::kFinishBias);
+    if (role == Role::kBackwardDq || role == Role::kBackwardBiasDq) {
+      return tile.dq_shared_bytes(role == Role::kBackwardBiasDq);
     }
     return tile.shared_bytes(role == Role::kBackwardBias);
   }
   static int shared_bytes(Role, const BiasSumTile& tile) { return tile.shared_bytes(); }
-  static int shared_bytes(Role, const HopperFwdTile& tile) { return tile.shared_bytes(); }
-  static int shared_bytes(Role, const HopperBwdTile& tile) { return tile.shared_bytes(); }
+  static int shared_bytes(Role, const Sm90FwdTile& tile) { return tile.shared_bytes(); }
+  static int shared_bytes(Role, const Sm90BwdTile& tile) { return tile.shared_bytes(); }
 
   void add(const char* image, Kernel kernel) {
     kernel.id.image = find_image(image);
@@ -98,43 +98,43 @@ std::vector<Kernel> list_kernels() {
 #define FWD_BIAS(...) TILED(kForwardBias, "fwd_bias", "fwd_bias", FwdTile, __VA_ARGS__)
 #define BWD(...)                                       \
   TILED(kBackward, "bwd", "bwd", BwdTile, __VA_ARGS__) \
-  TILED(kFinish, "bwd_finish", "bwd", BwdTile, __VA_ARGS__)
+  TILED(kBackwardDq, "bwd_dq", "bwd", BwdTile, __VA_ARGS__)
 #define BWD_BIAS(...)                                                \
   TILED(kBackwardBias, "bwd_bias", "bwd_bias", BwdTile, __VA_ARGS__) \
-  TILED(kFinishBias, "bwd_bias_finish", "bwd_bias", BwdTile, __VA_ARGS__)
+  TILED(kBackwardBiasDq, "bwd_bias_dq", "bwd_bias", BwdTile, __VA_ARGS__)
 #define BIAS_SUM(...) TILED(kBiasSum, "bwd_bias_sum", "bwd_bias", BiasSumTile, __VA_ARGS__)
-#define ROWS(FAMILY, TYPE, DTYPE)                                                                  \
-  list.add(FAMILY, DTYPE, FAMILY "_attention_rows_" TYPE, FAMILY "_attention_combine_" TYPE,       \
-           Role::kCombine);                                                                        \
-  list.add(FAMILY, DTYPE, FAMILY "_attention_rows_" TYPE, FAMILY "_attention_bwd_prepare_" TYPE,   \
-           Role::kPrepare);                                                                        \
-  list.add(FAMILY, DTYPE, FAMILY "_attention_rows_" TYPE, FAMILY "_attention_ragged_blocks_" TYPE, \
-           Role::kRaggedBlocks);                                                                   \
-  list.add(FAMILY, DTYPE, FAMILY "_attention_rows_" TYPE, FAMILY "_attention_bias_rows_" TYPE,     \
-           Role::kBiasRows);                                                                       \
-  list.add(FAMILY, DTYPE, FAMILY "_attention_rows_" TYPE, FAMILY "_attention_bias_heads_" TYPE,    \
-           Role::kBiasHeads);
-#define SM90_FWD(...) TILED(kForward, "fwd", "fwd", HopperFwdTile, "sm90", __VA_ARGS__, false)
-#define SM90_FWD_ANY(...) \
-  TILED(kForward, "fwd_any", "fwd", HopperFwdTile, "sm90", __VA_ARGS__, true)
-#define SM90_BWD(...) TILED(kBackward, "bwd", "bwd", HopperBwdTile, "sm90", __VA_ARGS__, false)
-#define SM90_BWD_ANY(...) \
-  TILED(kBackward, "bwd_any", "bwd", HopperBwdTile, "sm90", __VA_ARGS__, true)
-#define SM90_ROWS(TYPE, DTYPE)                                                               \
-  list.add("sm90", DTYPE, "sm90_attention_rows_" TYPE, "sm90_attention_ragged_blocks_" TYPE, \
-           Role::kRaggedBlocks);                                                             \
-  list.add("sm90", DTYPE, "sm90_attention_rows_" TYPE, "sm90_attention_bwd_prepare_" TYPE,   \
-           Role::kPrepare);                                                                  \
-  list.add("sm90", DTYPE, "sm90_attention_rows_" TYPE, "sm90_attention_bwd_finish_" TYPE,    \
-           Role::kFinish);
+#define ROWS(FAMILY, TYPE, DTYPE)                                                                \
+  list.add(FAMILY, DTYPE, FAMILY "_attention_small_" TYPE, FAMILY "_attention_combine_" TYPE,    \
+           Role::kCombine);                                                                      \
+  list.add(FAMILY, DTYPE, FAMILY "_attention_small_" TYPE,                                       \
+           FAMILY "_attention_bwd_preprocess_" TYPE, Role::kPreprocess);                         \
+  list.add(FAMILY, DTYPE, FAMILY "_attention_small_" TYPE,                                       \
+           FAMILY "_attention_ragged_blocks_" TYPE, Role::kRaggedBlocks);                        \
+  list.add(FAMILY, DTYPE, FAMILY "_attention_small_" TYPE, FAMILY "_attention_bias_align_" TYPE, \
+           Role::kBiasAlign);                                                                    \
+  list.add(FAMILY, DTYPE, FAMILY "_attention_small_" TYPE,                                       \
+           FAMILY "_attention_bias_transpose_" TYPE, Role::kBiasTranspose);
+#define SM90_FWD(...) TILED(kForward, "fwd", "fwd", Sm90FwdTile, "sm90", __VA_ARGS__, false)
+#define SM90_FWD_GENERAL(...) \
+  TILED(kForward, "fwd_general", "fwd", Sm90FwdTile, "sm90", __VA_ARGS__, true)
+#define SM90_BWD(...) TILED(kBackward, "bwd", "bwd", Sm90BwdTile, "sm90", __VA_ARGS__, false)
+#define SM90_BWD_GENERAL(...) \
+  TILED(kBackward, "bwd_general", "bwd", Sm90BwdTile, "sm90", __VA_ARGS__, true)
+#define SM90_ROWS(TYPE, DTYPE)                                                                 \
+  list.add("sm90", DTYPE, "sm90_attention_small_" TYPE, "sm90_attention_ragged_blocks_" TYPE,  \
+           Role::kRaggedBlocks);                                                               \
+  list.add("sm90", DTYPE, "sm90_attention_small_" TYPE, "sm90_attention_bwd_preprocess_" TYPE, \
+           Role::kPreprocess);                                                                 \
+  list.add("sm90", DTYPE, "sm90_attention_small_" TYPE, "sm90_attention_bwd_dq_" TYPE,         \
+           Role::kBackwardDq);
 #define SM90_FP16_BWD(...) SM90_BWD("fp16", DType::kFloat16, __VA_ARGS__)
 #define SM90_BF16_BWD(...) SM90_BWD("bf16", DType::kBFloat16, __VA_ARGS__)
-#define SM90_FP16_BWD_ANY(...) SM90_BWD_ANY("fp16", DType::kFloat16, __VA_ARGS__)
-#define SM90_BF16_BWD_ANY(...) SM90_BWD_ANY("bf16", DType::kBFloat16, __VA_ARGS__)
+#define SM90_FP16_BWD_GENERAL(...) SM90_BWD_GENERAL("fp16", DType::kFloat16, __VA_ARGS__)
+#define SM90_BF16_BWD_GENERAL(...) SM90_BWD_GENERAL("bf16", DType::kBFloat16, __VA_ARGS__)
 #define SM90_FP16_FWD(...) SM90_FWD("fp16", DType::kFloat16, __VA_ARGS__)
 #define SM90_BF16_FWD(...) SM90_FWD("bf16", DType::kBFloat16, __VA_ARGS__)
-#define SM90_FP16_FWD_ANY(...) SM90_FWD_ANY("fp16", DType::kFloat16, __VA_ARGS__)
-#define SM90_BF16_FWD_ANY(...) SM90_FWD_ANY("bf16", DType::kBFloat16, __VA_ARGS__)
+#define SM90_FP16_FWD_GENERAL(...) SM90_FWD_GENERAL("fp16", DType::kFloat16, __VA_ARGS__)
+#define SM90_BF16_FWD_GENERAL(...) SM90_FWD_GENERAL("bf16", DType::kBFloat16, __VA_ARGS__)
 #define SM80_FP16(PASS, ...) PASS("sm80", "fp16", DType::kFloat16, __VA_ARGS__)
 #define SM80_BF16(PASS, ...) PASS("sm80", "bf16", DType::kBFloat16, __VA_ARGS__)
 #define SM75_FP16(PASS, ...) PASS("sm75", "fp16", DType::kFloat16, __VA_ARGS__)
@@ -155,12 +155,12 @@ std::vector<Kernel> list_kernels() {
 #define SM75_FP16_BIAS_SUM(...) SM75_FP16(BIAS_SUM, __VA_ARGS__)
   FLASHMOE_SM90_ATTENTION_FWD(SM90_FP16_FWD)
   FLASHMOE_SM90_ATTENTION_FWD(SM90_BF16_FWD)
-  FLASHMOE_SM90_ATTENTION_FWD_ANY(SM90_FP16_FWD_ANY)
-  FLASHMOE_SM90_ATTENTION_FWD_ANY(SM90_BF16_FWD_ANY)
+  FLASHMOE_SM90_ATTENTION_FWD_GENERAL(SM90_FP16_FWD_GENERAL)
+  FLASHMOE_SM90_ATTENTION_FWD_GENERAL(SM90_BF16_FWD_GENERAL)
   FLASHMOE_SM90_ATTENTION_BWD(SM90_FP16_BWD)
   FLASHMOE_SM90_ATTENTION_BWD(SM90_BF16_BWD)
-  FLASHMOE_SM90_ATTENTION_BWD_ANY(SM90_FP16_BWD_ANY)
-  FLASHMOE_SM90_ATTENTION_BWD_ANY(SM90_BF16_BWD_ANY)
+  FLASHMOE_SM90_ATTENTION_BWD_GENERAL(SM90_FP16_BWD_GENERAL)
+  FLASHMOE_SM90_ATTENTION_BWD_GENERAL(SM90_BF16_BWD_GENERAL)
   SM90_ROWS("fp16", DType::kFloat16)
   SM90_ROWS("bf16", DType::kBFloat16)
   FLASHMOE_SM80_ATTENTION_FWD(SM80_FP16_FWD)
@@ -190,28 +190,28 @@ const char* role_name(Role role) {
   switch (role) {
     case Role::kRaggedBlocks:
       return "attention_ragged_blocks";
-    case Role::kBiasRows:
-      return "attention_bias_rows";
-    case Role::kBiasHeads:
-      return "attention_bias_heads";
+    case Role::kBiasAlign:
+      return "attention_bias_align";
+    case Role::kBiasTranspose:
+      return "attention_bias_transpose";
     case Role::kForward:
       return "attention_fwd";
     case Role::kForwardBias:
       return "attention_fwd_bias";
     case Role::kCombine:
       return "attention_combine";
-    case Role::kPrepare:
-      return "attention_bwd_prepare";
+    case Role::kPreprocess:
+      return "attention_bwd_preprocess";
     case Role::kBackward:
       return "attention_bwd";
     case Role::kBackwardBias:
       return "attention_bwd_bias";
     case Role::kBiasSum:
       return "attention_bwd_bias_sum";
-    case Role::kFinish:
-      return "attention_bwd_finish";
-    case Role::kFinishBias:
-      return "attention_bwd_bias_finish";
+    case Role::kBackwardDq:
+      return "attention_bwd_dq";
+    case Role::kBackwardBiasDq:
+      return "attention_bwd_bias_dq";
   }
   return "";
 }

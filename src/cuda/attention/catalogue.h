@@ -12,17 +12,17 @@
 namespace flashmoe::cuda {
 
 enum class Role {
-  kRaggedBlocks,  // before either pass of a ragged batch
-  kBiasRows,      // before either pass with a bias that many share
-  kBiasHeads,     // before either pass with the bias of a ragged batch, and for its gradient after
+  kRaggedBlocks,   // before either pass of a ragged batch
+  kBiasAlign,      // before either pass with a bias that many share
+  kBiasTranspose,  // before either pass with the bias of a ragged batch, and for its gradient after
   kForward,
   kForwardBias,
-  kCombine,  // after a forward pass that was split over keys
-  kPrepare,  // before the backward pass
+  kCombine,     // after a forward pass that was split over keys
+  kPreprocess,  // before the backward pass
   kBackward,
   kBackwardBias,
-  kFinish,  // after it: dQ
-  kFinishBias,
+  kBackwardDq,  // after it: dQ
+  kBackwardBiasDq,
   kBiasSum,  // the gradient of a bias that was broadcast
 };
 const char* role_name(Role role);
@@ -36,10 +36,10 @@ struct Kernel {
   int head_dim = 0, block_q = 0, block_k = 0;
   int threads = 0;
   int shared_bytes = 0;
-  int ctas = 0;            // that the registers of an SM hold
-  bool for_short = false;  // for thousands of short sequences
-  bool any_score = true;   // takes a softcap, and a scale that is not positive
-  int cluster = 1;         // CTAs that share a block of keys
+  int ctas = 0;               // that the registers of an SM hold
+  bool for_short = false;     // for thousands of short sequences
+  bool general_score = true;  // takes a softcap, and a scale that is not positive
+  int cluster = 1;            // CTAs that share a block of keys
 };
 
 // Grouped by family and role, and there best tile first.

@@ -133,7 +133,7 @@ class Chooser {
     const int64_t dim = std::max(plan_.head_dim, plan_.head_dim_v);
     const bool short_sequences = !forced && many_short_sequences() && dim <= kShortDim;
     const Geometry g = geometry(p);
-    const bool any_score = g.softcap > 0 || !(g.scale > 0);
+    const bool general_score = g.softcap > 0 || !(g.scale > 0);
     int bucket = 0;
     bool plain = false;  // there is a kernel that does not take such scores
     std::string tiles;
@@ -144,7 +144,7 @@ class Chooser {
           k.head_dim < dim || (bucket && k.head_dim != bucket)) {
         continue;
       }
-      if (any_score && !k.any_score) {
+      if (general_score && !k.general_score) {
         if (!plain) pass_over(k.id.name, "takes no softcap, and no scale of 0 or less");
         plain = true;
         continue;
@@ -205,10 +205,10 @@ class Chooser {
     const bool hopper = k.family == std::string_view("sm90");
     if (hopper && p.pass == Pass::kForward) return cut_hopper_forward(plan_, multiprocessors_);
     if (copies_pairs(plan_)) {
-      plan_.before.push_back(find_kernel(Role::kBiasHeads, k.family, p.query.dtype)->id.name);
+      plan_.before.push_back(find_kernel(Role::kBiasTranspose, k.family, p.query.dtype)->id.name);
     }
     if (copies_bias(plan_)) {
-      plan_.before.push_back(find_kernel(Role::kBiasRows, k.family, p.query.dtype)->id.name);
+      plan_.before.push_back(find_kernel(Role::kBiasAlign, k.family, p.query.dtype)->id.name);
     }
     if (p.pass == Pass::kForward) {
       cut_forward(k);
@@ -330,9 +330,9 @@ class Chooser {
       plan_.grid[1] = static_cast<uint32_t>(plan_.heads_k);
       plan_.grid[2] = static_cast<uint32_t>(std::min(round_batch(plan_), kMaxGridYZ));
     }
-    plan_.before.push_back(find_kernel(Role::kPrepare, k.family, p.query.dtype)->id.name);
-    if (finishes(plan_)) {
-      const Role role = p.bias ? Role::kFinishBias : Role::kFinish;
+    plan_.before.push_back(find_kernel(Role::kPreprocess, k.family, p.query.dtype)->id.name);
+    if (has_dq_kernel(plan_)) {
+      const Role role = p.bias ? Role::kBackwardBiasDq : Role::kBackwardDq;
       const Kernel* finish = find_kernel(role, k);
       if (!finish) finish = find_kernel(role, k.family, p.query.dtype);  // one for all tiles
       plan_.after.push_back(finish->id.name);
@@ -340,7 +340,7 @@ class Chooser {
     if (p.grad_bias && shares_bias(plan_)) {
       plan_.after.push_back(find_kernel(Role::kBiasSum, k)->id.name);
     } else if (p.grad_bias && copies_pairs(plan_)) {
-      plan_.after.push_back(find_kernel(Role::kBiasHeads, k.family, p.query.dtype)->id.name);
+      plan_.after.push_back(find_kernel(Role::kBiasTranspose, k.family, p.query.dtype)->id.name);
     }
   }
 
@@ -411,18 +411,18 @@ bool in_place(const TensorSpec& spec) {
   return true;
 }
 
-static HopperBwdTile hopper_tile(const Kernel& k) { return {k.head_dim, k.block_q, k.block_k}; }
+static Sm90BwdTile hopper_tile(const Kernel& k) { return {k.head_dim, k.block_q, k.block_k}; }
 
-bool finishes(const AttentionPlan& plan) {
+bool has_dq_kernel(const AttentionPlan& plan) {
   const AttentionProblem& p = plan.problem;
-  if (plan.family == "sm90" && hopper_tile(*find_kernel(plan.kernel)).rounds()) return false;
+  if (plan.family == "sm90" && hopper_tile(*find_kernel(plan.kernel)).converts_dq()) return false;
   const bool own_bias = p.grad_bias && !shares_bias(plan);
   return p.grad_query || (own_bias && find_kernel(plan.kernel)->for_short);
 }
 
-int64_t sum_dim(const Kernel& kernel) {
+int64_t dq_accum_dim(const Kernel& kernel) {
   if (kernel.family != std::string_view("sm90")) return kernel.head_dim;
-  return hopper_tile(kernel).sum_dim();
+  return hopper_tile(kernel).dq_accum_dim();
 }
 
 BackwardWorkspace backward_workspace(const AttentionPlan& plan) {
@@ -437,7 +437,7 @@ BackwardWorkspace backward_workspace(const AttentionPlan& plan) {
   }
   const int64_t sequence = ceil_div(plan.len_q, block) * block;
   w.rows = p.ragged ? w.query_slots * block : plan.batch * sequence;
-  w.sum_rows = p.ragged ? w.rows : round_batch(plan) * sequence;
+  w.dq_accum_rows = p.ragged ? w.rows : round_batch(plan) * sequence;
   const auto place = [&](int64_t bytes) {
     const size_t at = w.bytes;
     w.bytes += static_cast<size_t>(ceil_div(bytes, 256) * 256);
@@ -455,12 +455,12 @@ BackwardWorkspace backward_workspace(const AttentionPlan& plan) {
     }
   }
   const bool sums = p.grad_query && !kernel->for_short;
-  const int64_t query_sums = sums ? heads * w.sum_rows * sum_dim(*kernel) : 0;
+  const int64_t query_sums = sums ? heads * w.dq_accum_rows * dq_accum_dim(*kernel) : 0;
   // The sum of a bias's gradient needs those of all heads.
-  w.row_terms = place((sums_bias ? plan.heads_q : heads) * w.rows * 2 * sizeof(float));
-  w.grad_query_sums = w.bias_sums = place(std::max(query_sums, bias_sums) * sizeof(float));
-  w.turns = place(sums ? heads * w.sum_rows / block * sizeof(int32_t) : 0);
-  w.tickets = place(2 * sizeof(int32_t));
+  w.lse_delta = place((sums_bias ? plan.heads_q : heads) * w.rows * 2 * sizeof(float));
+  w.dq_accum = w.bias_sums = place(std::max(query_sums, bias_sums) * sizeof(float));
+  w.dq_semaphore = place(sums ? heads * w.dq_accum_rows / block * sizeof(int32_t) : 0);
+  w.tile_counter = place(2 * sizeof(int32_t));
   // And for what comes after the sequences of a ragged batch.
   w.done = place(plan.family == "sm90" ? (plan.batch + 1) * plan.heads_k * sizeof(int32_t) : 0);
   w.key_blocks = place(w.key_slots * sizeof(RaggedBlock));

@@ -61,11 +61,11 @@ BiasSumGrid bias_sum_grid(const AttentionPlan& plan, int64_t block_q, int64_t bl
     return from_last <= bias.rank ? bias.size(-from_last) : int64_t{1};
   };
   // A dimension of one is as good as one that is shared.
-  const bool own_keys = size(1) > 1, own_queries = size(2) > 1;
+  const bool transposed = size(1) > 1, own_queries = size(2) > 1;
   const int64_t query_blocks = std::max<int64_t>(ceil_div(plan.len_q, block_q), 1);
   const int64_t key_blocks = std::max<int64_t>(ceil_div(plan.len_k, block_k), 1);
   BiasSumGrid grid;
-  grid.tiles = (own_queries ? query_blocks : 1) * (own_keys ? key_blocks : 1);
+  grid.tiles = (own_queries ? query_blocks : 1) * (transposed ? key_blocks : 1);
   grid.heads = size(3);
   for (int i = 4; i <= bias.rank; ++i) grid.batches *= size(i);
   if (size(1) == 0 || size(2) == 0) grid.tiles = 0;  // it has no elements

@@ -56,7 +56,7 @@ Status encode_keys(TensorMap& map, const TensorSpec& spec, const void* data, int
   const int box[] = {1, 1, static_cast<int>(rows), 64};
   return encode(map, four, data, box);
 }
-// The same as (batch, heads, length, 2^pack, D): see HopperFwdParams.
+// The same as (batch, heads, length, 2^pack, D): see Sm90FwdParams.
 Status encode_queries(TensorMap& map, const TensorSpec& spec, const void* data, int64_t rows,
                       int pack, bool ragged) {
   TensorSpec four;
@@ -82,7 +82,7 @@ constexpr int64_t kCachedBytes = 32 << 20;
 // does not, none are, and longer and shorter blocks come out even over all heads. But where these
 // are no multiple of `unit`, nearly, all are mixed: that comes out even, and where there are few
 // heads many CTAs read the same keys at the same time.
-int64_t heads_together(const AttentionPlan& plan, const HopperFwdParams& p) {
+int64_t heads_per_wave(const AttentionPlan& plan, const Sm90FwdParams& p) {
   if (p.right >= kNoLimit) return 1;
   const int64_t bytes = 2 * plan.len_k * (plan.head_dim + plan.head_dim_v);
   const int64_t cached = std::max<int64_t>(kCachedBytes / bytes, 1) * p.group;
@@ -99,13 +99,13 @@ int64_t heads_together(const AttentionPlan& plan, const HopperFwdParams& p) {
 // once. Where sums are deterministic no fewer, or blocks of a head would wait for each other. Else
 // as many as the CTAs are busy with twice (nearly, or each would get the same blocks of every
 // head); or once, so that the kernel that rounds dQ itself can soon begin.
-int64_t key_heads_together(const AttentionPlan& plan, const HopperBwdParams& p) {
+int64_t key_heads_per_wave(const AttentionPlan& plan, const Sm90BwdParams& p) {
   const int64_t bytes =
       p.group * plan.len_q * (2 * plan.head_dim + 2 * plan.head_dim_v + 4 * p.dim);
   const int64_t cached = kCachedBytes / std::max<int64_t>(bytes, 1);
   const int64_t clusters = plan.grid[0] / find_kernel(plan.kernel)->cluster;
   const int64_t busy = ceil_div(clusters, p.key_blocks);
-  const bool early = p.grad_query_sums && !finishes(plan);
+  const bool early = p.dq_accum && !has_dq_kernel(plan);
   const int64_t twice = ceil_div(2 * clusters * 31 / 32, p.key_blocks);
   const int64_t most = early ? busy : p.deterministic ? cached : std::min(cached, twice);
   return std::min(std::max(most, busy), plan.heads_k * plan.batch);
@@ -160,12 +160,12 @@ std::string missing_on_hopper(const AttentionPlan& plan) {
 int hopper_pack(const AttentionPlan& plan, int64_t block_q) {
   if (plan.problem.ragged) return 0;
   const int64_t group = plan.heads_q / std::max<int64_t>(plan.heads_k, 1);
-  const auto works = [&](int pack) {
+  const auto tasks = [&](int pack) {
     return ceil_div(plan.len_q << pack, block_q) * (plan.heads_q >> pack);
   };
   int best = 0;
   for (int pack = 1; (1 << pack) <= 64 && group % (1 << pack) == 0; ++pack) {
-    if (works(pack) < works(best)) best = pack;
+    if (tasks(pack) < tasks(best)) best = pack;
   }
   return best;
 }
@@ -232,7 +232,7 @@ Status run_hopper_forward(const AttentionPlan& plan, const AttentionTensors& t, 
   const AttentionProblem& problem = plan.problem;
   const Geometry g = geometry(problem);
   const bool ragged = problem.ragged.has_value();
-  HopperFwdParams p{};
+  Sm90FwdParams p{};
   fill_problem(p, plan, t, g);
   fill_sign(p, g);
   merge_batch(p, {p.query_strides.batch, p.key_strides.batch, p.value_strides.batch,
@@ -241,8 +241,8 @@ Status run_hopper_forward(const AttentionPlan& plan, const AttentionTensors& t, 
   p.heads = static_cast<int32_t>(plan.heads_q >> p.pack);
   p.group >>= p.pack;
   p.query_blocks = static_cast<int32_t>(ceil_div(plan.len_q << p.pack, plan.block_q));
-  p.works = static_cast<int32_t>(plan.work_items);
-  p.heads_together = static_cast<int32_t>(heads_together(plan, p));
+  p.num_tasks = static_cast<int32_t>(plan.work_items);
+  p.heads_per_wave = static_cast<int32_t>(heads_per_wave(plan, p));
   Status status = encode_queries(p.query_map, problem.query, t.query, plan.block_q, p.pack, ragged);
   if (status.ok()) status = encode_queries(p.out_map, problem.out, t.out, 64, p.pack, ragged);
   if (status.ok()) status = encode_keys(p.key_map, problem.key, t.key, plan.block_k, ragged);
@@ -250,7 +250,7 @@ Status run_hopper_forward(const AttentionPlan& plan, const AttentionTensors& t, 
   if (status.ok() && ragged) {
     auto* blocks = static_cast<RaggedBlock*>(workspace);
     p.blocks = blocks;
-    p.tickets = reinterpret_cast<int32_t*>(static_cast<char*>(workspace) + list_bytes(plan));
+    p.tile_counter = reinterpret_cast<int32_t*>(static_cast<char*>(workspace) + list_bytes(plan));
     const int64_t slots = ragged_slots(problem.query.shape[0], plan.block_q, plan.batch);
     status = launch_ragged(plan, t, launch,
                            {{.blocks = blocks,
@@ -258,7 +258,7 @@ Status run_hopper_forward(const AttentionPlan& plan, const AttentionTensors& t, 
                              .block = static_cast<int32_t>(plan.block_q),
                              .of_keys = 0,
                              .descending = p.right < kNoLimit}},
-                           p.tickets);
+                           p.tile_counter);
   }
   if (!status.ok() || plan.work_items == 0) return status;
   return launch_part(plan.kernel, {plan.grid[0], 1, 1}, plan, launch, p);
@@ -275,27 +275,28 @@ void cut_hopper_backward(AttentionPlan& plan, int64_t multiprocessors) {
   plan.grid[1] = plan.grid[2] = 1;
 }
 
-Status fill_hopper_backward(HopperBwdParams& p, const AttentionPlan& plan,
+Status fill_hopper_backward(Sm90BwdParams& p, const AttentionPlan& plan,
                             const AttentionTensors& t) {
   const AttentionProblem& problem = plan.problem;
   const bool ragged = problem.ragged.has_value();
   p.key_blocks =
       static_cast<int32_t>(ragged ? ragged_slots(problem.key.shape[0], plan.block_k, plan.batch)
                                   : ceil_div(plan.len_k, plan.block_k));
-  p.heads_together = static_cast<int32_t>(key_heads_together(plan, p));
+  p.heads_per_wave = static_cast<int32_t>(key_heads_per_wave(plan, p));
   const auto beside = [](const Strides& strides) { return strides.head < strides.row; };
   const bool all = beside(p.out_strides) && beside(p.query_strides) &&
                    (!p.grad_out || beside(p.grad_out_strides));
-  while (all && p.heads_beside < 3 && p.heads * p.group % (2 << p.heads_beside) == 0) {
-    ++p.heads_beside;
+  while (all && p.log2_adjacent_heads < 3 &&
+         p.heads * p.group % (2 << p.log2_adjacent_heads) == 0) {
+    ++p.log2_adjacent_heads;
   }
   // As many rows for a CTA as leave enough of them: finding out where they are takes a while.
-  p.prepare_rows = p.block_q;
+  p.preprocess_rows = p.block_q;
   const auto prepares = [&](int64_t rows) {
     return ceil_div(plan.len_q, rows) * plan.heads_q * plan.batch;
   };
-  while (p.prepare_rows < 4 * p.block_q && prepares(2 * p.prepare_rows) >= 4 * plan.grid[0]) {
-    p.prepare_rows *= 2;
+  while (p.preprocess_rows < 4 * p.block_q && prepares(2 * p.preprocess_rows) >= 4 * plan.grid[0]) {
+    p.preprocess_rows *= 2;
   }
   p.tokens_q = problem.query.shape[0];
   const auto map = [&](TensorMap& map, const TensorSpec& spec, const void* data, int64_t rows) {

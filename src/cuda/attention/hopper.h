@@ -19,7 +19,7 @@ std::string slower_on_hopper(const AttentionPlan& plan, int64_t multiprocessors)
 // so where a tile of fewer rows is better.
 std::string too_large_on_hopper(const AttentionPlan& plan, const Kernel& k);
 
-// Of heads that share their keys, how many share a tile: 2^this. See HopperFwdParams.
+// Of heads that share their keys, how many share a tile: 2^this. See Sm90FwdParams.
 int hopper_pack(const AttentionPlan& plan, int64_t block_q);
 
 // Grid and workspace; of a backward pass the grid alone.
@@ -30,8 +30,7 @@ Status run_hopper_forward(const AttentionPlan& plan, const AttentionTensors& t, 
                           const Launch& launch);
 
 // What its backward kernel needs besides.
-struct HopperBwdParams;
-Status fill_hopper_backward(HopperBwdParams& p, const AttentionPlan& plan,
-                            const AttentionTensors& t);
+struct Sm90BwdParams;
+Status fill_hopper_backward(Sm90BwdParams& p, const AttentionPlan& plan, const AttentionTensors& t);
 
 }  // namespace flashmoe::cuda

@@ -60,13 +60,13 @@ struct RaggedList {
   int32_t descending;  // whether a sequence's last block comes first
 };
 // Of the kernel that makes the lists.
-struct AttentionRaggedParams {
+struct RaggedParams {
   RaggedSide query, key;
   int64_t pairs;  // of the bias; enough for anything where there is none
   int32_t batch;
-  int32_t wide_lengths;  // whether cu_seqlens is int64
-  RaggedList lists[3];   // grid.y of them
-  int32_t* tickets;      // set to 0, for a kernel that gives out its work by counting; or null
+  int32_t lengths_are_int64;  // whether cu_seqlens is int64
+  RaggedList lists[3];        // grid.y of them
+  int32_t* tile_counter;      // set to 0, for a kernel that gives out its work by counting; or null
 };
 
 // The problem, as every kernel of it sees it.
@@ -81,10 +81,10 @@ struct AttentionParams {
   // Kernels with a bias, whose own shape is broadcast: strides may be 0.
   const void* bias;  // (batch, heads_q, len_q, len_k), in the inputs' dtype or fp32
   Strides bias_strides;
-  int64_t bias_column;  // stride from one key to the next
-  float bias_scale;     // 1 / scale
-  int32_t bias_wide;    // whether it is fp32
-  int32_t bias_padded;  // whether rows end with a whole chunk of 16 bytes, whatever len_k
+  int64_t bias_column;   // stride from one key to the next
+  float bias_scale;      // 1 / scale
+  int32_t bias_is_fp32;  // whether it is fp32
+  int32_t bias_padded;   // whether rows end with a whole chunk of 16 bytes, whatever len_k
   // Ragged: the bias that `bias` is a copy of, with its heads side by side; null: it is none. The
   // copy makes room for the gradient, tile by tile.
   const void* packed_bias;
@@ -93,7 +93,7 @@ struct AttentionParams {
   // Lengths that only the device knows; null where there are none. int64 or int32.
   const void* key_lengths;  // (batch), with these strides
   int64_t key_lengths_strides[kMaxBatchDims];
-  int32_t wide_lengths;  // whether they are int64
+  int32_t lengths_are_int64;  // whether they are int64
 
   // Ragged: the blocks of queries of a forward pass, of keys of a backward pass; null otherwise.
   // The grid is then (slots x heads), heads fastest.
@@ -121,7 +121,7 @@ struct AttentionParams {
 
 // Of the kernel that copies a bias to rows of whole 16-byte chunks: 16-bit, (batch, heads, len_q,
 // len_k), each dimension as the bias itself has it.
-struct AttentionBiasRowsParams {
+struct BiasAlignParams {
   const void* bias;
   void* rows;       // (batch, heads, len_q, pitch)
   Strides strides;  // of the bias
@@ -133,7 +133,7 @@ struct AttentionBiasRowsParams {
 
 // Of the kernel that copies the bias of a ragged batch, 16-bit, from (pairs, heads) to (heads,
 // pairs) or its gradient back. Strides in elements.
-struct AttentionBiasHeadsParams {
+struct BiasTransposeParams {
   void* packed;  // (pairs, heads)
   int64_t packed_pair, packed_head;
   void* by_head;           // (heads, pairs), in whole 16-byte chunks
@@ -178,25 +178,26 @@ struct AttentionBwdParams : AttentionParams {
 
   // Ragged: the blocks of queries, for the kernels before and after.
   const RaggedBlock* query_blocks;
-  uint32_t prepare_heads;  // of a block of the kernel before
+  uint32_t preprocess_heads;  // of a block of the kernel before
 
   // Workspace. The sums of dQ may have room for a part of the batch only, or of the heads of a
   // ragged batch: launches come in rounds then. Sequences have whole blocks of rows in it: see
   // workspace_row().
-  int64_t rows;      // of one head, all sequences
-  int64_t sum_rows;  // of one head, those of a round
-  int32_t block_q;   // rows of a block
-  int32_t dim;       // the kernel's head dim: D rounded up
-  float* row_terms;  // (heads_q, rows, 2): lse in base 2, and out.dO - grad_lse
-  // (heads x group, sum_rows, dim), in the order of the accumulators; null: dQ is not summed up
-  float* grad_query_sums;
+  int64_t rows;           // of one head, all sequences
+  int64_t dq_accum_rows;  // of one head, those of a round
+  int32_t block_q;        // rows of a block
+  int32_t dim;            // the kernel's head dim: D rounded up
+  float* lse_delta;       // (heads_q, rows, 2): lse in base 2, and out.dO - grad_lse
+  // (heads x group, dq_accum_rows, dim), in the order of the accumulators; null: dQ is not summed
+  // up
+  float* dq_accum;
 
-  // Deterministic: blocks of keys add to a block of grad_query_sums in their order. `turns` holds
-  // whose turn it is for each (head of the round, block of rows); `tickets` gives out the work, so
-  // that who waits waits for someone already at work.
+  // Deterministic: blocks of keys add to a block of dq_accum in their order. `dq_semaphore` holds
+  // whose turn it is for each (head of the round, block of rows); `tile_counter` gives out the
+  // work, so that who waits waits for someone already at work.
   int32_t deterministic;
-  int32_t* tickets;
-  int32_t* turns;
+  int32_t* tile_counter;
+  int32_t* dq_semaphore;
 };
 
 }  // namespace flashmoe::cuda

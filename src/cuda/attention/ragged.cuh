@@ -61,9 +61,9 @@ __device__ __forceinline__ RaggedTwo join_before(RaggedTwo mine, RaggedTwo* warp
 // Where sequence `i` ends, among the tokens there are. What comes after the last one is as good as
 // a sequence.
 __device__ __forceinline__ int64_t ragged_end(const RaggedSide& side, int64_t i,
-                                              const AttentionRaggedParams& p) {
+                                              const RaggedParams& p) {
   if (i >= p.batch) return side.tokens;
-  const int64_t end = read_length(side.cu_seqlens, (i + 1) * side.stride, p.wide_lengths);
+  const int64_t end = read_length(side.cu_seqlens, (i + 1) * side.stride, p.lengths_are_int64);
   return min(max(end, int64_t{0}), side.tokens);
 }
 
@@ -83,14 +83,14 @@ struct RaggedSequence {
 
 __device__ __forceinline__ RaggedSequence find_ragged(const RaggedBefore& before, int64_t i,
                                                       const RaggedList& list,
-                                                      const AttentionRaggedParams& p) {
+                                                      const RaggedParams& p) {
   bool valid = true;
   const auto length = [&](const RaggedSide& side, int64_t begin) {
     const int64_t end = max(ragged_end(side, i, p), begin);
     if (i < p.batch) {
       valid = valid && end - begin <= side.longest &&
-              read_length(side.cu_seqlens, i * side.stride, p.wide_lengths) == begin &&
-              read_length(side.cu_seqlens, (i + 1) * side.stride, p.wide_lengths) == end;
+              read_length(side.cu_seqlens, i * side.stride, p.lengths_are_int64) == begin &&
+              read_length(side.cu_seqlens, (i + 1) * side.stride, p.lengths_are_int64) == end;
     }
     return end - begin;
   };
@@ -114,8 +114,7 @@ __device__ __forceinline__ RaggedBefore after(const RaggedBefore& before, const 
 // Of block n of a sequence, in the order of the list.
 __device__ __forceinline__ RaggedBlock ragged_block(const RaggedBefore& before, int64_t i,
                                                     const RaggedSequence& s, int64_t n,
-                                                    const RaggedList& list,
-                                                    const AttentionRaggedParams& p) {
+                                                    const RaggedList& list, const RaggedParams& p) {
   RaggedBlock b{};
   b.token_q = before.reach_q;
   b.token_k = before.reach_k;
@@ -146,12 +145,12 @@ __device__ __forceinline__ RaggedBlock ragged_block(const RaggedBefore& before, 
   return b;
 }
 
-__device__ __forceinline__ void attention_ragged_blocks(const AttentionRaggedParams& p) {
+__device__ __forceinline__ void attention_ragged_blocks(const RaggedParams& p) {
   extern __shared__ __align__(16) char shared[];
   RaggedTwo* const warps = reinterpret_cast<RaggedTwo*>(shared);
   static_assert(2 * 32 * sizeof(RaggedTwo) == kRaggedSharedBytes);
   const RaggedList list = p.lists[blockIdx.y];
-  if (p.tickets && blockIdx.x + blockIdx.y + threadIdx.x == 0) *p.tickets = 0;
+  if (p.tile_counter && blockIdx.x + blockIdx.y + threadIdx.x == 0) *p.tile_counter = 0;
   const int64_t share = (list.slots + gridDim.x - 1) / gridDim.x;
   const int64_t begin = blockIdx.x * share, end = min(begin + share, int64_t{list.slots});
 

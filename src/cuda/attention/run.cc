@@ -101,12 +101,12 @@ void fill_problem(AttentionParams& p, const AttentionPlan& plan, const Attention
   if (problem.key_lengths) {
     p.key_lengths = t.key_lengths;
     lead_strides(*problem.key_lengths, 0, g, p.key_lengths_strides);
-    p.wide_lengths = problem.key_lengths->dtype == DType::kInt64;
+    p.lengths_are_int64 = problem.key_lengths->dtype == DType::kInt64;
   }
   if (problem.bias) {
     p.bias = t.bias;
     p.bias_strides = bias_strides(*problem.bias, g, p.bias_column);
-    p.bias_wide = problem.bias->dtype == DType::kFloat32;
+    p.bias_is_fp32 = problem.bias->dtype == DType::kFloat32;
     // What divides by the scale must not overflow: 0 says that it is not done.
     p.bias_scale = g.scale > 1e-6 ? static_cast<float>(1 / g.scale) : 0.f;
   }
@@ -137,21 +137,21 @@ void fill_sign(AttentionFwdParams& p, const Geometry& g) {
 }
 
 Status launch_ragged(const AttentionPlan& plan, const AttentionTensors& t, const Launch& launch,
-                     const std::vector<RaggedList>& lists, int32_t* tickets) {
+                     const std::vector<RaggedList>& lists, int32_t* tile_counter) {
   const AttentionProblem& problem = plan.problem;
   const Ragged& ragged = *problem.ragged;
   const auto side = [](const void* cu_seqlens, const TensorSpec& spec, const TensorSpec& rows,
                        int64_t longest) {
     return RaggedSide{cu_seqlens, spec.stride[0], rows.shape[0], static_cast<int32_t>(longest)};
   };
-  AttentionRaggedParams p{};
+  RaggedParams p{};
   p.query = side(t.cu_seqlens_q, ragged.cu_seqlens_q, problem.query, plan.len_q);
   p.key = side(t.cu_seqlens_k, ragged.cu_seqlens_k, problem.key, plan.len_k);
   p.pairs = problem.bias ? problem.bias->shape[0] : INT64_MAX;
   p.batch = static_cast<int32_t>(plan.batch);
-  p.wide_lengths = ragged.cu_seqlens_q.dtype == DType::kInt64;
+  p.lengths_are_int64 = ragged.cu_seqlens_q.dtype == DType::kInt64;
   std::copy(lists.begin(), lists.end(), p.lists);
-  p.tickets = tickets;
+  p.tile_counter = tile_counter;
   // Each goes over all sequences; more than a few have too little to write.
   constexpr int32_t kSlotsOfOne = 256, kMost = 64;
   int32_t ctas = 1;
@@ -188,7 +188,7 @@ Status in_rounds(const AttentionPlan& plan, Params& p, const Round& round) {
 Status copy_bias(const AttentionPlan& plan, AttentionParams& p, void* rows, const Launch& launch) {
   if (!copies_bias(plan)) return {};
   const TensorSpec& bias = *plan.problem.bias;
-  AttentionBiasRowsParams copy{};
+  BiasAlignParams copy{};
   copy.bias = p.bias;
   copy.rows = rows;
   copy.strides = p.bias_strides;
@@ -216,7 +216,7 @@ Status copy_bias(const AttentionPlan& plan, AttentionParams& p, void* rows, cons
   p.bias_padded = 1;
   const uint32_t grid[3] = {static_cast<uint32_t>(plan.len_q), static_cast<uint32_t>(heads),
                             static_cast<uint32_t>(batches)};
-  return launch_part(find_kernel(Role::kBiasRows, plan.family, plan.problem.query.dtype)->id.name,
+  return launch_part(find_kernel(Role::kBiasAlign, plan.family, plan.problem.query.dtype)->id.name,
                      grid, plan, launch, copy);
 }
 
@@ -257,7 +257,7 @@ class PairsCopy {
 
  private:
   Status run(const void* packed, const TensorSpec& spec, int64_t round, bool back) const {
-    AttentionBiasHeadsParams p{};
+    BiasTransposeParams p{};
     p.packed_pair = spec.stride[0];
     p.packed_head = spec.stride[1];
     p.packed = static_cast<uint16_t*>(const_cast<void*>(packed)) + round * heads_ * p.packed_head;
@@ -269,7 +269,8 @@ class PairsCopy {
     const auto blocks = [](int64_t n, int64_t of) {
       return static_cast<uint32_t>((n + of - 1) / of);
     };
-    const Kernel* kernel = find_kernel(Role::kBiasHeads, plan_.family, plan_.problem.query.dtype);
+    const Kernel* kernel =
+        find_kernel(Role::kBiasTranspose, plan_.family, plan_.problem.query.dtype);
     return launch_part(kernel->id.name,
                        {blocks(p.pairs, kBiasTilePairs), blocks(heads_, kBiasTileHeads), 1}, plan_,
                        launch_, p);
@@ -369,7 +370,7 @@ Status run_backward(const AttentionPlan& plan, const AttentionTensors& t, void* 
                     const Launch& launch) {
   const AttentionProblem& problem = plan.problem;
   const Geometry g = geometry(problem);
-  HopperBwdParams hopper{};
+  Sm90BwdParams hopper{};
   AttentionBwdParams& p = hopper;  // all that the other families are given
   fill_problem(p, plan, t, g);
   const BackwardWorkspace w = backward_workspace(plan);
@@ -399,19 +400,19 @@ Status run_backward(const AttentionPlan& plan, const AttentionTensors& t, void* 
 
   p.heads_q = static_cast<int32_t>(plan.heads_q);
   p.rows = w.rows;
-  p.sum_rows = w.sum_rows;
+  p.dq_accum_rows = w.dq_accum_rows;
   p.block_q = static_cast<int32_t>(plan.block_q);
-  p.dim = static_cast<int32_t>(sum_dim(*find_kernel(plan.kernel)));
+  p.dim = static_cast<int32_t>(dq_accum_dim(*find_kernel(plan.kernel)));
   const bool sums = p.grad_query && !find_kernel(plan.kernel)->for_short;
-  if (sums) p.grad_query_sums = reinterpret_cast<float*>(at(w.grad_query_sums));
-  p.turns = reinterpret_cast<int32_t*>(at(w.turns));
-  p.tickets = reinterpret_cast<int32_t*>(at(w.tickets));
+  if (sums) p.dq_accum = reinterpret_cast<float*>(at(w.dq_accum));
+  p.dq_semaphore = reinterpret_cast<int32_t*>(at(w.dq_semaphore));
+  p.tile_counter = reinterpret_cast<int32_t*>(at(w.tile_counter));
   // Without queries the preparing kernel does not run, and nobody adds.
   p.deterministic = problem.deterministic && sums && plan.len_q > 0;
 
   const bool on_hopper = plan.family == "sm90";
   hopper.done = reinterpret_cast<int32_t*>(at(w.done));
-  p.prepare_heads = 1;
+  p.preprocess_heads = 1;
   const int64_t head_rounds = problem.ragged ? plan.rounds : 1;
   const uint32_t heads_q = static_cast<uint32_t>(plan.heads_q / head_rounds);  // of a round
   p.heads = static_cast<int32_t>(plan.heads_k / head_rounds);
@@ -440,7 +441,8 @@ Status run_backward(const AttentionPlan& plan, const AttentionTensors& t, void* 
     rows_grid[1] = 1;
     // Heads lie side by side: the preparing kernel takes a few at once.
     const uint32_t most = on_hopper ? 1 : 8;
-    while (p.prepare_heads < most && heads_q % (2 * p.prepare_heads) == 0) p.prepare_heads *= 2;
+    while (p.preprocess_heads < most && heads_q % (2 * p.preprocess_heads) == 0)
+      p.preprocess_heads *= 2;
   }
   const bool sums_bias = problem.grad_bias && shares_bias(plan);
   if (problem.grad_bias && !sums_bias) p.grad_bias = t.grad_bias;
@@ -448,9 +450,9 @@ Status run_backward(const AttentionPlan& plan, const AttentionTensors& t, void* 
   if (on_hopper) {
     if (Status status = fill_hopper_backward(hopper, plan, t); !status.ok()) return status;
   }
-  uint32_t prepare_grid[2] = {rows_grid[0] / p.prepare_heads, rows_grid[1]};
+  uint32_t prepare_grid[2] = {rows_grid[0] / p.preprocess_heads, rows_grid[1]};
   if (on_hopper && !problem.ragged) {
-    prepare_grid[0] = static_cast<uint32_t>(ceil_div(plan.len_q, hopper.prepare_rows)) * heads_q;
+    prepare_grid[0] = static_cast<uint32_t>(ceil_div(plan.len_q, hopper.preprocess_rows)) * heads_q;
     prepare_grid[1] = 1;
   }
   for (int64_t round = 0; round < head_rounds; ++round) {
@@ -459,21 +461,21 @@ Status run_backward(const AttentionPlan& plan, const AttentionTensors& t, void* 
     pairs.redirect(p);
     // Heads keep their numbers where there is room for those of a round only.
     const int64_t before = sums_bias ? 0 : int64_t{p.first_head} * p.group * w.rows * 2;
-    p.row_terms = reinterpret_cast<float*>(at(w.row_terms)) - before;
+    p.lse_delta = reinterpret_cast<float*>(at(w.lse_delta)) - before;
     Status status = in_rounds(plan, p, [&](uint32_t count) {
       const uint32_t rows[3] = {rows_grid[0], rows_grid[1], count};
       const auto launch_all = [&](const auto& params, const uint32_t(&grid)[3]) {
         const uint32_t before[] = {prepare_grid[0], prepare_grid[1], count};
         Status part = launch_part(plan.before.back(), before, plan, launch, params);
         if (part.ok()) part = launch_part(plan.kernel, grid, plan, launch, params, on_hopper);
-        if (part.ok() && finishes(plan)) {
+        if (part.ok() && has_dq_kernel(plan)) {
           part = launch_part(plan.after[0], rows, plan, launch, params, on_hopper);
         }
         return part;
       };
-      hopper.works = hopper.key_blocks * p.heads * static_cast<int32_t>(count);
-      hopper.rounded_tiles =
-          sums && !finishes(plan) ? static_cast<int32_t>(rows[0] * rows[1] * count) : 0;
+      hopper.num_tasks = hopper.key_blocks * p.heads * static_cast<int32_t>(count);
+      hopper.converted_tiles =
+          sums && !has_dq_kernel(plan) ? static_cast<int32_t>(rows[0] * rows[1] * count) : 0;
       return on_hopper ? launch_all(hopper, {plan.grid[0], 1, 1})
                        : launch_all(p, {plan.grid[0], plan.grid[1], count});
     });

@@ -24,7 +24,7 @@ void merge_batch(AttentionParams& p, std::initializer_list<int64_t*> tensors);
 
 // Lists the blocks of a ragged batch.
 Status launch_ragged(const AttentionPlan& plan, const AttentionTensors& t, const Launch& launch,
-                     const std::vector<RaggedList>& lists, int32_t* tickets = nullptr);
+                     const std::vector<RaggedList>& lists, int32_t* tile_counter = nullptr);
 
 // One kernel, for the part of the batch that begins at p.first_batch. `overlaps`: it may begin
 // before the kernel ahead of it has ended, and waits for that itself.

@@ -10,7 +10,7 @@ namespace flashmoe::cuda {
 // bias that is fp32 or whose rows are not chunks, a NaN to be contained). Kernels have a loop for
 // each: even as branches never taken, what is not needed costs a tenth of the speed, and long ways
 // around it cost fetching.
-enum class Needs { kNothing, kMask, kAnything };
+enum class Loop { kPlain, kMasked, kGeneral };
 
 // Keys that a row does not see are masked one side at a time: few blocks need both, and both at
 // once take more registers than there are.
@@ -68,8 +68,8 @@ __device__ __forceinline__ Sequence find_sequence(const AttentionParams& p, int 
   s.len_q = p.len_q;
   s.len_k = p.len_k;
   if (p.key_lengths) {
-    const int64_t length =
-        read_length(p.key_lengths, batch_offset(p, p.key_lengths_strides, batch), p.wide_lengths);
+    const int64_t length = read_length(p.key_lengths, batch_offset(p, p.key_lengths_strides, batch),
+                                       p.lengths_are_int64);
     s.valid = length >= 0 && length <= p.len_k;
     s.len_k = s.valid ? static_cast<int>(length) : p.len_k;
   }
@@ -113,7 +113,7 @@ __device__ __forceinline__ int64_t workspace_row(const AttentionBwdParams& p, co
 
 // The rows before this round's, for which the sums have no room.
 __device__ __forceinline__ int64_t round_rows(const AttentionBwdParams& p) {
-  const int64_t heads = p.first_head * p.group * p.sum_rows;
+  const int64_t heads = p.first_head * p.group * p.dq_accum_rows;
   return p.blocks ? heads : heads + workspace_row(p, {}, p.first_batch);
 }
 

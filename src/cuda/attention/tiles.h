@@ -14,7 +14,7 @@ inline constexpr int kRaggedThreads = 1024, kRaggedSharedBytes = 1024;
 // tile in shared memory, a row for each head.
 inline constexpr int kBiasTilePairs = 256, kBiasTileHeads = 16;
 inline constexpr int kBiasTilePitch = kBiasTilePairs + 8;
-inline constexpr int kBiasHeadsSharedBytes = kBiasTileHeads * kBiasTilePitch * 2;
+inline constexpr int kBiasTransposeSharedBytes = kBiasTileHeads * kBiasTilePitch * 2;
 
 // Tiles for thousands of sequences of a few dozen tokens.
 constexpr bool is_for_short(int head_dim, int block_q, int block_k) {
@@ -23,7 +23,7 @@ constexpr bool is_for_short(int head_dim, int block_q, int block_k) {
 
 // How many CTAs of the kernel that makes dQ an SM is to hold: that for short sequences takes fewer
 // registers than the one before it. (Turing has shared memory for four.)
-constexpr int finish_ctas(int head_dim, int block_q, int block_k, int ctas) {
+constexpr int dq_ctas(int head_dim, int block_q, int block_k, int ctas) {
   return is_for_short(head_dim, block_q, block_k) && ctas > 4 && ctas < 8 ? 8 : ctas;
 }
 
@@ -53,7 +53,7 @@ struct BwdTile {
   int stages;  // blocks of Q and dO in shared memory
   int ctas;    // that an SM's registers are to hold
   // How many warps share out the rows of a product; the others share out its columns.
-  int score_rows;       // S and dP: queries x keys; 0: see own_keys()
+  int score_rows;       // S and dP: queries x keys; 0: see transposed()
   int grad_key_rows;    // dK and dV: keys x D
   int grad_query_rows;  // dQ: queries x D
 
@@ -62,20 +62,20 @@ struct BwdTile {
   // Whether each warp has keys of its own, for all queries of the block: P and dS are then in its
   // registers as dV and dK need them, and only dQ needs dS in shared memory. Takes registers for
   // its keys' whole rows of dK and dV, so it is for small head dims.
-  constexpr bool own_keys() const { return score_rows == 0; }
+  constexpr bool transposed() const { return score_rows == 0; }
   // The kernel that makes dQ: from sums, through shared memory, or for short sequences from the
   // keys once more, as a forward pass.
   constexpr FwdTile query_tile() const {
-    const int held = finish_ctas(head_dim, block_q, block_k, ctas);
+    const int held = dq_ctas(head_dim, block_q, block_k, ctas);
     return {head_dim, block_q, block_k, warps, 0, 2, held};
   }
-  constexpr int finish_shared_bytes(bool bias) const {
+  constexpr int dq_shared_bytes(bool bias) const {
     return for_short() ? query_tile().shared_bytes(bias, 2) : block_q * head_dim * 2;
   }
   // K and V, the stages of Q and dO, P (not with own keys) and dS, the stages of lse and delta, the
   // bias if there is one, and the task.
   constexpr int shared_bytes(bool bias = false) const {
-    const int pairs = (own_keys() ? 1 : 2) * block_q * block_k;
+    const int pairs = (transposed() ? 1 : 2) * block_q * block_k;
     return ((2 * block_k + 2 * stages * block_q) * head_dim + pairs) * 2 + stages * block_q * 8 +
            (bias ? bias_stages() * block_q * block_k * 2 : 0) + kTaskBytes;
   }

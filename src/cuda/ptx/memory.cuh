@@ -10,7 +10,7 @@ __device__ __forceinline__ void red_add_f32(float* global, float x) {
   asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(global), "f"(x) : "memory");
 }
 
-// Four adjacent floats at once. Needs sm_90 and 16-byte alignment.
+// Four adjacent floats at once. Loop sm_90 and 16-byte alignment.
 __device__ __forceinline__ void red_add_v4_f32(float* global, const float (&x)[4]) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(x[0]),
                "f"(x[1]), "f"(x[2]), "f"(x[3])

@@ -57,7 +57,7 @@ Kernel* find(const KernelId& id) {
   return kernel;
 }
 
-// What one call works with.
+// What one call num_tasks with.
 struct Call {
   const Driver& driver;
   const DeviceInfo& device;

@@ -26,7 +26,7 @@ struct Swizzled {
 
   // From a lane's address, that of the same row `chunks` chunks on, if the two chunk numbers have
   // no bit in common. Of a constant, the mixed bits cost one instruction and the rest is an
-  // immediate offset, where computing each address apart costs a register for each. Needs tiles
+  // immediate offset, where computing each address apart costs a register for each. Loop tiles
   // that begin at a multiple of 128 bytes.
   static __device__ __forceinline__ uint32_t along(uint32_t address, int chunks) {
     return (address ^ (chunks % kGroup * 16)) + chunks / kGroup * (kGroup * 16);

@@ -13,7 +13,7 @@ namespace flashmoe::cuda {
 inline constexpr int kBiasRowThreads = 128;
 
 // The grid is (len_q, heads, batch) of the bias.
-__device__ __forceinline__ void attention_bias_rows(const AttentionBiasRowsParams& p) {
+__device__ __forceinline__ void attention_bias_align(const BiasAlignParams& p) {
   const int64_t row = blockIdx.x, head = blockIdx.y;
   int64_t batch = blockIdx.z, from = row * p.strides.row + head * p.strides.head;
   for (int i = p.batch_dims - 1; i >= 0; --i) {
@@ -52,7 +52,7 @@ using BiasHeadsTile = uint16_t[kBiasTileHeads][kBiasTilePitch];
 // A tile of pairs and heads through shared memory, so that threads that are neighbours take what is
 // neighbouring in memory on either side. The grid is (pairs, heads) in tiles.
 template <bool kBack>
-__device__ __forceinline__ void move_heads(BiasHeadsTile& tile, const AttentionBiasHeadsParams& p) {
+__device__ __forceinline__ void move_heads(BiasHeadsTile& tile, const BiasTransposeParams& p) {
   constexpr int kPairs = kBiasTilePairs, kHeads = kBiasTileHeads, kChunks = kPairs / 8 + 1;
   const int64_t first = int64_t{blockIdx.x} * kPairs;
   const int first_head = blockIdx.y * kHeads, heads = min(p.heads - first_head, kHeads);
@@ -100,9 +100,9 @@ __device__ __forceinline__ void move_heads(BiasHeadsTile& tile, const AttentionB
   }
 }
 
-__device__ __forceinline__ void attention_bias_heads(const AttentionBiasHeadsParams& p) {
+__device__ __forceinline__ void attention_bias_transpose(const BiasTransposeParams& p) {
   extern __shared__ __align__(16) char shared[];
-  static_assert(sizeof(BiasHeadsTile) == kBiasHeadsSharedBytes);
+  static_assert(sizeof(BiasHeadsTile) == kBiasTransposeSharedBytes);
   BiasHeadsTile& tile = *reinterpret_cast<BiasHeadsTile*>(shared);
   if (p.back) {
     move_heads<true>(tile, p);

@@ -146,7 +146,7 @@ class SharedSteps {
     s.grad_out = rows_of(p.grad_out, p, p.grad_out_strides, batch, head, seq.token_q);
     s.key = rows_of(p.key, p, p.key_strides, batch, key_head, seq.token_k);
     s.value = rows_of(p.value, p, p.value_strides, batch, key_head, seq.token_k);
-    s.terms = p.row_terms + 2 * (head * p.rows + workspace_row(p, seq, batch) + s.first_query);
+    s.terms = p.lse_delta + 2 * (head * p.rows + workspace_row(p, seq, batch) + s.first_query);
     return s;
   }
 
@@ -415,13 +415,13 @@ __device__ __forceinline__ void add_steps(BiasSums<C>& sums, const PackedBias<C>
 template <class C>
 __device__ __forceinline__ void store_sums(uint32_t sTile, const BiasRows& grad,
                                            const SumTile& tile) {
-  const bool sum_rows = grad.row == 0, sum_keys = grad.column == 0;
-  const int rows = sum_rows ? 1 : min(C::kBlockQ, tile.len_q - tile.first_query);
+  const bool dq_accum_rows = grad.row == 0, sum_keys = grad.column == 0;
+  const int rows = dq_accum_rows ? 1 : min(C::kBlockQ, tile.len_q - tile.first_query);
   const int keys = sum_keys ? 1 : min(C::kBlockK, tile.len_k - tile.first_key);
   for (int i = ptx::opaque_thread(); i < rows * keys; i += C::kThreads) {
     const int row = i / keys, key = i % keys;
     float sum = 0;
-    for (int r = row; r < (sum_rows ? C::kBlockQ : row + 1); ++r) {
+    for (int r = row; r < (dq_accum_rows ? C::kBlockQ : row + 1); ++r) {
       for (int k = key; k < (sum_keys ? C::kBlockK : key + 1); ++k) {
         sum += ptx::ld_shared_f32(sTile + r * C::kPitch + k * 4);
       }

@@ -15,8 +15,8 @@
 // block: Q and dO have arrived, P and dS are written.
 //
 // dQ is added to fp32 sums in the workspace, in the accumulators' own order so that a warp's
-// addresses are consecutive; a last kernel (attention_bwd_finish) rounds them. Deterministic: the
-// blocks of keys take turns for each block of queries. A first kernel (attention_rows.cuh)
+// addresses are consecutive; a last kernel (attention_bwd_dq) rounds them. Deterministic: the
+// blocks of keys take turns for each block of queries. A first kernel (attention_small.cuh)
 // makes lse and delta of each row, and zeros.
 #pragma once
 
@@ -106,7 +106,7 @@ template <class C>
 __device__ __forceinline__ void find_task(BwdTask& task, const AttentionBwdParams& p) {
   int x = blockIdx.x, y = blockIdx.y, z = blockIdx.z;
   if (p.deterministic) {
-    const int ticket = atomicAdd(p.tickets, 1);
+    const int ticket = atomicAdd(p.tile_counter, 1);
     x = ticket % gridDim.x;
     y = ticket / gridDim.x % gridDim.y;
     z = ticket / gridDim.x / gridDim.y;
@@ -179,7 +179,7 @@ __device__ __forceinline__ void load_queries(uint32_t smem, int stage, const Bwd
   if (thread < C::kBlockQ / 2) {
     const int64_t row = block.head * p.rows + task.first_row + block.first;
     C::Chip::copy_16(smem + C::kSmemTerms + stage * C::kTermBytes + thread * 16,
-                     reinterpret_cast<const char*>(p.row_terms + 2 * row) + thread * 16, true);
+                     reinterpret_cast<const char*>(p.lse_delta + 2 * row) + thread * 16, true);
   }
 }
 
@@ -239,14 +239,14 @@ __device__ __forceinline__ void bwd_queries(BwdState<C>& t, uint32_t smem, BwdTa
     }
   }
   const auto needs = [&] {
-    if (!task.plain || contain) return Needs::kAnything;
+    if (!task.plain || contain) return Loop::kGeneral;
     const bool full = block.first >= task.full_begin && block.first < task.full_end;
-    return full && !C::kShort ? Needs::kNothing : Needs::kMask;
+    return full && !C::kShort ? Loop::kPlain : Loop::kMasked;
   };
   // The blocks from this one on that need the same.
   const auto run = [&](auto constant) {
-    constexpr Needs kNeeds = decltype(constant)::value;
-    constexpr bool kMaybeOdd = kNeeds == Needs::kAnything;
+    constexpr Loop kLoop = decltype(constant)::value;
+    constexpr bool kMaybeOdd = kLoop == Loop::kGeneral;
     const auto load_next = [&](int stage) {
       const QueryBlock coming = next<C>(block, task);
       if (exists(coming)) {
@@ -270,9 +270,9 @@ __device__ __forceinline__ void bwd_queries(BwdState<C>& t, uint32_t smem, BwdTa
       };
       const Turn<C, kDeterministic> turn(task, block, p);
       if constexpr (C::kOwnKeys) {
-        contain = !bwd_block_own<C, kNeeds>(t, smem, stage, task, block, p, turn, between);
+        contain = !bwd_block_own<C, kLoop>(t, smem, stage, task, block, p, turn, between);
       } else {
-        contain = !bwd_block<C, kNeeds>(t, smem, stage, task, block, p, turn, between);
+        contain = !bwd_block<C, kLoop>(t, smem, stage, task, block, p, turn, between);
       }
       if (contain) break;
       if (C::kStages == 1) {
@@ -281,17 +281,17 @@ __device__ __forceinline__ void bwd_queries(BwdState<C>& t, uint32_t smem, BwdTa
       }
       block = next<C>(block, task);
       if (C::kStages > 1) stage ^= 1;
-    } while (exists(block) && needs() == kNeeds);
+    } while (exists(block) && needs() == kLoop);
   };
 #pragma unroll 1
   while (exists(block)) {
-    const Needs here = needs();
-    if (here == Needs::kAnything) {
-      run(std::integral_constant<Needs, Needs::kAnything>());
-    } else if (here == Needs::kMask) {
-      run(std::integral_constant<Needs, Needs::kMask>());
+    const Loop here = needs();
+    if (here == Loop::kGeneral) {
+      run(std::integral_constant<Loop, Loop::kGeneral>());
+    } else if (here == Loop::kMasked) {
+      run(std::integral_constant<Loop, Loop::kMasked>());
     } else if constexpr (!C::kShort) {
-      run(std::integral_constant<Needs, Needs::kNothing>());
+      run(std::integral_constant<Loop, Loop::kPlain>());
     }
   }
   Chip::template wait<0>();
@@ -341,7 +341,7 @@ __device__ __forceinline__ void attention_bwd(const AttentionBwdParams& p) {
 // dQ of one block of queries of one (batch, head): from its sums or, with short sequences, from the
 // keys once more.
 template <class C>
-__device__ __forceinline__ void attention_bwd_finish(const AttentionBwdParams& p) {
+__device__ __forceinline__ void attention_bwd_dq(const AttentionBwdParams& p) {
   if constexpr (C::kShort) {
     attention_bwd_query<FwdConfig<typename C::Chip, typename C::Type, C::kQueryTile, C::kBias, 2>>(
         p);

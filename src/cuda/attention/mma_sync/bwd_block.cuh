@@ -42,12 +42,12 @@ __device__ __forceinline__ void each_score(Scores<C>& s, Scores<C>& dp, const Ro
 }
 
 // P and dS in place of S and dP.
-template <class C, Needs kNeeds>
+template <class C, Loop kLoop>
 __device__ __forceinline__ void differentiate_scores(Scores<C>& s, Scores<C>& dp,
                                                      const RowTerms<C>& terms,
                                                      const AttentionBwdParams& p) {
   each_score<C>(s, dp, terms, [](float&, float& dp, float2 term) { dp -= term.y; });
-  if (kNeeds == Needs::kAnything && p.softcap_scale) {
+  if (kLoop == Loop::kGeneral && p.softcap_scale) {
     each_score<C>(s, dp, terms, [&](float& s, float& dp, float2) { cap_score(s, dp, p); });
   }
   each_score<C>(s, dp, terms, [&](float& s, float& dp, float2 term) {
@@ -149,25 +149,24 @@ __device__ __forceinline__ void store_pairs(uint32_t lane, const Scores<C>& x) {
 }
 
 // dV += P^T dO, or dK += dS^T Q
-template <class C, Needs kNeeds>
+template <class C, Loop kLoop>
 __device__ __forceinline__ void accumulate_key(float (&acc)[C::kKeyM][C::kKeyN][4],
                                                uint32_t left_lane, uint32_t right_lane) {
   const AcrossA<typename C::PairLayout, C::kKeyRows> left{left_lane};
   const AcrossB<typename C::Layout, C::kKeyCols> right{right_lane};
-  multiply<typename C::Type, C::kBlockQ / 16, kUnroll<C, kNeeds, C::kBlockQ / 16>>(acc, left,
-                                                                                   right);
+  multiply<typename C::Type, C::kBlockQ / 16, kUnroll<C, kLoop, C::kBlockQ / 16>>(acc, left, right);
 }
 
 // One block of queries, Q and dO already in shared memory. False where a mask alone will not do,
 // because there is something that is not finite: nothing was added then. `between` is called when
 // the bias is done with.
-template <class C, Needs kNeeds, class Turn, class Between>
+template <class C, Loop kLoop, class Turn, class Between>
 __device__ __forceinline__ bool bwd_block(BwdState<C>& t, uint32_t smem, int stage, BwdTask& task,
                                           const QueryBlock& block, const AttentionBwdParams& p,
                                           const Turn& turn, const Between& between) {
   using Layout = typename C::Layout;
-  constexpr bool kMasked = kNeeds != Needs::kNothing;
-  constexpr bool kAnything = kNeeds == Needs::kAnything;
+  constexpr bool kMasked = kLoop != Loop::kPlain;
+  constexpr bool kGeneral = kLoop == Loop::kGeneral;
   const Sequence& seq = task.seq;
   const int first_key = task.key_block * C::kBlockK;
   const uint32_t sK = smem + C::kSmemK, sV = smem + C::kSmemV;
@@ -177,10 +176,10 @@ __device__ __forceinline__ bool bwd_block(BwdState<C>& t, uint32_t smem, int sta
   const uint32_t sTerms = smem + C::kSmemTerms + stage * C::kTermBytes;
   const BwdLanes<C> lanes;
   const uint32_t sBias = bias_place<C>(smem, stage);
-  if (may_contain<C, kNeeds>() && terms_not_finite<C>(sTerms)) return false;
+  if (may_contain<C, kLoop>() && terms_not_finite<C>(sTerms)) return false;
   // With a bias, pair by pair: one that comes late, or that hides something not finite.
   const bool each =
-      C::kBias && kAnything && (late_bias(p) || task.contain || terms_not_finite<C>(sTerms));
+      C::kBias && kGeneral && (late_bias(p) || task.contain || terms_not_finite<C>(sTerms));
   bool contain = false;
   {
     RowTerms<C> terms;
@@ -193,15 +192,15 @@ __device__ __forceinline__ bool bwd_block(BwdState<C>& t, uint32_t smem, int sta
       set_zero(s);
     }
     set_zero(dp);
-    multiply<typename C::Type, C::kDim / 16, kUnroll<C, kNeeds, C::kDim / 16>>(
+    multiply<typename C::Type, C::kDim / 16, kUnroll<C, kLoop, C::kDim / 16>>(
         s, AlongA<Layout>{sQ + lanes.score_left()}, AlongB<Layout>{sK + lanes.score_right()});
-    multiply<typename C::Type, C::kDim / 16, kUnroll<C, kNeeds, C::kDim / 16>>(
+    multiply<typename C::Type, C::kDim / 16, kUnroll<C, kLoop, C::kDim / 16>>(
         dp, AlongA<Layout>{sdO + lanes.score_left()}, AlongB<Layout>{sV + lanes.score_right()});
-    if (kAnything && (each || !C::kBias)) contain = any_not_finite<C>(s, dp);
+    if (kGeneral && (each || !C::kBias)) contain = any_not_finite<C>(s, dp);
     if (each) {
       if constexpr (C::kBias) differentiate_any<C>(s, dp, terms, sBias, task, block, p);
     } else {
-      differentiate_scores<C, kNeeds>(s, dp, terms, p);
+      differentiate_scores<C, kLoop>(s, dp, terms, p);
       if (kMasked && block.first < task.full_begin) {
         mask_scores<C, Side::kAfter>(s, dp, seq, block.first, first_key, p);
       }
@@ -214,7 +213,7 @@ __device__ __forceinline__ bool bwd_block(BwdState<C>& t, uint32_t smem, int sta
   }
   turn.wait(task, block, p);
   // P and dS are written.
-  if (kAnything) {
+  if (kGeneral) {
     contain = __syncthreads_or(contain);
   } else {
     __syncthreads();
@@ -227,13 +226,13 @@ __device__ __forceinline__ bool bwd_block(BwdState<C>& t, uint32_t smem, int sta
 
   // dQ of short sequences has a kernel of its own.
   if (!contain) {
-    accumulate_key<C, kNeeds>(t.gV, sP + lanes.key_left(), sdO + lanes.key_right());
-    accumulate_key<C, kNeeds>(t.gK, sdS + lanes.key_left(), sQ + lanes.key_right());
+    accumulate_key<C, kLoop>(t.gV, sP + lanes.key_left(), sdO + lanes.key_right());
+    accumulate_key<C, kLoop>(t.gK, sdS + lanes.key_left(), sQ + lanes.key_right());
     if constexpr (C::kShort) return true;
     add_query_gradient<C>(task, block, p, [&](QueryPart<C>& acc, int part) {
-      query_gradient<C, kNeeds>(acc, part, sdS + lanes.query_left(), sK + lanes.query_right());
+      query_gradient<C, kLoop>(acc, part, sdS + lanes.query_left(), sK + lanes.query_right());
     });
-  } else if constexpr (kAnything) {
+  } else if constexpr (kGeneral) {
     const ContainedProducts<C> products{seq, block.first, first_key, p,
                                         packed_bias_of(task, block, p)};
     products.accumulate_key(t.gV, sP, sdO, 0, C::kBlockQ);

@@ -115,12 +115,12 @@ __device__ __forceinline__ void store_bias_gradient(const QueryScores<C>& dS, ui
 }
 
 // One block of keys, already in shared memory.
-template <class C, Needs kNeeds>
+template <class C, Loop kLoop>
 __device__ __forceinline__ void query_block(QueryState<C>& t, const FwdLanes<C>& lanes,
                                             uint32_t smem, int stage, const QueryTask& task,
                                             int first_key, bool contain,
                                             const AttentionBwdParams& p) {
-  constexpr bool kAnything = kNeeds == Needs::kAnything;
+  constexpr bool kGeneral = kLoop == Loop::kGeneral;
   const uint32_t sQ = smem + C::kSmemQ, sdO = sQ + C::kRowBytes;
   const uint32_t sK = smem + C::kSmemK + stage * C::kTileBytes;
   const uint32_t sV = smem + C::kSmemV + stage * C::kTileBytes;
@@ -130,7 +130,7 @@ __device__ __forceinline__ void query_block(QueryState<C>& t, const FwdLanes<C>&
   if (!contain && row >= task.seq.len_q) return;
   QueryScores<C> s, dp;
   constexpr uint32_t kNoQ[C::kRowTiles][1][4] = {};
-  if (C::kBias && !kAnything) {
+  if (C::kBias && !kGeneral) {
     C::Bias::start(s, sBias, warp_row<C>(), 0, p.bias_scale);
   } else {
     set_zero(s);
@@ -142,7 +142,7 @@ __device__ __forceinline__ void query_block(QueryState<C>& t, const FwdLanes<C>&
   }
   add_scores<C>(s, kNoQ, sQ + ptx::opaque(lanes.q), sK + ptx::opaque(lanes.k));
   add_scores<C>(dp, kNoQ, sdO + ptx::opaque(lanes.q), sV + ptx::opaque(lanes.k));
-  if constexpr (kAnything) {
+  if constexpr (kGeneral) {
     differentiate_each<C>(s, dp, t, sBias, first_key, task, p);
   } else {
     const int block = first_key / C::kBlockK;
@@ -160,7 +160,7 @@ __device__ __forceinline__ void query_block(QueryState<C>& t, const FwdLanes<C>&
       if (p.grad_bias) store_bias_gradient<C>(dp, sBias, first_key, task);
     }
   }
-  if (kAnything && contain) {
+  if (kGeneral && contain) {
     __syncthreads();  // everyone has S
     drop_not_finite<C>(sK);
   }
@@ -189,11 +189,11 @@ __device__ __forceinline__ void query_block(QueryState<C>& t, const FwdLanes<C>&
   }
 }
 
-template <class C, Needs kNeeds>
+template <class C, Loop kLoop>
 __device__ __forceinline__ void query_blocks(QueryState<C>& t, uint32_t smem, const QueryTask& task,
                                              bool contain, const AttentionBwdParams& p) {
   using Chip = typename C::Chip;
-  constexpr bool kMaybeOdd = kNeeds == Needs::kAnything;
+  constexpr bool kMaybeOdd = kLoop == Loop::kGeneral;
   static_assert(C::kStages == 2);
   const FwdLanes<C> lanes;
 #pragma unroll 1
@@ -207,7 +207,7 @@ __device__ __forceinline__ void query_blocks(QueryState<C>& t, uint32_t smem, co
       if constexpr (C::kBias) load_bias<C>(smem, n - 1, task);
     }
     Chip::commit();
-    query_block<C, kNeeds>(t, lanes, smem, stage, task, n * C::kBlockK, contain, p);
+    query_block<C, kLoop>(t, lanes, smem, stage, task, n * C::kBlockK, contain, p);
   }
 }
 
@@ -233,9 +233,9 @@ __device__ __forceinline__ void query_keys(QueryState<C>& t, uint32_t smem, cons
   Chip::commit();
   set_zero(t.gQ);
   if (!task.plain || contain) {
-    query_blocks<C, Needs::kAnything>(t, smem, task, contain, p);
+    query_blocks<C, Loop::kGeneral>(t, smem, task, contain, p);
   } else {
-    query_blocks<C, Needs::kMask>(t, smem, task, false, p);
+    query_blocks<C, Loop::kMasked>(t, smem, task, false, p);
   }
 }
 
@@ -268,7 +268,7 @@ __device__ __forceinline__ void find_task(QueryTask& task, const AttentionBwdPar
   }
 }
 
-// The grid is that of attention_bwd_finish.
+// The grid is that of attention_bwd_dq.
 template <class C>
 __device__ __forceinline__ void attention_bwd_query(const AttentionBwdParams& p) {
   extern __shared__ __align__(1024) char shared[];
@@ -293,7 +293,7 @@ __device__ __forceinline__ void attention_bwd_query(const AttentionBwdParams& p)
 
   QueryState<C> t;
   const int lane = threadIdx.x % 32;
-  const auto* terms = reinterpret_cast<const float2*>(p.row_terms) + task.head * p.rows +
+  const auto* terms = reinterpret_cast<const float2*>(p.lse_delta) + task.head * p.rows +
                       workspace_row(p, task.seq, task.batch) + task.first_row;
 #pragma unroll
   for (int i = 0; i < C::kRowTiles * 2; ++i) {

@@ -50,7 +50,7 @@ struct BwdConfig {
 
   // Fragments of a warp: m16 rows, n8 columns. Rows and columns of D are dealt out in turn, 16 at a
   // time, so that chunk numbers never carry (see Swizzled::along).
-  static constexpr bool kOwnKeys = kTile.own_keys(), kShort = kTile.for_short();
+  static constexpr bool kOwnKeys = kTile.transposed(), kShort = kTile.for_short();
   static constexpr int kScoreRows = kOwnKeys ? 1 : kTile.score_rows;
   static constexpr int kScoreCols = kTile.warps / kScoreRows;
   static constexpr int kScoreM = kBlockQ / kScoreRows / 16, kScoreN = kBlockK / kScoreCols / 8;
@@ -115,7 +115,7 @@ __device__ __forceinline__ BiasRows of_head(const BiasRows& first, const Strides
                                             const BwdTask& task, const QueryBlock& block,
                                             const AttentionBwdParams& p) {
   BiasRows rows = first;
-  rows.data += (block.head - task.key_head * p.group) * strides.head * (rows.wide ? 4 : 2);
+  rows.data += (block.head - task.key_head * p.group) * strides.head * (rows.is_fp32 ? 4 : 2);
   return rows;
 }
 __device__ __forceinline__ BiasRows bias_of(const BwdTask& task, const QueryBlock& block,
@@ -214,9 +214,9 @@ struct BwdLanes {
 template <class C>
 __device__ __forceinline__ float* query_sums(const BwdTask& task, const QueryBlock& block, int part,
                                              const AttentionBwdParams& p) {
-  const int64_t row = block.head * p.sum_rows + task.round_row + block.first;
+  const int64_t row = block.head * p.dq_accum_rows + task.round_row + block.first;
   const int warp = ptx::opaque_thread() / 32;
-  return p.grad_query_sums + row * C::kDim +
+  return p.dq_accum + row * C::kDim +
          (warp * C::kQueryParts + part) * (C::kQueryM * C::kPartN * 128);
 }
 
@@ -277,8 +277,8 @@ class Turn {
   }
   static __device__ __forceinline__ int* address(const BwdTask& task, const QueryBlock& block,
                                                  const AttentionBwdParams& p) {
-    const int64_t row = block.head * p.sum_rows + task.round_row + block.first;
-    return p.turns + row / C::kBlockQ;
+    const int64_t row = block.head * p.dq_accum_rows + task.round_row + block.first;
+    return p.dq_semaphore + row / C::kBlockQ;
   }
 
   int seen_ = kAnyones;  // in a register: nobody waits for it before it is needed
@@ -286,7 +286,7 @@ class Turn {
 
 // A NaN or infinity in Q, K, V or dO must not reach what does not see it, but in a product a 0 of P
 // or dS times NaN is NaN. What is known of the rows of a block, lse in base 2 and delta, shows
-// whether there is one in Q or dO (see attention_bwd_prepare), K and V are looked at when a CTA
+// whether there is one in Q or dO (see attention_bwd_preprocess), K and V are looked at when a CTA
 // begins. Blocks that have one are left to the loop for anything. Every warp finds the same.
 template <class C>
 __device__ __forceinline__ bool terms_not_finite(uint32_t sTerms) {
@@ -300,9 +300,9 @@ __device__ __forceinline__ bool terms_not_finite(uint32_t sTerms) {
   return __any_sync(0xffffffffu, not_finite(two.x, two.y) || not_finite(two.z, two.w));
 }
 // Where a pair may be hidden: by a mask, or by a bias.
-template <class C, Needs kNeeds>
+template <class C, Loop kLoop>
 __device__ __forceinline__ constexpr bool may_contain() {
-  return kNeeds == Needs::kMask || (C::kBias && kNeeds == Needs::kNothing);
+  return kLoop == Loop::kMasked || (C::kBias && kLoop == Loop::kPlain);
 }
 template <class C>
 __device__ __forceinline__ bool keys_not_finite(uint32_t smem) {
@@ -355,9 +355,9 @@ __device__ __forceinline__ void cap_score(float& s, float& dp, const AttentionBw
 
 // How far the steps of a product are unrolled. What few calls need has no registers for more, nor
 // have own keys at D = 64 with a mask or before Hopper.
-template <class C, Needs kNeeds, int kSteps>
-inline constexpr int kUnroll = kNeeds == Needs::kAnything ||
-                                       (C::kOwnKeys && (kNeeds == Needs::kMask || !ptx::kHopper))
+template <class C, Loop kLoop, int kSteps>
+inline constexpr int kUnroll = kLoop == Loop::kGeneral ||
+                                       (C::kOwnKeys && (kLoop == Loop::kMasked || !ptx::kHopper))
                                    ? std::min(kSteps, 2)
                                    : std::min(kSteps, C::kBias ? 4 : 8);
 
@@ -378,7 +378,7 @@ __device__ __forceinline__ void add_query_gradient(const BwdTask& task, const Qu
   }
 }
 
-template <class C, Needs kNeeds>
+template <class C, Loop kLoop>
 __device__ __forceinline__ void query_gradient(QueryPart<C>& acc, int part, uint32_t left_lane,
                                                uint32_t right_lane) {
   using Left = std::conditional_t<C::kOwnKeys, AcrossA<typename C::OwnLayout, C::kQueryRows>,
@@ -387,7 +387,7 @@ __device__ __forceinline__ void query_gradient(QueryPart<C>& acc, int part, uint
   constexpr int kPartChunks = C::kQueryCols * C::kPartN;
   static_assert(C::kQueryParts == 1 || kPartChunks % C::Layout::kGroup == 0);
   const AcrossB<typename C::Layout, C::kQueryCols> right{right_lane + part * kPartChunks * 16};
-  multiply<typename C::Type, C::kBlockK / 16, kUnroll<C, kNeeds, C::kBlockK / 16>>(
+  multiply<typename C::Type, C::kBlockK / 16, kUnroll<C, kLoop, C::kBlockK / 16>>(
       acc, Left{left_lane}, right);
 }
 

@@ -53,7 +53,7 @@ __device__ __forceinline__ bool own_not_finite(const OwnScores<C>& s, const OwnS
 }
 
 // P and dS in place of S and dP, of two columns of queries at a time.
-template <class C, Needs kNeeds>
+template <class C, Loop kLoop>
 __device__ __forceinline__ void differentiate_own(OwnScores<C>& s, OwnScores<C>& dp,
                                                   uint32_t sTerms, const AttentionBwdParams& p) {
   const uint32_t from = sTerms + ptx::opaque_thread() % 4 * 16;
@@ -65,7 +65,7 @@ __device__ __forceinline__ void differentiate_own(OwnScores<C>& s, OwnScores<C>&
 #pragma unroll
       for (int i = 0; i < 4; ++i) dp[m][n][i] -= i % 2 ? two.w : two.y;
     }
-    if (kNeeds == Needs::kAnything && p.softcap_scale) {
+    if (kLoop == Loop::kGeneral && p.softcap_scale) {
 #pragma unroll
       for (int i = 0; i < C::kKeyM * 4; ++i) cap_score(s[i / 4][n][i % 4], dp[i / 4][n][i % 4], p);
     }
@@ -164,14 +164,14 @@ __device__ __forceinline__ void clear_own_pairs(uint32_t sdS) {
 
 // bwd_block with own keys; in a block that needs anything a warp contains what is not finite by
 // itself.
-template <class C, Needs kNeeds, class Turn, class Between>
+template <class C, Loop kLoop, class Turn, class Between>
 __device__ __forceinline__ bool bwd_block_own(BwdState<C>& t, uint32_t smem, int stage,
                                               BwdTask& task, const QueryBlock& block,
                                               const AttentionBwdParams& p, const Turn& turn,
                                               const Between& between) {
   using Layout = typename C::Layout;
   using Type = typename C::Type;
-  constexpr bool kMasked = kNeeds != Needs::kNothing, kAnything = kNeeds == Needs::kAnything;
+  constexpr bool kMasked = kLoop != Loop::kPlain, kGeneral = kLoop == Loop::kGeneral;
   const uint32_t sK = smem + C::kSmemK, sV = smem + C::kSmemV, sdS = smem + C::kSmemGradS;
   const uint32_t sQ = smem + C::kSmemQ + stage * C::kQueryBytes;
   const uint32_t sdO = smem + C::kSmemGradOut + stage * C::kQueryBytes;
@@ -179,11 +179,11 @@ __device__ __forceinline__ bool bwd_block_own(BwdState<C>& t, uint32_t smem, int
   const uint32_t sBias = bias_place<C>(smem, stage);
   const ContainedProducts<C> contained{task.seq, block.first, task.key_block * C::kBlockK, p,
                                        packed_bias_of(task, block, p)};
-  if (may_contain<C, kNeeds>() && terms_not_finite<C>(sTerms)) return false;
+  if (may_contain<C, kLoop>() && terms_not_finite<C>(sTerms)) return false;
   bool contain = false;
   // With a bias, pair by pair: one that comes late, or that hides something not finite.
   const bool each =
-      C::kBias && kAnything && (late_bias(p) || task.contain || terms_not_finite<C>(sTerms));
+      C::kBias && kGeneral && (late_bias(p) || task.contain || terms_not_finite<C>(sTerms));
   // Queries and, for this warp, keys past the end would cost as much as the others. (At D = 64 full
   // blocks have no register to count with.)
   int queries = C::kBlockQ;
@@ -200,21 +200,21 @@ __device__ __forceinline__ bool bwd_block_own(BwdState<C>& t, uint32_t smem, int
       set_zero(s);
     }
     set_zero(dp);
-    multiply<Type, C::kDim / 16, kUnroll<C, kNeeds, C::kDim / 16>>(
+    multiply<Type, C::kDim / 16, kUnroll<C, kLoop, C::kDim / 16>>(
         s, AlongA<Layout>{sK + lanes.score_left()},
         AlongB<Layout>{sQ + rows + lanes.score_right()});
-    multiply<Type, C::kDim / 16, kUnroll<C, kNeeds, C::kDim / 16>>(
+    multiply<Type, C::kDim / 16, kUnroll<C, kLoop, C::kDim / 16>>(
         dp, AlongA<Layout>{sV + lanes.score_left()},
         AlongB<Layout>{sdO + rows + lanes.score_right()});
     // dK and dV are this warp's own affair.
     const bool mine =
-        kAnything && (each || !C::kBias) && __any_sync(0xffffffffu, own_not_finite<C>(s, dp));
+        kGeneral && (each || !C::kBias) && __any_sync(0xffffffffu, own_not_finite<C>(s, dp));
     if (each) {
       if constexpr (C::kBias) {
         differentiate_own_any<C>(s, dp, first, sTerms, sBias, task, block, p);
       }
     } else {
-      differentiate_own<C, kNeeds>(s, dp, sTerms + first * 8, p);
+      differentiate_own<C, kLoop>(s, dp, sTerms + first * 8, p);
       if (kMasked && block.first < task.full_begin) {
         mask_own<C, Side::kAfter>(s, dp, task, block.first + first, p);
       }
@@ -222,7 +222,7 @@ __device__ __forceinline__ bool bwd_block_own(BwdState<C>& t, uint32_t smem, int
         mask_own<C, Side::kBefore>(s, dp, task, block.first + first, p);
       }
     }
-    if (kAnything && mine) {
+    if (kGeneral && mine) {
       contain = true;
       store_own_pairs<C>(sdS + lanes.pairs(), first, s);
       __syncwarp();  // P is written, in dS's place
@@ -242,7 +242,7 @@ __device__ __forceinline__ bool bwd_block_own(BwdState<C>& t, uint32_t smem, int
   if constexpr (C::kShort) return true;  // dQ has a kernel of its own
   turn.wait(task, block, p);
   // dS is written.
-  if (kAnything) {
+  if (kGeneral) {
     contain = __syncthreads_or(contain);
   } else {
     __syncthreads();
@@ -254,10 +254,10 @@ __device__ __forceinline__ bool bwd_block_own(BwdState<C>& t, uint32_t smem, int
   }
   const BwdLanes<C> lanes;
   add_query_gradient<C>(task, block, p, [&](QueryPart<C>& acc, int part) {
-    if (kAnything && contain) {
+    if (kGeneral && contain) {
       contained.query_gradient(acc, part, sdS, sK);
     } else {
-      query_gradient<C, kNeeds>(acc, part, sdS + lanes.query_left(), sK + lanes.query_right());
+      query_gradient<C, kLoop>(acc, part, sdS + lanes.query_left(), sK + lanes.query_right());
     }
   });
   return true;

@@ -18,7 +18,7 @@
 // overwritten while it is read. With one stage K and V take turns instead, and there are two.
 //
 // Head dims between the buckets are padded with zeros in shared memory. Where the grid would leave
-// most of the chip idle, the keys are split over several CTAs, and attention_rows.cuh adds up.
+// most of the chip idle, the keys are split over several CTAs, and attention_small.cuh adds up.
 #pragma once
 
 #include <type_traits>
@@ -353,7 +353,7 @@ __device__ __forceinline__ void each_bias(float (&s)[C::kRowTiles][C::kKeyTiles]
 
 // One block of keys, already in shared memory. `between` is called when the keys are done with and
 // before the values are needed.
-template <class C, Needs kNeeds, class Between>
+template <class C, Loop kLoop, class Between>
 __device__ __forceinline__ void fwd_block(FwdState<C>& t, const FwdLanes<C>& lanes, uint32_t smem,
                                           int stage, const FwdTask& task, int first_key,
                                           Contain<C> contain, const AttentionFwdParams& p,
@@ -364,9 +364,9 @@ __device__ __forceinline__ void fwd_block(FwdState<C>& t, const FwdLanes<C>& lan
   // Rows past the end, whole warps of them, would cost as much as the others.
   const bool idle = !contain && row >= task.seq.len_q;
   float s[C::kRowTiles][C::kKeyTiles][4];
-  constexpr bool kAnything = kNeeds == Needs::kAnything;
+  constexpr bool kGeneral = kLoop == Loop::kGeneral;
   const uint32_t sBias = bias_place<C>(smem, first_key / C::kBlockK, task);
-  const bool late = C::kBias && kAnything && late_bias(p);  // it comes after other things
+  const bool late = C::kBias && kGeneral && late_bias(p);  // it comes after other things
   if (!idle) {
     if (C::kBias && !late) {
       C::Bias::start(s, sBias, warp_row<C>(), 0, p.bias_scale);
@@ -377,18 +377,18 @@ __device__ __forceinline__ void fwd_block(FwdState<C>& t, const FwdLanes<C>& lan
   }
   between();
   if (idle) return;
-  if (kAnything && (p.sign != 1 || p.softcap_scale)) transform_scores<C>(s, p);
-  if constexpr (C::kBias && kAnything) {
+  if (kGeneral && (p.sign != 1 || p.softcap_scale)) transform_scores<C>(s, p);
+  if constexpr (C::kBias && kGeneral) {
     if (late || contain) each_bias<C>(s, sBias, first_key, late, task, p);
   }
   const float scale_log2 = late ? 1.f : p.scale_log2;
-  if (kNeeds != Needs::kNothing) {
+  if (kLoop != Loop::kPlain) {
     const int block = first_key / C::kBlockK;
     if (block >= task.full_end) mask_scores<C, Side::kAfter>(s, row, first_key, task.seq, p);
     if (block < task.full_begin) mask_scores<C, Side::kBefore>(s, row, first_key, task.seq, p);
   }
   update_references<C>(t, s, scale_log2);
-  if (kAnything && contain) drop_not_finite<C>(sV);
+  if (kGeneral && contain) drop_not_finite<C>(sV);
   accumulate<C>(t, s, scale_log2, sV + ptx::opaque(lanes.v));
 }
 
@@ -410,12 +410,12 @@ __device__ __forceinline__ void load_values(uint32_t smem, int stage, int block,
 
 // The blocks of keys from n down to `last`. The first of them are on their way already, as the
 // first of what comes after them are when it returns.
-template <class C, Needs kNeeds>
+template <class C, Loop kLoop>
 __device__ __forceinline__ void fwd_blocks(FwdState<C>& t, uint32_t smem, int& n, int last,
                                            const FwdTask& task, Contain<C> contain,
                                            const AttentionFwdParams& p) {
   using Chip = typename C::Chip;
-  constexpr bool kMaybeOdd = kNeeds == Needs::kAnything;
+  constexpr bool kMaybeOdd = kLoop == Loop::kGeneral;
   const FwdLanes<C> lanes;
 #pragma unroll 1
   for (; n >= last; --n) {
@@ -438,7 +438,7 @@ __device__ __forceinline__ void fwd_blocks(FwdState<C>& t, uint32_t smem, int& n
       if (coming >= task.key_begin) load_keys<C, kMaybeOdd>(smem, 0, coming, task, p);
       Chip::commit();
     };
-    fwd_block<C, kNeeds>(t, lanes, smem, stage, task, n * C::kBlockK, contain, p, between);
+    fwd_block<C, kLoop>(t, lanes, smem, stage, task, n * C::kBlockK, contain, p, between);
   }
 }
 
@@ -478,11 +478,11 @@ __device__ __forceinline__ void fwd_keys(FwdState<C>& t, uint32_t smem, const Fw
 
   int n = task.key_end - 1;
   if (!task.plain || contain) {
-    fwd_blocks<C, Needs::kAnything>(t, smem, n, task.key_begin, task, contain, p);
+    fwd_blocks<C, Loop::kGeneral>(t, smem, n, task.key_begin, task, contain, p);
     return;
   }
   if constexpr (C::kShort) {  // one loop for all: its code is run through once
-    fwd_blocks<C, Needs::kMask>(t, smem, n, task.key_begin, task, false, p);
+    fwd_blocks<C, Loop::kMasked>(t, smem, n, task.key_begin, task, false, p);
     return;
   }
   // Masked blocks, full ones, and masked ones again where the window ends on the left.
@@ -490,10 +490,10 @@ __device__ __forceinline__ void fwd_keys(FwdState<C>& t, uint32_t smem, const Fw
 #pragma unroll 1
   while (n >= task.key_begin) {
     if (some_full && n < task.full_end && n >= task.full_begin) {
-      fwd_blocks<C, Needs::kNothing>(t, smem, n, task.full_begin, task, false, p);
+      fwd_blocks<C, Loop::kPlain>(t, smem, n, task.full_begin, task, false, p);
     } else {
       const int last = some_full && n >= task.full_end ? task.full_end : task.key_begin;
-      fwd_blocks<C, Needs::kMask>(t, smem, n, last, task, false, p);
+      fwd_blocks<C, Loop::kMasked>(t, smem, n, last, task, false, p);
     }
   }
 }

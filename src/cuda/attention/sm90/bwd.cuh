@@ -10,7 +10,7 @@
 //                   sdS      2 x block_q x block_k
 //                   sums     64 x 64 floats for each warpgroup: dQ on its way out
 //                   grads    64 x D for each warpgroup: dV and dK on their way out
-//                   the work, and barriers: full and empty, for each of these
+//                   the task, and barriers: full and empty, for each of these
 //
 //   products of a warpgroup   dP(n) |       | dV(n) dK(n) dQ(n-1) S(n+1)      | dP(n+1) | ...
 //   meanwhile                 P(n)  | dS(n) |                  dQ(n-1) leaves | P(n+1)
@@ -24,7 +24,7 @@
 // rows, or where there are 64 only, its columns. It is added to fp32 sums by the copy engine, in
 // the accumulators' own order: two warps beside the loading one see to that. The first block of
 // keys stores, so that the sums need no zeros, and the others wait for it; or for their turn, where
-// sums are deterministic (see find_work()). A first kernel makes lse and delta, a last one rounds
+// sums are deterministic (see find_task()). A first kernel makes lse and delta, a last one rounds
 // dQ, head by head as they are done with: attention_bwd_rows.cuh.
 //
 // Head dims above 128: attention_bwd_wide.cuh.
@@ -35,21 +35,21 @@
 
 namespace flashmoe::cuda::sm90 {
 
-// The thread that has dQ of one warpgroup leave shared memory, and counts the works that are done.
+// The thread that has dQ of one warpgroup leave shared memory, and counts the tasks that are done.
 template <class C>
 __device__ __forceinline__ void store_all(char* shared, const BwdSlots<C>& slots, int group,
-                                          const HopperBwdParams& p) {
+                                          const Sm90BwdParams& p) {
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const uint32_t from = smem + C::kSmemSums + group * C::kSumBytes;
   const Slot sums = slots.sums(group);
   int parity = 0;
-  help_works<C>(shared, slots, [&](const BwdWork& w) {
+  for_each_task_helper<C>(shared, slots, [&](const BwdTask& w) {
     for_each_tile<C>(w, p, [&](int head, int first) {
       const Turn<C> turn(w, head, first, p);
-      if (p.grad_query_sums) turn.wait();
+      if (p.dq_accum) turn.wait();
       ptx::mbarrier_wait(sums.full, parity);
       parity ^= 1;
-      if (p.grad_query_sums) {
+      if (p.dq_accum) {
         float* const to = query_sums<C>(turn.row, group, p);
         ptx::fence_proxy_async_all();  // sums by others come before
         if (turn.stores) {
@@ -61,14 +61,14 @@ __device__ __forceinline__ void store_all(char* shared, const BwdSlots<C>& slots
         ptx::tma_wait_group_read();
       }
       ptx::mbarrier_arrive(sums.empty);
-      if (p.grad_query_sums && turn.passes_on) {
+      if (p.dq_accum && turn.passes_on) {
         ptx::tma_wait_group();
         ptx::fence_proxy_async_all();
         turn.pass_on();
       }
     });
-    if (!p.grad_query_sums) return;
-    ptx::tma_wait_group();  // all sums of the work are there: the last kernel may begin with them
+    if (!p.dq_accum) return;
+    ptx::tma_wait_group();  // all sums of the task are there: the last kernel may begin with them
     ptx::fence_proxy_async_all();
     ptx::red_release_add(blocks_done(p, w.sequence, w.key_head), 1);
   });
@@ -84,11 +84,11 @@ class BwdKeys : BwdScores<C> {
 
  public:
   __device__ __forceinline__ BwdKeys(char* shared, const BwdSlots<C>& slots, int group,
-                                     const HopperBwdParams& p)
+                                     const Sm90BwdParams& p)
       : Base(shared, slots, group, p) {}
 
   __device__ __forceinline__ void run() {
-    this->for_each_work([&](const BwdWork& w) { compute(w); });
+    this->for_each_task([&](const BwdTask& w) { compute(w); });
     if (thread() == 0) ptx::tma_wait_group();
   }
 
@@ -141,11 +141,11 @@ class BwdKeys : BwdScores<C> {
   }
 
   // A block of queries, whose P is there and whose dP is on its way. Then that is so of the next
-  // one, if there is kMore; and dQ of the one before has left. (For the `first` of a work dQ is
+  // one, if there is kMore; and dQ of the one before has left. (For the `first` of a task dQ is
   // computed of whatever lies there, and forgotten: ptxas serialises products that are not always
   // issued. So it does if more than dP is on its way from one step to the next.)
   template <bool kMore>
-  __device__ __forceinline__ void step(const BwdWork& w, bool first) {
+  __device__ __forceinline__ void step(const BwdTask& w, bool first) {
     if (this->contains()) return step_contained<kMore>(w, first);
     const Slot q = slots_.q(ring_.at()), grad_out = slots_.grad_out(ring_.at());
     const Slot pairs = slots_.pairs(ring_.at());
@@ -196,7 +196,7 @@ class BwdKeys : BwdScores<C> {
 
   // The same where a mask hides something not finite, in this block or in the one before.
   template <bool kMore>
-  __device__ __forceinline__ void step_contained(const BwdWork& w, bool first) {
+  __device__ __forceinline__ void step_contained(const BwdTask& w, bool first) {
     const Slot q = slots_.q(ring_.at()), grad_out = slots_.grad_out(ring_.at());
     const Slot pairs = slots_.pairs(ring_.at());
     Pairs p_pairs, ds_pairs;
@@ -233,7 +233,7 @@ class BwdKeys : BwdScores<C> {
     }
   }
   // dQ of the block before, from query `first` on.
-  __device__ __forceinline__ void find_contained_query_gradient(const BwdWork& w, int first) {
+  __device__ __forceinline__ void find_contained_query_gradient(const BwdTask& w, int first) {
     wait_for_pairs_before();
 #pragma unroll
     for (float& x : dq_) x = 0;
@@ -246,7 +246,7 @@ class BwdKeys : BwdScores<C> {
   }
 
   // By both warpgroups.
-  __device__ __forceinline__ bool find_bad_keys(const BwdWork& w) const {
+  __device__ __forceinline__ bool find_bad_keys(const BwdTask& w) const {
     if (!this->any_mask()) return false;
     if (this->any_unseen(w, w.first_key, C::kBlockK)) {
       ptx::bar_sync(Base::kAgree, C::kGroups * 128);  // they are cleared
@@ -256,7 +256,7 @@ class BwdKeys : BwdScores<C> {
     return ptx::bar_any(Base::kAgree, C::kGroups * 128, bad);
   }
 
-  __device__ __forceinline__ void compute(const BwdWork& w) {
+  __device__ __forceinline__ void compute(const BwdTask& w) {
     const int first_key = w.first_key + this->first_key();
 #pragma unroll
     for (int i = 0; i < C::kDim / 2; ++i) dk_[i] = dv_[i] = 0;
@@ -278,7 +278,7 @@ class BwdKeys : BwdScores<C> {
   }
 
   // dV and dK, and the last dQ.
-  __device__ __forceinline__ void store(const BwdWork& w) {
+  __device__ __forceinline__ void store(const BwdTask& w) {
     if (this->contains()) {
       find_contained_query_gradient(w, w.query_begin);
     } else {
@@ -295,7 +295,7 @@ class BwdKeys : BwdScores<C> {
     leave(w, dk_, p_.scale, p_.grad_key, p_.grad_key_strides, p_.grad_key_map, p_.head_dim);
   }
   // One of them, through shared memory.
-  __device__ __forceinline__ void leave(const BwdWork& w, const float (&x)[C::kDim / 2],
+  __device__ __forceinline__ void leave(const BwdTask& w, const float (&x)[C::kDim / 2],
                                         float times, const void* gradient, const Strides& strides,
                                         const TensorMap& map, int dim) {
     const uint32_t grads = smem() + C::kSmemGrads + group_ * C::Grads::kBytes;
@@ -312,7 +312,7 @@ class BwdKeys : BwdScores<C> {
 };
 
 template <class C>
-__device__ __forceinline__ void attention_bwd(const HopperBwdParams& p) {
+__device__ __forceinline__ void attention_bwd(const Sm90BwdParams& p) {
   extern __shared__ __align__(1024) char shared[];
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const BwdSlots<C> slots{smem + C::kSmemBarriers};
@@ -329,10 +329,10 @@ __device__ __forceinline__ void attention_bwd(const HopperBwdParams& p) {
   if (group == 0) {
     ptx::setmaxnreg_dec<C::kLoaderRegisters>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-    if (C::kWide && warp == 3) round_all<C, 2>(p);
+    if (C::kTwoCta && warp == 3) round_all<C, 2>(p);
     if (threadIdx.x % 32 == 0) {
       if (warp == 0) load_all<C>(shared, slots, p);
-      if constexpr (C::kWide) {
+      if constexpr (C::kTwoCta) {
         if (warp == 1) send_pairs<C>(shared, slots);
         if (warp == 2) keep_turns<C>(shared, slots, p);
       } else {
@@ -340,7 +340,7 @@ __device__ __forceinline__ void attention_bwd(const HopperBwdParams& p) {
       }
     }
   } else {
-    if constexpr (!C::kWide) {
+    if constexpr (!C::kTwoCta) {
       ptx::setmaxnreg_inc<C::kRegisters>();
       BwdKeys<C>(shared, slots, group - 1, p).run();
     } else if (group == 1) {
@@ -350,7 +350,7 @@ __device__ __forceinline__ void attention_bwd(const HopperBwdParams& p) {
       ptx::setmaxnreg_inc<C::kSecondRegisters>();
       BwdWideKeys<C>(shared, slots, p).run();
     }
-    if constexpr (C::kWide) round_all<C, 4>(p);
+    if constexpr (C::kTwoCta) round_all<C, 4>(p);
   }
   if constexpr (C::kCluster > 1) ptx::cluster_sync();  // nobody needs the other's shared memory
 }

@@ -16,16 +16,16 @@ struct RoundedRows {
   int count;
 };
 
-// The next ones, or false. The heads come in the order of the works.
+// The next ones, or false. The heads come in the order of the tasks.
 template <class C>
-__device__ __forceinline__ bool find_rounded_rows(RoundedRows& r, const HopperBwdParams& p) {
+__device__ __forceinline__ bool find_rounded_rows(RoundedRows& r, const Sm90BwdParams& p) {
   constexpr int kRows = 16, kOfTile = C::kBlockQ / kRows;
   const int heads = p.heads * p.group;  // of queries
 #pragma unroll 1
   for (;;) {
-    const int number = same(threadIdx.x % 32 == 0 ? atomicAdd(p.tickets + 1, 1) : 0);
+    const int number = same(threadIdx.x % 32 == 0 ? atomicAdd(p.tile_counter + 1, 1) : 0);
     const int tile = number / kOfTile;
-    if (tile >= p.rounded_tiles) return false;
+    if (tile >= p.converted_tiles) return false;
     int batch, head, first;
     Sequence seq;
     if (p.blocks) {
@@ -45,8 +45,8 @@ __device__ __forceinline__ bool find_rounded_rows(RoundedRows& r, const HopperBw
     first = first * C::kBlockQ + number % kOfTile * kRows;
     if (first >= seq.len_q || !is_seen(seq, first, p)) continue;  // filled before
     head += p.first_head * p.group;
-    const int64_t row = head * p.sum_rows + workspace_row(p, seq, batch) - round_rows(p);
-    r.sums = p.grad_query_sums + (row + first / 64 * 64) * C::kSumDim + first % 64 * 8;
+    const int64_t row = head * p.dq_accum_rows + workspace_row(p, seq, batch) - round_rows(p);
+    r.sums = p.dq_accum + (row + first / 64 * 64) * C::kSumDim + first % 64 * 8;
     r.to = const_cast<char*>(
                rows_of(p.grad_query, p, p.grad_query_strides, batch, head, seq.token_q)) +
            static_cast<int64_t>(first) * p.grad_query_strides.row_bytes();
@@ -73,7 +73,7 @@ __device__ __forceinline__ void transpose_fours(uint32_t (&x)[4], int lane) {
 // By a warp, kAtOnce times 16 columns at once. A thread has 4 sums of each 8 columns, two for each
 // of two rows; of 16 columns it leaves with 8 of a row.
 template <class C, int kAtOnce>
-__device__ __forceinline__ void round_all(const HopperBwdParams& p) {
+__device__ __forceinline__ void round_all(const Sm90BwdParams& p) {
   RoundedRows rows;
 #pragma unroll 1
   while (find_rounded_rows<C>(rows, p)) {

@@ -32,13 +32,13 @@ __device__ __forceinline__ void store_eight(char* to, const uint4& eight, int le
 inline constexpr int kKeysOfBlock = 128, kPartsOfBlock = 2;
 
 // How many parts of blocks of keys of a head are done with.
-__device__ __forceinline__ int* blocks_done(const HopperBwdParams& p, int sequence, int key_head) {
+__device__ __forceinline__ int* blocks_done(const Sm90BwdParams& p, int sequence, int key_head) {
   const int64_t of_round = p.blocks ? sequence : sequence - p.first_batch;
   return p.done + of_round * p.heads + key_head - p.first_head;
 }
 
 // Until all are.
-__device__ __forceinline__ void wait_until_done(const HopperBwdParams& p, const Sequence& seq,
+__device__ __forceinline__ void wait_until_done(const Sm90BwdParams& p, const Sequence& seq,
                                                 int sequence, int key_head) {
   const int blocks = p.blocks ? (seq.len_k + kKeysOfBlock - 1) / kKeysOfBlock : p.key_blocks;
   const int* const done = blocks_done(p, sequence, key_head);

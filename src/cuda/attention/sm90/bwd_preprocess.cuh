@@ -2,7 +2,7 @@
 // have the first alone.
 #pragma once
 
-#include "cuda/attention/mma_sync/rows.cuh"
+#include "cuda/attention/mma_sync/small.cuh"
 #include "cuda/attention/sequence.cuh"
 #include "cuda/attention/sm90/bwd_dq.cuh"
 #include "cuda/attention/sm90/params.h"
@@ -19,7 +19,7 @@ inline constexpr int kFinishThreads = 128;
 // The rows of queries of a CTA before the backward pass, whose grid is (so many rows x heads, 1,
 // batch), or ragged (slots x heads). Heads go first: where they lie side by side, what is read at
 // the same time does. And the last go first: what is read last is what the next kernel begins with.
-__device__ __forceinline__ QueryRows find_prepared_rows(const HopperBwdParams& p) {
+__device__ __forceinline__ QueryRows find_prepared_rows(const Sm90BwdParams& p) {
   if (p.blocks) return find_query_rows(p);
   const int heads = p.heads * p.group, number = gridDim.x - 1 - blockIdx.x;
   const int batch = p.first_batch + gridDim.z - 1 - blockIdx.z;
@@ -28,7 +28,7 @@ __device__ __forceinline__ QueryRows find_prepared_rows(const HopperBwdParams& p
           .kind = seq.valid ? RaggedKind::kBlock : RaggedKind::kInvalid,
           .batch = batch,
           .head = p.first_head * p.group + number % heads,
-          .first = number / heads * p.prepare_rows};
+          .first = number / heads * p.preprocess_rows};
 }
 
 // row_product() of kRows rows, so that more is on its way at once: rows of up to a chunk for each
@@ -79,17 +79,17 @@ __device__ __forceinline__ void fill_unseen(const Sequence& seq, RaggedKind kind
             p.head_dim, kind == RaggedKind::kInvalid ? T::kNan : 0);
 }
 
-// lse in base 2 and delta = out.dO - grad_lse of every row: any/attention_rows.cuh has the same for
-// the other families. Sums of dQ need no zeros, as the first block of keys stores them; whose turn
-// it is does. See find_prepared_rows() for the grid.
+// lse in base 2 and delta = out.dO - grad_lse of every row: any/attention_small.cuh has the same
+// for the other families. Sums of dQ need no zeros, as the first block of keys stores them; whose
+// turn it is does. See find_prepared_rows() for the grid.
 template <class T>
-__device__ __forceinline__ void attention_bwd_prepare(const HopperBwdParams& p) {
+__device__ __forceinline__ void attention_bwd_preprocess(const Sm90BwdParams& p) {
   ptx::grid_launch_next();
-  if (blockIdx.x + blockIdx.z + threadIdx.x == 0) p.tickets[0] = p.tickets[1] = 0;
-  const int rows = p.blocks ? p.block_q : p.prepare_rows;
+  if (blockIdx.x + blockIdx.z + threadIdx.x == 0) p.tile_counter[0] = p.tile_counter[1] = 0;
+  const int rows = p.blocks ? p.block_q : p.preprocess_rows;
   const auto [seq, kind, batch, head, first] = find_prepared_rows(p);
   if (kind == RaggedKind::kEmpty) return;
-  if (p.rounded_tiles > 0) {
+  if (p.converted_tiles > 0) {
     for (int block = first; block < min(first + rows, seq.len_q); block += p.block_q) {
       if (kind == RaggedKind::kBlock && is_seen(seq, block, p)) continue;
       fill_unseen<T>(seq, kind, batch, head, block, p);
@@ -99,13 +99,14 @@ __device__ __forceinline__ void attention_bwd_prepare(const HopperBwdParams& p) 
   const int64_t sequence_row = workspace_row(p, seq, batch);
   const int end = (seq.len_q + p.block_q - 1) / p.block_q * p.block_q;  // of its rows there
   if (const int block = first + threadIdx.x * p.block_q;
-      p.grad_query_sums && block < min(first + rows, end)) {
-    p.turns[(head * p.sum_rows + sequence_row + block - round_rows(p)) / p.block_q] = 0;
+      p.dq_accum && block < min(first + rows, end)) {
+    p.dq_semaphore[(head * p.dq_accum_rows + sequence_row + block - round_rows(p)) / p.block_q] = 0;
     if (block == 0 && head % p.group == 0) *blocks_done(p, batch, head / p.group) = 0;
   }
 
   // Heads whose rows lie side by side share them out: memory likes to be read so.
-  const int beside = p.heads_beside, part = head & ((1 << beside) - 1), first_head = head - part;
+  const int beside = p.log2_adjacent_heads, part = head & ((1 << beside) - 1),
+            first_head = head - part;
   const int first_row = first + part * (rows >> beside);
   const char* gO = rows_of(p.out, p, p.out_strides, batch, first_head, seq.token_q);
   const char* gQ = rows_of(p.query, p, p.query_strides, batch, first_head, seq.token_q);
@@ -115,7 +116,7 @@ __device__ __forceinline__ void attention_bwd_prepare(const HopperBwdParams& p) 
       p.grad_lse ? p.grad_lse + offset(p, p.grad_lse_strides, batch, first_head, seq.token_q)
                  : nullptr;
   float2* const terms_of =
-      reinterpret_cast<float2*>(p.row_terms) + first_head * p.rows + sequence_row;
+      reinterpret_cast<float2*>(p.lse_delta) + first_head * p.rows + sequence_row;
   const auto row_of = [&](int r) { return first_row + (r >> beside); };
   const auto head_of = [&](int r) { return r & ((1 << beside) - 1); };
   const auto at = [&](const char* rows, const Strides& strides, int64_t row, int r) {
@@ -181,10 +182,10 @@ __device__ __forceinline__ void attention_bwd_prepare(const HopperBwdParams& p) 
 // dQ from its sums: 64 rows x 64 columns at a time, from the order of wgmma's accumulators through
 // shared memory to whole rows. See find_query_rows() for the grid.
 template <class T>
-__device__ __forceinline__ void finish_rows(const HopperBwdParams& p) {
+__device__ __forceinline__ void finish_rows(const Sm90BwdParams& p) {
   using Part = Tile<64, 64>;
   extern __shared__ __align__(1024) char shared[];
-  static_assert(Part::kBytes == kFinishSharedBytes);
+  static_assert(Part::kBytes == kConvertDqSharedBytes);
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const QueryRows rows = find_query_rows(p);
   if (rows.kind == RaggedKind::kEmpty) return;
@@ -199,7 +200,7 @@ __device__ __forceinline__ void finish_rows(const HopperBwdParams& p) {
   __syncthreads();  // the sums are complete
   const int64_t round_row = workspace_row(p, seq, rows.batch) - round_rows(p);
   const float* const sums =
-      p.grad_query_sums + (rows.head * p.sum_rows + round_row + rows.first) * p.dim;
+      p.dq_accum + (rows.head * p.dq_accum_rows + round_row + rows.first) * p.dim;
 
   const int lane = threadIdx.x % 32, r = threadIdx.x / 32 * 16 + lane / 4;
 #pragma unroll 1
@@ -237,7 +238,7 @@ __device__ __forceinline__ void finish_rows(const HopperBwdParams& p) {
 // While the main kernel ends: whatever SM is through with it begins with the heads that are done
 // with. This kernel ends after that one.
 template <class T>
-__device__ __forceinline__ void attention_bwd_finish(const HopperBwdParams& p) {
+__device__ __forceinline__ void attention_bwd_dq(const Sm90BwdParams& p) {
   finish_rows<T>(p);
   if (blockIdx.x + blockIdx.y + blockIdx.z == 0) ptx::grid_wait();
 }

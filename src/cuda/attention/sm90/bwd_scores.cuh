@@ -14,7 +14,7 @@ class BwdScores : protected BwdGroup<C> {
   using typename Base::Type, typename Base::Pairs;
 
   // Whether dP is issued after P is found: beside a softcap there are no registers for both.
-  static constexpr bool kAfter = C::kTile.any_score;
+  static constexpr bool kAfter = C::kTile.general_score;
 
   // S = K Q^T, or dP = V dO^T
   __device__ __forceinline__ void issue_pairs(float (&sums)[C::kBlockQ / 2], uint32_t keys,
@@ -51,7 +51,7 @@ class BwdScores : protected BwdGroup<C> {
     ptx::wgmma_commit_group();
   }
   // P in place of S, while dP is on its way.
-  __device__ __forceinline__ void find_probabilities(const BwdWork& w) {
+  __device__ __forceinline__ void find_probabilities(const BwdTask& w) {
     if (kAfter) ring_.wait_full(slots_.grad_out(ring_.at()));
     const bool masked = this->look_at_rows();
     ptx::wgmma_wait_group<kAfter ? 0 : 1>(s_);
@@ -70,7 +70,7 @@ class BwdScores : protected BwdGroup<C> {
         const uint32_t both = pairs[i / 2][i % 2 * 2 + j / 2];
         const float p = Type::unpack(static_cast<uint16_t>(j % 2 ? both >> 16 : both));
         dp_[4 * i + j] = (dp_[4 * i + j] - (j % 2 ? delta.y : delta.x)) * p;
-        if (C::kTile.any_score && p_.softcap_scale) {
+        if (C::kTile.general_score && p_.softcap_scale) {
           const uint32_t slopes = slopes_[i / 2][i % 2 * 2 + j / 2];
           dp_[4 * i + j] *= Type::unpack(static_cast<uint16_t>(j % 2 ? slopes >> 16 : slopes));
         }
@@ -79,7 +79,7 @@ class BwdScores : protected BwdGroup<C> {
   }
 
   // A block of queries from its beginning: P is there then, and dP on its way.
-  __device__ __forceinline__ void begin_rows(const BwdWork& w) {
+  __device__ __forceinline__ void begin_rows(const BwdTask& w) {
     ptx::mbarrier_wait(slots_.q(ring_.at()).full, ring_.parity());
     ptx::wgmma_fence();
     issue_scores();
@@ -89,7 +89,7 @@ class BwdScores : protected BwdGroup<C> {
   }
   // dV where a mask hides something not finite; P is for so long where dS will be.
   __device__ __forceinline__ void add_contained(float (&dv)[C::kDim / 2], const Pairs& pairs,
-                                                const BwdWork& w) {
+                                                const BwdTask& w) {
     this->store_pairs(pairs, this->first_key());
     this->sync_group();  // P is there
     this->template multiply_contained<typename C::Rows>(

@@ -1,4 +1,4 @@
-// The backward pass for Hopper: the tile, the work of a CTA, and the thread that has shared memory
+// The backward pass for Hopper: the tile, the task of a CTA, and the thread that has shared memory
 // filled.
 #pragma once
 
@@ -22,7 +22,7 @@
 namespace flashmoe::cuda::sm90 {
 
 // A block of keys of one (batch, key head), and the blocks of queries that see it.
-struct alignas(16) BwdWork {
+struct alignas(16) BwdTask {
   Sequence seq;
   int64_t first_row;  // of the sequence in the workspace
   int64_t round_row;  // and where there is room for a round only
@@ -30,10 +30,10 @@ struct alignas(16) BwdWork {
   int sequence;                    // the batch's, ragged as well
   int query_begin, query_end;      // in whole blocks
   int tiles;                       // blocks of queries, of all heads of the group
-  uint32_t index;                  // which work of the CTA this is
+  uint32_t index;                  // which task of the CTA this is
   uint32_t first_tile, last_tile;  // and which of its blocks of queries
   uint8_t keys_parity;             // of the barriers of K and V
-  bool last;                       // there is no more work, nor is this any
+  bool last;                       // there is no more task, nor is this any
 };
 
 // A block of queries in shared memory: what all threads are to know of it.
@@ -46,13 +46,14 @@ struct alignas(16) BwdRows {
   static constexpr int kMasked = 1, kMaskedAny = 4, kStores = 8;
 };
 
-template <class T, HopperBwdTile kTile_>
+template <class T, Sm90BwdTile kTile_>
 struct BwdConfig {
   using Type = T;
   static constexpr bool kBf16 = std::is_same_v<T, Bf16>;
-  static constexpr HopperBwdTile kTile = kTile_;
-  static constexpr bool kWide = kTile.wide();
-  static constexpr int kDim = kTile.head_dim, kSumDim = kTile.sum_dim(), kStages = kTile.kStages;
+  static constexpr Sm90BwdTile kTile = kTile_;
+  static constexpr bool kTwoCta = kTile.two_cta();
+  static constexpr int kDim = kTile.head_dim, kSumDim = kTile.dq_accum_dim(),
+                       kStages = kTile.kStages;
   static constexpr int kBlockQ = kTile.block_q, kBlockK = kTile.block_k;
   static constexpr int kGroups = 2;  // warpgroups that compute
   static constexpr int kParts = kPartsOfBlock;
@@ -72,24 +73,24 @@ struct BwdConfig {
   static constexpr uint32_t kSmemK = 0, kSmemV = Keys::kBytes;
   static constexpr uint32_t kSmemQ = kSmemV + Keys::kBytes;  // and dO: see row_places()
   static constexpr uint32_t kSmemPairs = kSmemQ + 2 * kStages * Rows::kBytes;
-  static constexpr uint32_t kSmemSums = kSmemPairs + (kWide ? 1 : 2) * Pairs::kBytes;
+  static constexpr uint32_t kSmemSums = kSmemPairs + (kTwoCta ? 1 : 2) * Pairs::kBytes;
   static constexpr uint32_t kSmemOther = kSmemSums;
   static constexpr uint32_t kSmemGrads = kSmemSums + kBlockQ * kSumDim * 4;
   static constexpr uint32_t kSmemTerms =
-      kWide ? kSmemOther + Other::kBytes : kSmemGrads + kGroups * Grads::kBytes;
-  static constexpr uint32_t kSmemWorks = kSmemTerms + kStages * kTermBytes;
-  static constexpr uint32_t kSmemRows = kSmemWorks + 2 * sizeof(BwdWork);
+      kTwoCta ? kSmemOther + Other::kBytes : kSmemGrads + kGroups * Grads::kBytes;
+  static constexpr uint32_t kSmemTasks = kSmemTerms + kStages * kTermBytes;
+  static constexpr uint32_t kSmemRows = kSmemTasks + 2 * sizeof(BwdTask);
   static constexpr uint32_t kSmemBarriers = kSmemRows + kStages * sizeof(BwdRows);
-  static_assert(kSmemWorks + kBwdControlBytes == kTile.shared_bytes());
+  static_assert(kSmemTasks + kBwdControlBytes == kTile.shared_bytes());
   static_assert(kTile.shared_bytes() <= 227 * 1024);
   static constexpr uint32_t kSmemTicket = kSmemBarriers + 14 * Slot::kBytes;
-  static_assert(kSmemTicket + 4 <= kSmemWorks + kBwdControlBytes);
-  static_assert(sizeof(BwdWork) % 16 == 0);
-  static_assert(kBlockK == kKeysOfBlock && (!kWide || kBlockQ == 64));
-  static_assert(kWide || kBlockQ * kSumDim * 4 == kGroups * kSumBytes);
+  static_assert(kSmemTicket + 4 <= kSmemTasks + kBwdControlBytes);
+  static_assert(sizeof(BwdTask) % 16 == 0);
+  static_assert(kBlockK == kKeysOfBlock && (!kTwoCta || kBlockQ == 64));
+  static_assert(kTwoCta || kBlockQ * kSumDim * 4 == kGroups * kSumBytes);
   static_assert(Keys::kBytes % 1024 == 0 && Rows::kBytes % 1024 == 0 && Pairs::kBytes % 1024 == 0);
-  static constexpr int kLoaderRegisters = kWide ? 40 : 24;
-  static constexpr int kRegisters = 240, kSecondRegisters = kWide ? 224 : kRegisters;
+  static constexpr int kLoaderRegisters = kTwoCta ? 40 : 24;
+  static constexpr int kRegisters = 240, kSecondRegisters = kTwoCta ? 224 : kRegisters;
   static_assert(kLoaderRegisters + kRegisters + kSecondRegisters <= 3 * registers_at_first(3));
 };
 
@@ -110,7 +111,7 @@ template <class C>
 struct BwdSlots {
   uint32_t barriers;
   static constexpr int kWarps = 4;  // of a warpgroup
-  __device__ __forceinline__ Slot work(int i) const { return at(i); }
+  __device__ __forceinline__ Slot task(int i) const { return at(i); }
   __device__ __forceinline__ Slot k() const { return at(2); }
   __device__ __forceinline__ Slot v() const { return at(3); }
   __device__ __forceinline__ Slot q(int stage) const { return at(4 + stage); }
@@ -120,12 +121,12 @@ struct BwdSlots {
   __device__ __forceinline__ Slot pairs(int stage = 0) const { return at(10 + stage); }
   // Not wide: that the other warpgroup has issued its products.
   __device__ __forceinline__ uint32_t products(int group) const { return at(12 + group).full; }
-  // Wide: the other CTA's K, its dS, and the number of the next work.
+  // Wide: the other CTA's K, its dS, and the number of the next task.
   __device__ __forceinline__ Slot other_k() const { return at(11); }
   __device__ __forceinline__ Slot other_pairs() const { return at(12); }
   __device__ __forceinline__ Slot ticket() const { return at(13); }
 
-  static constexpr int kHelpers = 2;  // threads beside the loading one that look at works
+  static constexpr int kHelpers = 2;  // threads beside the loading one that look at tasks
   __device__ __forceinline__ void init() const {
     const auto init = [](const Slot& slot, int full, int empty) {
       ptx::mbarrier_init(slot.full, full);
@@ -133,12 +134,12 @@ struct BwdSlots {
     };
     constexpr int kEveryone = C::kGroups * kWarps;
     for (int i = 0; i < 2; ++i) {
-      init(work(i), 1, C::kGroups * 128 + kHelpers);  // each thread for itself
+      init(task(i), 1, C::kGroups * 128 + kHelpers);  // each thread for itself
       init(q(i), 1, C::kCluster * kEveryone);
-      init(grad_out(i), 1, C::kCluster * (C::kWide ? kWarps : kEveryone));
+      init(grad_out(i), 1, C::kCluster * (C::kTwoCta ? kWarps : kEveryone));
       init(sums(i), kWarps, 1);
     }
-    if constexpr (C::kWide) {
+    if constexpr (C::kTwoCta) {
       init(pairs(), kWarps, C::kCluster * kWarps);
       init(other_k(), 1, kWarps);
       init(other_pairs(), 1, 1);
@@ -150,7 +151,7 @@ struct BwdSlots {
       }
     }
     init(k(), 1, kEveryone);
-    init(v(), 1, C::kWide ? kWarps : kEveryone);
+    init(v(), 1, C::kTwoCta ? kWarps : kEveryone);
     ptx::fence_mbarrier_init();
   }
 
@@ -158,8 +159,8 @@ struct BwdSlots {
   __device__ __forceinline__ Slot at(int i) const { return Slot(barriers + i * Slot::kBytes); }
 };
 
-// The order of the works. Blocks of keys add to the sums of a block of queries in ascending order,
-// where sums are deterministic, and the first of them stores: so each waits for works with lower
+// The order of the tasks. Blocks of keys add to the sums of a block of queries in ascending order,
+// where sums are deterministic, and the first of them stores: so each waits for tasks with lower
 // tickets only, which someone already has, and the lowest that is not done waits for nobody.
 //
 // That there is little to wait for:
@@ -168,12 +169,12 @@ struct BwdSlots {
 //   so is behind by as much as it takes to hand on the sums, once, when it begins. (From the first
 //   to the last it would be ahead of those that it waits for.) Blocks of keys that most queries see
 //   go first, which is good for the end as well.
-// - Heads go together, as few as the second-level cache holds: see heads_together() on the host.
-// - A ticket is taken when the loads of the work before are all on their way, no earlier: who waits
-//   for a work that lies behind another one waits for both.
+// - Heads go together, as few as the second-level cache holds: see heads_per_wave() on the host.
+// - A ticket is taken when the loads of the task before are all on their way, no earlier: who waits
+//   for a task that lies behind another one waits for both.
 template <class C>
-__device__ __forceinline__ void find_work(BwdWork& w, int number, const HopperBwdParams& p) {
-  w.last = number >= p.works;
+__device__ __forceinline__ void find_task(BwdTask& w, int number, const Sm90BwdParams& p) {
+  w.last = number >= p.num_tasks;
   if (w.last) return;
   if (p.blocks) {
     const RaggedBlock block = p.blocks[number / p.heads];
@@ -189,7 +190,7 @@ __device__ __forceinline__ void find_work(BwdWork& w, int number, const HopperBw
     }
     w.sequence = block.sequence;
   } else {
-    const int heads = p.works / p.key_blocks, together = p.heads_together;
+    const int heads = p.num_tasks / p.key_blocks, together = p.heads_per_wave;
     const int first_head = number / (together * p.key_blocks) * together;
     const int these = min(together, heads - first_head);
     number -= first_head * p.key_blocks;
@@ -214,14 +215,14 @@ __device__ __forceinline__ void find_work(BwdWork& w, int number, const HopperBw
 }
 
 // Whether among 64 keys there are some of the next sequence, ragged.
-__device__ __forceinline__ bool ends_within(const BwdWork& w, int first_key,
-                                            const HopperBwdParams& p) {
+__device__ __forceinline__ bool ends_within(const BwdTask& w, int first_key,
+                                            const Sm90BwdParams& p) {
   return p.blocks && first_key + 64 > w.seq.len_k;
 }
 
-// f(head, first query) for the blocks of queries of a work, in their order.
+// f(head, first query) for the blocks of queries of a task, in their order.
 template <class C, class F>
-__device__ __forceinline__ void for_each_tile(const BwdWork& w, const HopperBwdParams& p,
+__device__ __forceinline__ void for_each_tile(const BwdTask& w, const Sm90BwdParams& p,
                                               const F& f) {
 #pragma unroll 1
   for (int head = w.key_head * p.group; head < (w.key_head + 1) * p.group; ++head) {
@@ -230,15 +231,16 @@ __device__ __forceinline__ void for_each_tile(const BwdWork& w, const HopperBwdP
   }
 }
 
-// f(work) for all works of the CTA, by one of the threads beside the loading one.
+// f(task) for all tasks of the CTA, by one of the threads beside the loading one.
 template <class C, class F>
-__device__ __forceinline__ void help_works(char* shared, const BwdSlots<C>& slots, const F& f) {
-  Ring<2> works;
+__device__ __forceinline__ void for_each_task_helper(char* shared, const BwdSlots<C>& slots,
+                                                     const F& f) {
+  Ring<2> tasks;
 #pragma unroll 1
-  for (;; works.advance()) {
-    const Slot slot = slots.work(works.at());
-    works.wait_full(slot);
-    const BwdWork& w = reinterpret_cast<const BwdWork*>(shared + C::kSmemWorks)[works.at()];
+  for (;; tasks.advance()) {
+    const Slot slot = slots.task(tasks.at());
+    tasks.wait_full(slot);
+    const BwdTask& w = reinterpret_cast<const BwdTask*>(shared + C::kSmemTasks)[tasks.at()];
     if (w.last) break;
     f(w);
     ptx::mbarrier_arrive(slot.empty);
@@ -248,12 +250,12 @@ __device__ __forceinline__ void help_works(char* shared, const BwdSlots<C>& slot
 // The sums of dQ of a block of queries whose first row this is: 64 rows x 64 columns, then the next
 // 64 columns or rows. Each has 128 threads x 4 floats for each 8 columns, as wgmma leaves them.
 template <class C>
-__device__ __forceinline__ float* query_sums(int64_t row, uint32_t part, const HopperBwdParams& p) {
-  return p.grad_query_sums + row * C::kSumDim + part * (64 * 64);
+__device__ __forceinline__ float* query_sums(int64_t row, uint32_t part, const Sm90BwdParams& p) {
+  return p.dq_accum + row * C::kSumDim + part * (64 * 64);
 }
 
 // Blocks of keys add to a block of queries one after the other where sums are deterministic; where
-// not, all wait for the first, which stores. Each has two parts: `turns` counts them.
+// not, all wait for the first, which stores. Each has two parts: `dq_semaphore` counts them.
 template <class C>
 struct Turn {
   int64_t row;  // where the block's sums begin
@@ -261,9 +263,9 @@ struct Turn {
   int parts_before;  // to wait for
   bool stores, passes_on;
 
-  __device__ __forceinline__ Turn(const BwdWork& w, int head, int first, const HopperBwdParams& p) {
-    row = head * p.sum_rows + w.round_row + first;
-    turn = p.turns + row / C::kBlockQ;
+  __device__ __forceinline__ Turn(const BwdTask& w, int head, int first, const Sm90BwdParams& p) {
+    row = head * p.dq_accum_rows + w.round_row + first;
+    turn = p.dq_semaphore + row / C::kBlockQ;
     // All blocks of keys from the first that a row of the block sees.
     const int begin = w.seq.begin(first, p) / C::kBlockK, block = w.first_key / C::kBlockK;
     parts_before = C::kParts * (block - begin);
@@ -282,8 +284,8 @@ struct Turn {
 };
 
 template <class C>
-__device__ __forceinline__ BwdRows find_rows(const BwdWork& w, int head, int first,
-                                             const HopperBwdParams& p) {
+__device__ __forceinline__ BwdRows find_rows(const BwdTask& w, int head, int first,
+                                             const Sm90BwdParams& p) {
   const auto masked = [&](int first_key, int count) {
     const int last_key = first_key + count - 1;
     return last_key >= w.seq.len_k || first + w.seq.shift + p.right < last_key ||
@@ -299,19 +301,19 @@ __device__ __forceinline__ BwdRows find_rows(const BwdWork& w, int head, int fir
   return {turn.row, first, flags};
 }
 
-// The number of the next work. Of a cluster, the first CTA takes a ticket and tells the other.
+// The number of the next task. Of a cluster, the first CTA takes a ticket and tells the other.
 template <class C>
 class Tickets {
  public:
   __device__ __forceinline__ Tickets(uint32_t smem, const BwdSlots<C>& slots, int rank)
       : at_(smem + C::kSmemTicket), slot_(slots.ticket()), rank_(rank) {}
 
-  __device__ __forceinline__ int take(const HopperBwdParams& p) {
-    if constexpr (C::kCluster == 1) return atomicAdd(p.tickets, 1);
+  __device__ __forceinline__ int take(const Sm90BwdParams& p) {
+    if constexpr (C::kCluster == 1) return atomicAdd(p.tile_counter, 1);
     parity_ ^= 1;
     int number;
     if (rank_ == 0) {
-      number = atomicAdd(p.tickets, 1);
+      number = atomicAdd(p.tile_counter, 1);
       ptx::mbarrier_wait(slot_.empty, parity_ ^ 1);
       ptx::st_cluster_u32(ptx::at_rank(at_, 1), number);
       ptx::mbarrier_release_cluster(ptx::at_rank(slot_.full, 1));
@@ -352,24 +354,24 @@ __device__ __forceinline__ void fill_everywhere(const Slot& slot, uint32_t share
 // The thread that fills shared memory, and finds out what the others are to work on.
 template <class C>
 __device__ __forceinline__ void load_all(char* shared, const BwdSlots<C>& slots,
-                                         const HopperBwdParams& p) {
+                                         const Sm90BwdParams& p) {
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const int rank = C::kCluster > 1 ? ptx::cluster_rank() : 0;
   Ring<C::kStages> ring;
   Tickets<C> tickets(smem, slots, rank);
 #pragma unroll 1
   for (uint32_t index = 0;; ++index) {
-    const Ring<2> works(index);
-    BwdWork* const both = reinterpret_cast<BwdWork*>(shared + C::kSmemWorks);
-    BwdWork& w = both[works.at()];
-    works.wait_empty(slots.work(works.at()));
-    const BwdWork& before = both[works.at() ^ 1];
+    const Ring<2> tasks(index);
+    BwdTask* const both = reinterpret_cast<BwdTask*>(shared + C::kSmemTasks);
+    BwdTask& w = both[tasks.at()];
+    tasks.wait_empty(slots.task(tasks.at()));
+    const BwdTask& before = both[tasks.at() ^ 1];
     w.keys_parity = index == 0 ? 0 : before.keys_parity ^ (before.tiles > 0);
-    find_work<C>(w, tickets.take(p), p);
+    find_task<C>(w, tickets.take(p), p);
     w.index = index;
     w.first_tile = ring.turns();
     w.last_tile = ring.turns() + w.tiles - 1;
-    ptx::mbarrier_arrive(slots.work(works.at()).full);
+    ptx::mbarrier_arrive(slots.task(tasks.at()).full);
     if (w.last) break;
     for_each_tile<C>(w, p, [&](int head, int first) {
       const Slot q = slots.q(ring.at()), grad_out = slots.grad_out(ring.at());
@@ -383,13 +385,13 @@ __device__ __forceinline__ void load_all(char* shared, const BwdSlots<C>& slots,
       const auto load_keys = [&](bool k) {
         const Slot slot = k ? slots.k() : slots.v();
         ptx::mbarrier_wait(slot.empty, w.keys_parity ^ 1);
-        fill<typename C::Keys, 0, !C::kWide>(slot, smem + (k ? C::kSmemK : C::kSmemV),
-                                             k ? p.key_map : p.value_map, token_k(rank), w.key_head,
-                                             w.batch);
+        fill<typename C::Keys, 0, !C::kTwoCta>(slot, smem + (k ? C::kSmemK : C::kSmemV),
+                                               k ? p.key_map : p.value_map, token_k(rank),
+                                               w.key_head, w.batch);
       };
       ring.wait_empty(grad_out);  // in all CTAs of the cluster
       fill_everywhere<C>(q, smem + C::kSmemQ + places.q, rank, p.query_map, token_q, head, w.batch);
-      if (begins) load_keys(C::kWide);
+      if (begins) load_keys(C::kTwoCta);
       ring.wait_empty(q);
       reinterpret_cast<BwdRows*>(shared + C::kSmemRows)[ring.at()] =
           find_rows<C>(w, head, first, p);
@@ -397,11 +399,11 @@ __device__ __forceinline__ void load_all(char* shared, const BwdSlots<C>& slots,
                                         p.grad_out_map, p.grad_out ? token_q : kNoLimit, head,
                                         w.batch);
       ptx::bulk_load(smem + C::kSmemTerms + ring.at() * C::kTermBytes,
-                     p.row_terms + 2 * (head * p.rows + w.first_row + first), C::kTermBytes,
+                     p.lse_delta + 2 * (head * p.rows + w.first_row + first), C::kTermBytes,
                      grad_out.full);
       if (begins) {
-        load_keys(!C::kWide);
-        if constexpr (C::kWide) {
+        load_keys(!C::kTwoCta);
+        if constexpr (C::kTwoCta) {
           const Slot other = slots.other_k();
           ptx::mbarrier_wait(other.empty, w.keys_parity ^ 1);
           ptx::mbarrier_arrive_expect_tx(other.full, C::Other::kBytes);

@@ -28,11 +28,11 @@ namespace flashmoe::cuda::sm90 {
 // it, and hands them on.
 template <class C>
 __device__ __forceinline__ void keep_turns(char* shared, const BwdSlots<C>& slots,
-                                           const HopperBwdParams& p) {
+                                           const Sm90BwdParams& p) {
   const Slot sums = slots.sums(1);
   int parity = 0;
-  help_works<C>(shared, slots, [&](const BwdWork& w) {
-    if (!p.grad_query_sums) return;
+  for_each_task_helper<C>(shared, slots, [&](const BwdTask& w) {
+    if (!p.dq_accum) return;
     for_each_tile<C>(w, p, [&](int head, int first) {
       const Turn<C> turn(w, head, first, p);
       turn.wait();
@@ -55,7 +55,7 @@ __device__ __forceinline__ void send_pairs(char* shared, const BwdSlots<C>& slot
   const uint32_t to = ptx::at_rank(from, 1 - rank);
   const uint32_t barrier = ptx::at_rank(slots.other_pairs().full, 1 - rank);
   int parity = 0;
-  help_works<C>(shared, slots, [&](const BwdWork& w) {
+  for_each_task_helper<C>(shared, slots, [&](const BwdTask& w) {
 #pragma unroll 1
     for (int n = 0; n < w.tiles; ++n) {
       ptx::mbarrier_wait(slots.pairs().full, parity);
@@ -76,11 +76,11 @@ class BwdWideValues : BwdScores<C> {
 
  public:
   __device__ __forceinline__ BwdWideValues(char* shared, const BwdSlots<C>& slots,
-                                           const HopperBwdParams& p)
+                                           const Sm90BwdParams& p)
       : Base(shared, slots, 0, p) {}
 
   __device__ __forceinline__ void run() {
-    this->for_each_work([&](const BwdWork& w) { compute(w); });
+    this->for_each_task([&](const BwdTask& w) { compute(w); });
     if (thread() == 0) ptx::tma_wait_group();
   }
 
@@ -109,7 +109,7 @@ class BwdWideValues : BwdScores<C> {
   // A block of queries, whose P is there and whose dP is on its way. Then that is so of the next
   // one, if there is kMore.
   template <bool kMore>
-  __device__ __forceinline__ void step(const BwdWork& w) {
+  __device__ __forceinline__ void step(const BwdTask& w) {
     if (this->contains()) return step_contained<kMore>(w);
     const Slot q = slots_.q(ring_.at()), grad_out = slots_.grad_out(ring_.at());
     Pairs p_pairs, ds_pairs;
@@ -144,7 +144,7 @@ class BwdWideValues : BwdScores<C> {
   // The same where a mask hides something not finite; P is where dS will be. What is hidden of dS
   // is zeros, for the other CTA as well, whose warpgroups do not know of this one's V.
   template <bool kMore>
-  __device__ __forceinline__ void step_contained(const BwdWork& w) {
+  __device__ __forceinline__ void step_contained(const BwdTask& w) {
     const Slot q = slots_.q(ring_.at()), grad_out = slots_.grad_out(ring_.at());
     Pairs p_pairs, ds_pairs;
     this->pack(p_pairs, s_);
@@ -163,7 +163,7 @@ class BwdWideValues : BwdScores<C> {
     }
   }
 
-  __device__ __forceinline__ void compute(const BwdWork& w) {
+  __device__ __forceinline__ void compute(const BwdTask& w) {
     const int first_key = w.first_key + this->first_key();
 #pragma unroll
     for (float& x : dv_) x = 0;
@@ -211,11 +211,11 @@ class BwdWideKeys : BwdGroup<C> {
 
  public:
   __device__ __forceinline__ BwdWideKeys(char* shared, const BwdSlots<C>& slots,
-                                         const HopperBwdParams& p)
+                                         const Sm90BwdParams& p)
       : Base(shared, slots, 1, p) {}
 
   __device__ __forceinline__ void run() {
-    this->for_each_work([&](const BwdWork& w) { compute(w); });
+    this->for_each_task([&](const BwdTask& w) { compute(w); });
     if (thread() == 0) ptx::tma_wait_group();
   }
 
@@ -283,7 +283,7 @@ class BwdWideKeys : BwdGroup<C> {
   template <int kCount>
   __device__ __forceinline__ void add_columns(const float (&dq)[kCount], float* sums, int column,
                                               bool stores) const {
-    if (!p_.grad_query_sums) return;
+    if (!p_.dq_accum) return;
     float* const to = sums + column / 64 * (64 * 64) + column % 64 / 8 * 512 + thread() * 4;
     if (stores) {
 #pragma unroll
@@ -301,16 +301,16 @@ class BwdWideKeys : BwdGroup<C> {
   }
   // The turn to add to the sums of a block, and that of who comes next: see keep_turns().
   __device__ __forceinline__ void wait_turn() {
-    if (!p_.grad_query_sums) return;
+    if (!p_.dq_accum) return;
     ptx::mbarrier_wait(slots_.sums(group_).empty, turns_parity_);
     turns_parity_ ^= 1;
   }
   __device__ __forceinline__ void pass_turn() const {
-    if (p_.grad_query_sums) arrive(slots_.sums(group_).full);  // all are on their way
+    if (p_.dq_accum) arrive(slots_.sums(group_).full);  // all are on their way
   }
 
   // A block of queries.
-  __device__ __forceinline__ void step(const BwdWork& w) {
+  __device__ __forceinline__ void step(const BwdTask& w) {
     const Slot q = slots_.q(ring_.at());
     // What is known of the rows came with dO. That Q is there is known by dS: the next but one may
     // have come since.
@@ -344,7 +344,7 @@ class BwdWideKeys : BwdGroup<C> {
     this->advance();
   }
   // The same where a mask hides something not finite.
-  __device__ __forceinline__ void step_contained(const BwdWork& w, float* sums, bool stores) {
+  __device__ __forceinline__ void step_contained(const BwdTask& w, float* sums, bool stores) {
     const auto pairs_of = [&](int rank) {
       return [&, rank](int query, int key) { return this->pair_at(w, query, 64 * rank + key); };
     };
@@ -370,7 +370,7 @@ class BwdWideKeys : BwdGroup<C> {
     arrive_everywhere(slots_.pairs().empty);
   }
 
-  __device__ __forceinline__ void compute(const BwdWork& w) {
+  __device__ __forceinline__ void compute(const BwdTask& w) {
     const int own = w.first_key + this->first_key(), other = w.first_key + 64 - this->first_key();
 #pragma unroll
     for (float& x : dk_) x = 0;

@@ -17,7 +17,7 @@ class BwdGroup {
   using Pairs = uint32_t[C::kBlockQ / 16][4];
 
   __device__ __forceinline__ BwdGroup(char* shared, const BwdSlots<C>& slots, int group,
-                                      const HopperBwdParams& p)
+                                      const Sm90BwdParams& p)
       : shared_(shared),
         smem_(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
         slots_(slots),
@@ -62,7 +62,7 @@ class BwdGroup {
   // it is used: there are many, and no registers to keep them. And without the number of the CTA in
   // its cluster, which stands in the high bits.
   static __device__ __forceinline__ uint32_t anew(uint32_t address) {
-    return C::kWide ? same(ptx::opaque(address)) % kSharedWindow : address;
+    return C::kTwoCta ? same(ptx::opaque(address)) % kSharedWindow : address;
   }
   static constexpr uint32_t kSharedWindow = 1 << 18;
   // Where Q and dO of the block are, in uniform registers: computed as soon as it is next, since to
@@ -88,7 +88,7 @@ class BwdGroup {
   }
   // Of dS there are as many as of Q and dO, or wide one.
   __device__ __forceinline__ uint32_t pairs_tile(uint32_t stage) const {
-    return smem_ + C::kSmemPairs + (C::kWide ? 0 : stage % 2 * C::Pairs::kBytes);
+    return smem_ + C::kSmemPairs + (C::kTwoCta ? 0 : stage % 2 * C::Pairs::kBytes);
   }
 
   // The block of queries that is next: whether it needs a mask, for the warpgroup's keys; and care,
@@ -97,7 +97,7 @@ class BwdGroup {
   __device__ __forceinline__ bool look_at_rows() {
     const BwdRows& rows = this->rows();
     const int flags = rows.flags;
-    if (C::kWide) first_ = rows.first;
+    if (C::kTwoCta) first_ = rows.first;
     care_ &= kOfKeys;
     if (flags & BwdRows::kMaskedAny && (care_ || bad_terms())) care_ |= kOfBlock;
     care_ = same(care_);
@@ -107,10 +107,10 @@ class BwdGroup {
     return reinterpret_cast<const BwdRows*>(shared_ + C::kSmemRows)[ring_.at()];
   }
   // Its first query. Wide, what is known of it may be gone before it is done with.
-  __device__ __forceinline__ int first() const { return C::kWide ? first_ : rows().first; }
+  __device__ __forceinline__ int first() const { return C::kTwoCta ? first_ : rows().first; }
   // A NaN or infinity in Q, K, V or dO must not reach what does not see it, but in a product a 0 of
   // P or dS times NaN is NaN. What is known of the rows of a block, lse in base 2 and delta, shows
-  // whether there is one in Q or dO (see attention_bwd_prepare).
+  // whether there is one in Q or dO (see attention_bwd_preprocess).
   __device__ __forceinline__ bool bad_terms() const {
     const uint32_t terms = smem() + C::kSmemTerms + ring_.at() * C::kTermBytes + lane() * 16;
     bool bad = false;
@@ -123,7 +123,7 @@ class BwdGroup {
     return __any_sync(0xffffffffu, bad);
   }
   __device__ __forceinline__ bool contains() const { return care_ & ~kOfKeys; }
-  // K and V are looked at when a work begins, if there is a mask.
+  // K and V are looked at when a task begins, if there is a mask.
   __device__ __forceinline__ bool any_mask() const {
     return p_.left < kNoLimit || p_.right < kNoLimit;
   }
@@ -171,10 +171,10 @@ class BwdGroup {
     }
   }
   // dS, or what else was stored by store_pairs(): of the block, or of another one.
-  __device__ __forceinline__ Factor pair_at(const BwdWork& w, int query, int key) const {
+  __device__ __forceinline__ Factor pair_at(const BwdTask& w, int query, int key) const {
     return pair_at(w, first(), pairs_tile(stage_), query, key);
   }
-  __device__ __forceinline__ Factor pair_at(const BwdWork& w, int first, uint32_t tile, int query,
+  __device__ __forceinline__ Factor pair_at(const BwdTask& w, int first, uint32_t tile, int query,
                                             int key) const {
     const int r = first + query, k = w.first_key + key;
     return {k >= w.seq.begin(r, p_) && k < w.seq.end(r, p_) && r < w.seq.len_q,
@@ -183,7 +183,7 @@ class BwdGroup {
 
   // P = 2^(S - lse), a row for each key; and with a softcap what dS is yet to be multiplied with.
   __device__ __forceinline__ void probabilities(float (&s)[C::kBlockQ / 2], Pairs& slopes) const {
-    if (C::kTile.any_score && p_.softcap_scale) {
+    if (C::kTile.general_score && p_.softcap_scale) {
 #pragma unroll
       for (int i = 0; i < C::kBlockQ / 4; ++i) {
         const Tanh two[] = {tanh_and_derivative(s[2 * i] * p_.softcap_scale),
@@ -253,7 +253,7 @@ class BwdGroup {
   // The same from there to where they belong: by the copy engine, except where others' keys follow,
   // ragged. `first_key` is that of the 64. Shared memory is free again once the warps are through,
   // and the first thread has waited for the copy engine.
-  __device__ __forceinline__ void send_gradient(const BwdWork& w, const void* gradient,
+  __device__ __forceinline__ void send_gradient(const BwdTask& w, const void* gradient,
                                                 const Strides& strides, const TensorMap& map,
                                                 int dim, uint32_t from, uint32_t block_bytes,
                                                 int first_key) const {
@@ -280,7 +280,7 @@ class BwdGroup {
     }
   }
 
-  __device__ __forceinline__ bool any_unseen(const BwdWork& w, int first_key, int count) const {
+  __device__ __forceinline__ bool any_unseen(const BwdTask& w, int first_key, int count) const {
     return w.seq.begin(0, p_) > first_key ||
            w.seq.end(w.seq.len_q - 1, p_) <
                (p_.blocks ? first_key + count : min(first_key + count, p_.len_k));
@@ -288,7 +288,7 @@ class BwdGroup {
   // Keys that no row sees may hold anything, those past the end of the sequence above all: nothing,
   // then. Of 64 keys, in rows from `tile_row` on of K or V at `keys`.
   template <class Keys = typename C::Keys>
-  __device__ __forceinline__ void clear_keys(const BwdWork& w, int first_key, uint32_t keys,
+  __device__ __forceinline__ void clear_keys(const BwdTask& w, int first_key, uint32_t keys,
                                              int tile_row) const {
     const int begin = w.seq.begin(0, p_), end = w.seq.end(w.seq.len_q - 1, p_);
     if (!any_unseen(w, first_key, 64)) return;
@@ -304,7 +304,7 @@ class BwdGroup {
   }
 
   // dK and dV of keys that no query sees, or of lengths that are wrong.
-  __device__ void fill_gradients(const BwdWork& w) const {
+  __device__ void fill_gradients(const BwdTask& w) const {
     const uint16_t value = w.seq.valid ? 0 : Type::kNan;
     const auto fill = [&](void* gradient, const Strides& strides, int dim) {
       if (!gradient) return;
@@ -322,30 +322,30 @@ class BwdGroup {
     fill(p_.grad_value, p_.grad_value_strides, p_.head_dim_v);
   }
 
-  // f(work) for all works of the CTA.
+  // f(task) for all tasks of the CTA.
   template <class F>
-  __device__ __forceinline__ void for_each_work(const F& f) {
+  __device__ __forceinline__ void for_each_task(const F& f) {
 #pragma unroll 1
-    for (Ring<2> works;;) {
-      works.wait_full(slots_.work(works.at()));
-      const BwdWork& w = reinterpret_cast<const BwdWork*>(shared_ + C::kSmemWorks)[works.at()];
+    for (Ring<2> tasks;;) {
+      tasks.wait_full(slots_.task(tasks.at()));
+      const BwdTask& w = reinterpret_cast<const BwdTask*>(shared_ + C::kSmemTasks)[tasks.at()];
       if (w.last) break;
       if (w.tiles == 0) {
         fill_gradients(w);
       } else {
         f(w);
       }
-      works = Ring<2>(w.index);  // there is no register to keep it
-      ptx::mbarrier_arrive(slots_.work(works.at()).empty);
-      works.advance();
-      __syncwarp();  // so that the compiler knows it of the next work as well
+      tasks = Ring<2>(w.index);  // there is no register to keep it
+      ptx::mbarrier_arrive(slots_.task(tasks.at()).empty);
+      tasks.advance();
+      __syncwarp();  // so that the compiler knows it of the next task as well
     }
   }
 
   char* const shared_;
   const uint32_t smem_;
   const BwdSlots<C> slots_;
-  const HopperBwdParams& p_;
+  const Sm90BwdParams& p_;
   const int group_;
   const int part_;         // the keys: those of the warpgroup, or of the CTA
   Ring<C::kStages> ring_;  // of Q and dO

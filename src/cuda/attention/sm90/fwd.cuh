@@ -9,7 +9,7 @@
 //                   sV   stages x block_k x D
 //                   sO   1 or 2 x block_q x 64    on its way out, 64 columns at a time
 //                   barriers: full and empty, for each of these but sO, and for
-//                   two works: which block of queries it is
+//                   two tasks: which block of queries it is
 //
 //   warpgroup 1   S(n) O(n+1) |softmax(n)      | S(n-1) O(n)   | ...
 //   warpgroup 2               | S(n) O(n+1)    |softmax(n)     | S(n-1) ...
@@ -29,7 +29,7 @@ namespace flashmoe::cuda::sm90 {
 template <class C>
 class FwdLoader {
  public:
-  __device__ __forceinline__ FwdLoader(char* shared, const HopperFwdParams& p)
+  __device__ __forceinline__ FwdLoader(char* shared, const Sm90FwdParams& p)
       : shared_(shared),
         smem_(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
         slots_{smem_ + C::kSmemBarriers},
@@ -39,16 +39,16 @@ class FwdLoader {
     for (const TensorMap* map : {&p_.query_map, &p_.key_map, &p_.value_map, &p_.out_map}) {
       ptx::prefetch_tensormap(map);
     }
-    Ring<2> works;
-    int number = p_.tickets ? atomicAdd(p_.tickets, 1) : blockIdx.x;
+    Ring<2> tasks;
+    int number = p_.tile_counter ? atomicAdd(p_.tile_counter, 1) : blockIdx.x;
 #pragma unroll 1
-    for (;; works.advance()) {
-      FwdWork& w = *C::work(shared_, works.at());
-      works.wait_empty(slots_.work(works.at()));
-      find_work(number, w);
-      ptx::mbarrier_arrive(slots_.work(works.at()).full);
+    for (;; tasks.advance()) {
+      FwdTask& w = *C::task(shared_, tasks.at());
+      tasks.wait_empty(slots_.task(tasks.at()));
+      find_task(number, w);
+      ptx::mbarrier_arrive(slots_.task(tasks.at()).full);
       if (!w.more) return;
-      number = after(number, works.turns());  // asked for early: it may take a while to come
+      number = after(number, tasks.turns());  // asked for early: it may take a while to come
       load(w);
     }
   }
@@ -57,13 +57,13 @@ class FwdLoader {
   // The block of this CTA after that of `round`. Ragged: the next that nobody has. Else forth and
   // back through the list, so that who had the longest of one round has the shortest of the next.
   __device__ __forceinline__ int after(int number, uint32_t round) const {
-    if (p_.tickets) return atomicAdd(p_.tickets, 1);
+    if (p_.tile_counter) return atomicAdd(p_.tile_counter, 1);
     return number + 1 + 2 * (round % 2 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
   }
 
   // Number `number` of all blocks.
-  __device__ __forceinline__ void find_work(int number, FwdWork& w) const {
-    w.more = number < p_.works;
+  __device__ __forceinline__ void find_task(int number, FwdTask& w) const {
+    w.more = number < p_.num_tasks;
     if (!w.more) return;
     Sequence seq;
     int first_row;
@@ -81,7 +81,7 @@ class FwdLoader {
     } else {
       // Heads go together as far as the second-level cache holds their keys, and of these the
       // blocks that see most go first.
-      const int heads = p_.heads * p_.batch, together = p_.heads_together;
+      const int heads = p_.heads * p_.batch, together = p_.heads_per_wave;
       const int first = number / (p_.query_blocks * together) * together;
       const int count = min(together, heads - first);
       const int rest = number - first * p_.query_blocks;
@@ -114,7 +114,7 @@ class FwdLoader {
     }
   }
 
-  __device__ __forceinline__ void load(const FwdWork& w) {
+  __device__ __forceinline__ void load(const FwdTask& w) {
     const int key_head = w.head / p_.group, token_k = static_cast<int>(w.seq.token_k);
 #pragma unroll 1
     for (int n = w.key_end - 1; n >= w.key_begin; --n, keys_.advance()) {
@@ -137,13 +137,13 @@ class FwdLoader {
   char* const shared_;
   const uint32_t smem_;
   const FwdSlots<C> slots_;
-  const HopperFwdParams& p_;
+  const Sm90FwdParams& p_;
   Ring<1> queries_;
   Ring<C::kStages> keys_;
 };
 
 template <class C>
-__device__ __forceinline__ void attention_fwd(const HopperFwdParams& p) {
+__device__ __forceinline__ void attention_fwd(const Sm90FwdParams& p) {
   extern __shared__ __align__(1024) char shared[];
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);

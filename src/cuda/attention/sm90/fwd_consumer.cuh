@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "cuda/attention/sequence.cuh"
+#include "cuda/attention/sm90/params.h"
 #include "cuda/attention/sm90/tiles.h"
 #include "cuda/attention/softmax.cuh"
 #include "cuda/ptx/ldmatrix.cuh"
@@ -16,7 +17,7 @@
 namespace flashmoe::cuda::sm90 {
 
 // A block of queries, and the blocks of keys that it sees.
-struct alignas(8) FwdWork {
+struct alignas(8) FwdTask {
   Sequence seq;
   int batch = 0, head = 0, first_row = 0;
   int key_begin = 0, key_end = 0;
@@ -26,16 +27,16 @@ struct alignas(8) FwdWork {
   int64_t lse = 0;                           // where that of its head begins
 
   // Of the block, as the tensor maps count.
-  __device__ __forceinline__ int first_token(const HopperFwdParams& p) const {
+  __device__ __forceinline__ int first_token(const Sm90FwdParams& p) const {
     return static_cast<int>(seq.token_q) + (first_row >> p.pack);
   }
 };
 
-template <class T, HopperFwdTile kTile_>
+template <class T, Sm90FwdTile kTile_>
 struct FwdConfig {
   using Type = T;
   static constexpr bool kBf16 = std::is_same_v<T, Bf16>;
-  static constexpr HopperFwdTile kTile = kTile_;
+  static constexpr Sm90FwdTile kTile = kTile_;
   static constexpr int kDim = kTile.head_dim, kStages = kTile.stages;
   static constexpr int kBlockQ = kTile.block_q, kBlockK = kTile.block_k;
   static constexpr int kOutStages = kTile.out_stages();
@@ -47,27 +48,27 @@ struct FwdConfig {
   static constexpr uint32_t kSmemK = Rows::kBytes;
   static constexpr uint32_t kSmemV = kSmemK + kStages * Keys::kBytes;
   static constexpr uint32_t kSmemO = kSmemV + kStages * Keys::kBytes;
-  static constexpr uint32_t kSmemWorks = kSmemO + kOutStages * Out::kBytes;
-  static constexpr uint32_t kSmemBarriers = kSmemWorks + 2 * sizeof(FwdWork);
+  static constexpr uint32_t kSmemTasks = kSmemO + kOutStages * Out::kBytes;
+  static constexpr uint32_t kSmemBarriers = kSmemTasks + 2 * sizeof(FwdTask);
   static constexpr int kSlots = 3 + 2 * kStages;
-  static_assert(kSmemWorks + kBarrierBytes == kTile.shared_bytes());
-  static_assert(2 * sizeof(FwdWork) + kSlots * Slot::kBytes <= kBarrierBytes);
-  static_assert(sizeof(FwdWork) % 8 == 0 && kBlockQ % 64 == 0 && kBlockK % 16 == 0);
+  static_assert(kSmemTasks + kBarrierBytes == kTile.shared_bytes());
+  static_assert(2 * sizeof(FwdTask) + kSlots * Slot::kBytes <= kBarrierBytes);
+  static_assert(sizeof(FwdTask) % 8 == 0 && kBlockQ % 64 == 0 && kBlockK % 16 == 0);
   static_assert(Rows::kBytes % 1024 == 0 && Keys::kBytes % 1024 == 0);
   static constexpr int kLoaderRegisters = kGroups == 3 ? 32 : 40;
   static constexpr int kRegisters = kGroups == 3 ? 160 : 232;
   static_assert(kLoaderRegisters + kGroups * kRegisters <=
                 (kGroups + 1) * registers_at_first(kGroups + 1));
 
-  static __device__ __forceinline__ FwdWork* work(char* shared, int i) {
-    return reinterpret_cast<FwdWork*>(shared + kSmemWorks) + i;
+  static __device__ __forceinline__ FwdTask* task(char* shared, int i) {
+    return reinterpret_cast<FwdTask*>(shared + kSmemTasks) + i;
   }
 };
 
 template <class C>
 struct FwdSlots {
   uint32_t barriers;
-  __device__ __forceinline__ Slot work(int i) const { return at(i); }
+  __device__ __forceinline__ Slot task(int i) const { return at(i); }
   __device__ __forceinline__ Slot q() const { return at(2); }
   __device__ __forceinline__ Slot k(int i) const { return at(3 + i); }
   __device__ __forceinline__ Slot v(int i) const { return at(3 + C::kStages + i); }
@@ -86,7 +87,7 @@ struct FwdSlots {
 template <class C>
 class FwdRows {
  public:
-  __device__ __forceinline__ FwdRows(char* shared, int group, const HopperFwdParams& p)
+  __device__ __forceinline__ FwdRows(char* shared, int group, const Sm90FwdParams& p)
       : shared_(shared),
         smem_(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
         slots_{smem_ + C::kSmemBarriers},
@@ -102,9 +103,9 @@ class FwdRows {
       go_through_keys();
       finish();
       store();
-      ptx::mbarrier_arrive(slots_.work(works_.at()).empty);
-      __syncwarp();  // so that the compiler knows it of the next work as well
-      works_.advance();
+      ptx::mbarrier_arrive(slots_.task(tasks_.at()).empty);
+      __syncwarp();  // so that the compiler knows it of the next task as well
+      tasks_.advance();
     }
     if (C::kGroups > 1 && group_ == 0) ptx::bar_sync(kTurn, kTwoGroups);  // the last one's
     if (thread() == 0) ptx::tma_wait_group();
@@ -121,13 +122,13 @@ class FwdRows {
   __device__ __forceinline__ int lane() const { return thread() & 31; }
   // Rows that a thread holds: row() and row() + 8 of the warpgroup's.
   __device__ __forceinline__ int row() const { return warp() * 16 + (lane() >> 2); }
-  __device__ __forceinline__ int first_row() const { return work().first_row + group_ * 64; }
-  __device__ __forceinline__ const FwdWork& work() const { return *C::work(shared_, works_.at()); }
+  __device__ __forceinline__ int first_row() const { return task().first_row + group_ * 64; }
+  __device__ __forceinline__ const FwdTask& task() const { return *C::task(shared_, tasks_.at()); }
   // Each time anew: registers are few.
   static __device__ __forceinline__ int read(const int& x) {
     return *const_cast<const volatile int*>(&x);
   }
-  // The query of a row of the work.
+  // The query of a row of the task.
   __device__ __forceinline__ int query(int row) const { return row >> p_.pack; }
 
   __device__ __forceinline__ void wait_turn() const {
@@ -141,10 +142,10 @@ class FwdRows {
     if (lane() == 0) ptx::mbarrier_arrive(slot.empty);
   }
 
-  // The next work, or false.
+  // The next task, or false.
   __device__ __forceinline__ bool take() {
-    works_.wait_full(slots_.work(works_.at()));
-    const FwdWork& w = work();
+    tasks_.wait_full(slots_.task(tasks_.at()));
+    const FwdTask& w = task();
     if (!same(w.more)) return false;
     block_ = same(w.end[group_]) - 1;
     return true;
@@ -192,10 +193,10 @@ class FwdRows {
           if (hidden(i / 2 * 8 + i % 2)) s_[i / 2 * 4 + 2 * half + i % 2] = -INFINITY;
         }
       };
-      const int end = work().seq.end(q, p_) - first;
+      const int end = task().seq.end(q, p_) - first;
       hide([&](int key) { return key >= end; });
       if (p_.left == kNoLimit) continue;
-      const int begin = work().seq.begin(q, p_) - first;
+      const int begin = task().seq.begin(q, p_) - first;
       hide([&](int key) { return key < begin; });
     }
   }
@@ -291,13 +292,13 @@ class FwdRows {
   }
 
   __device__ __forceinline__ bool needs_mask() const {
-    return block_ >= read(work().full_end[group_]) || block_ < read(work().full_begin[group_]);
+    return block_ >= read(task().full_end[group_]) || block_ < read(task().full_begin[group_]);
   }
 
   // S of a block is there: its keys are not needed any more, nor the queries after the last.
   __device__ __forceinline__ void release_scores() {
     release(slots_.k(keys_.at()));
-    if (block_ > read(work().key_begin)) return;
+    if (block_ > read(task().key_begin)) return;
     release(slots_.q());
   }
 
@@ -319,7 +320,7 @@ class FwdRows {
   // Blocks that none of the warpgroup's rows sees, before the first that some do.
   __device__ __forceinline__ void skip() {
 #pragma unroll 1
-    for (int n = read(work().key_end) - 1; same(n) > block_; --n) {
+    for (int n = read(task().key_end) - 1; same(n) > block_; --n) {
       const Slot k = slots_.k(keys_.at()), v = slots_.v(keys_.at());
       keys_.wait_full(k);
       wait_turn();
@@ -332,9 +333,9 @@ class FwdRows {
       keys_.advance();
     }
   }
-  // S of the first block of a work.
+  // S of the first block of a task.
   __device__ __forceinline__ void begin() {
-    ptx::mbarrier_wait(slots_.q().full, works_.turns() % 2);
+    ptx::mbarrier_wait(slots_.q().full, tasks_.turns() % 2);
     keys_.wait_full(slots_.k(keys_.at()));
     wait_turn();
     ptx::wgmma_fence();
@@ -354,7 +355,7 @@ class FwdRows {
   }
   __device__ __forceinline__ void first_softmax() {
     release_scores();
-    if (C::kTile.any_score) transform();
+    if (C::kTile.general_score) transform();
     if (needs_mask()) mask();
     softmax<true>();
     pack_pairs();
@@ -368,9 +369,9 @@ class FwdRows {
   __device__ __forceinline__ void step() {
     const int before = issue_both();
     ptx::wgmma_wait_group<1>(s_);
-    if (kMasked || C::kTile.any_score) {
+    if (kMasked || C::kTile.general_score) {
       release_scores();
-      if (C::kTile.any_score) transform();
+      if (C::kTile.general_score) transform();
       if (kMasked) mask();
       softmax<false>();
       wait_and_correct();
@@ -386,11 +387,11 @@ class FwdRows {
   __device__ __forceinline__ void go_through_keys() {
     const auto from = [&](const int& first) { return block_ >= same(read(first)); };
 #pragma unroll 1
-    while (from(work().full_end[group_])) step<true>();
+    while (from(task().full_end[group_])) step<true>();
 #pragma unroll 1
-    while (from(work().full_begin[group_])) step<false>();
+    while (from(task().full_begin[group_])) step<false>();
 #pragma unroll 1
-    while (from(work().key_begin)) step<true>();
+    while (from(task().key_begin)) step<true>();
   }
 
   // O / sum through shared memory to the copy engine, and lse.
@@ -429,7 +430,7 @@ class FwdRows {
     // After the fences, which would wait for it.
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int r = work().first_row + group_ * 64 + row() + 8 * half;
+      const int r = task().first_row + group_ * 64 + row() + 8 * half;
       if (lane() % 4 == 0) write_lse(r, lse[half]);
     }
     contain();
@@ -437,17 +438,17 @@ class FwdRows {
 
   // Rows of a sequence that end within the tile are followed by those of the next.
   __device__ __forceinline__ void send(uint32_t sO, int column) const {
-    const int first = work().first_row + group_ * 64;
-    if (!p_.blocks || first + 64 <= work().seq.len_q) {
+    const int first = task().first_row + group_ * 64;
+    if (!p_.blocks || first + 64 <= task().seq.len_q) {
       if (thread() == 0) {
         ptx::tma_store(sO + group_ * 64 * 128, &p_.out_map, column, 0,
-                       static_cast<int>(work().seq.token_q) + (first >> p_.pack), work().head,
-                       work().batch);
+                       static_cast<int>(task().seq.token_q) + (first >> p_.pack), task().head,
+                       task().batch);
         ptx::tma_commit_group();
       }
       return;
     }
-    const int rows = min(work().seq.len_q - first, 64), columns = min(p_.head_dim_v - column, 64);
+    const int rows = min(task().seq.len_q - first, 64), columns = min(p_.head_dim_v - column, 64);
 #pragma unroll 1
     for (int i = thread(); i < rows * 8; i += 128) {
       const uint16_t* from = static_cast<const uint16_t*>(
@@ -461,9 +462,9 @@ class FwdRows {
     }
   }
 
-  // Where a row of the work lies.
+  // Where a row of the task lies.
   __device__ __forceinline__ int64_t row_offset(const Strides& strides, int row) const {
-    const FwdWork& w = work();
+    const FwdTask& w = task();
     const int head = (w.head << p_.pack) + (row & ((1 << p_.pack) - 1));
     return offset(p_, strides, w.batch, head, w.seq.token_q) + query(row) * strides.row;
   }
@@ -471,9 +472,9 @@ class FwdRows {
     return static_cast<uint16_t*>(p_.out) + row_offset(p_.out_strides, row);
   }
   __device__ __forceinline__ void write_lse(int row, float lse) const {
-    if (!p_.lse || query(row) >= work().seq.len_q) return;
+    if (!p_.lse || query(row) >= task().seq.len_q) return;
     const int head = row & ((1 << p_.pack) - 1);
-    p_.lse[work().lse + head * p_.lse_strides.head + query(row) * p_.lse_strides.row] = lse;
+    p_.lse[task().lse + head * p_.lse_strides.head + query(row) * p_.lse_strides.row] = lse;
   }
 
   // A probability of 0 times a hidden NaN is NaN: rows with something not finite are computed once
@@ -481,7 +482,7 @@ class FwdRows {
   __device__ __forceinline__ void contain() const {
     const bool hides = p_.left < kNoLimit || p_.right < kNoLimit || p_.key_lengths || p_.blocks;
     if (!hides) return;
-    bool finite[2] = {work().seq.valid, work().seq.valid};
+    bool finite[2] = {task().seq.valid, task().seq.valid};
 #pragma unroll
     for (int i = 0; i < C::kDim / 2; ++i) finite[i % 4 / 2] &= isfinite(o_[i]);
     const uint32_t upper = __ballot_sync(0xffffffffu, !finite[0]);
@@ -495,7 +496,7 @@ class FwdRows {
   // Rows of the warp key by key, from what each really sees. `upper` has four bits for each of the
   // first eight rows, `lower` for the others. Slow, and rarely needed.
   __device__ __forceinline__ void store_again(uint32_t upper, uint32_t lower) const {
-    const FwdWork& w = work();
+    const FwdTask& w = task();
     constexpr int kEach = (C::kDim + 31) / 32;  // columns of a lane
     const int key_head = w.head / p_.group;
     const auto number = [](const uint16_t* row, int column, int dim) {
@@ -551,9 +552,9 @@ class FwdRows {
   char* const shared_;
   const uint32_t smem_;
   const FwdSlots<C> slots_;
-  const HopperFwdParams& p_;
+  const Sm90FwdParams& p_;
   const int group_;
-  Ring<2> works_;
+  Ring<2> tasks_;
   Ring<C::kStages> keys_;
   // The work; of its blocks of keys this one is next.
   int block_;

@@ -5,21 +5,21 @@
 #include "cuda/attention/mma_sync/bwd.cuh"
 #include "cuda/tile/chip_sm75.cuh"
 
-#define KERNEL(D, BLOCK_Q, BLOCK_K, WARPS, STAGES, CTAS, S, GK, GQ)                  \
-  extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS)                     \
-      sm75_attention_bwd_bias_fp16_d##D##_##BLOCK_Q##x##BLOCK_K(                     \
-          const __grid_constant__ flashmoe::cuda::AttentionBwdParams p) {            \
-    using namespace flashmoe::cuda;                                                  \
-    constexpr BwdTile kTile = {D, BLOCK_Q, BLOCK_K, WARPS, STAGES, CTAS, S, GK, GQ}; \
-    attention_bwd<BwdConfig<sm75::Chip, sm75::Fp16, kTile, true>>(p);                \
-  }                                                                                  \
-  extern "C" __global__ void __launch_bounds__(                                      \
-      WARPS * 32, flashmoe::cuda::finish_ctas(D, BLOCK_Q, BLOCK_K, CTAS))            \
-      sm75_attention_bwd_bias_finish_fp16_d##D##_##BLOCK_Q##x##BLOCK_K(              \
-          const __grid_constant__ flashmoe::cuda::AttentionBwdParams p) {            \
-    using namespace flashmoe::cuda;                                                  \
-    constexpr BwdTile kTile = {D, BLOCK_Q, BLOCK_K, WARPS, STAGES, CTAS, S, GK, GQ}; \
-    attention_bwd_finish<BwdConfig<sm75::Chip, sm75::Fp16, kTile, true>>(p);         \
+#define KERNEL(D, BLOCK_Q, BLOCK_K, WARPS, STAGES, CTAS, S, GK, GQ)                                \
+  extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS)                                   \
+      sm75_attention_bwd_bias_fp16_d##D##_##BLOCK_Q##x##BLOCK_K(                                   \
+          const __grid_constant__ flashmoe::cuda::AttentionBwdParams p) {                          \
+    using namespace flashmoe::cuda;                                                                \
+    constexpr BwdTile kTile = {D, BLOCK_Q, BLOCK_K, WARPS, STAGES, CTAS, S, GK, GQ};               \
+    attention_bwd<BwdConfig<sm75::Chip, sm75::Fp16, kTile, true>>(p);                              \
+  }                                                                                                \
+  extern "C" __global__ void __launch_bounds__(WARPS * 32,                                         \
+                                               flashmoe::cuda::dq_ctas(D, BLOCK_Q, BLOCK_K, CTAS)) \
+      sm75_attention_bwd_bias_dq_fp16_d##D##_##BLOCK_Q##x##BLOCK_K(                                \
+          const __grid_constant__ flashmoe::cuda::AttentionBwdParams p) {                          \
+    using namespace flashmoe::cuda;                                                                \
+    constexpr BwdTile kTile = {D, BLOCK_Q, BLOCK_K, WARPS, STAGES, CTAS, S, GK, GQ};               \
+    attention_bwd_dq<BwdConfig<sm75::Chip, sm75::Fp16, kTile, true>>(p);                           \
   }
 
 #define SUM(D, BLOCK_Q, BLOCK_K, WARPS, COLS, STAGES, CTAS)                         \

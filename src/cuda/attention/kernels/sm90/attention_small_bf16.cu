@@ -4,16 +4,16 @@
 using namespace flashmoe::cuda;
 
 extern "C" __global__ void __launch_bounds__(kRaggedThreads)
-    sm90_attention_ragged_blocks_bf16(const __grid_constant__ AttentionRaggedParams p) {
+    sm90_attention_ragged_blocks_bf16(const __grid_constant__ RaggedParams p) {
   attention_ragged_blocks(p);
 }
 
 extern "C" __global__ void __launch_bounds__(kRowThreads, 8)
-    sm90_attention_bwd_prepare_bf16(const __grid_constant__ HopperBwdParams p) {
-  sm90::attention_bwd_prepare<Bf16>(p);
+    sm90_attention_bwd_preprocess_bf16(const __grid_constant__ Sm90BwdParams p) {
+  sm90::attention_bwd_preprocess<Bf16>(p);
 }
 
 extern "C" __global__ void __launch_bounds__(sm90::kFinishThreads)
-    sm90_attention_bwd_finish_bf16(const __grid_constant__ HopperBwdParams p) {
-  sm90::attention_bwd_finish<Bf16>(p);
+    sm90_attention_bwd_dq_bf16(const __grid_constant__ Sm90BwdParams p) {
+  sm90::attention_bwd_dq<Bf16>(p);
 }

@@ -42,11 +42,12 @@ __device__ __forceinline__ float row_product(const char* left, const char* right
 }
 
 // lse in base 2 and delta = out.dO - grad_lse of every row, and zeros where dQ will be summed. The
-// grid is that of attention_bwd_finish, of prepare_heads heads at once: see find_query_rows().
+// grid is that of attention_bwd_dq, of preprocess_heads heads at once: see find_query_rows().
 template <class T>
-__device__ __forceinline__ void attention_bwd_prepare(const AttentionBwdParams& p) {
-  if (p.deterministic && blockIdx.x + blockIdx.y + blockIdx.z + threadIdx.x == 0) *p.tickets = 0;
-  const int heads = p.prepare_heads;
+__device__ __forceinline__ void attention_bwd_preprocess(const AttentionBwdParams& p) {
+  if (p.deterministic && blockIdx.x + blockIdx.y + blockIdx.z + threadIdx.x == 0)
+    *p.tile_counter = 0;
+  const int heads = p.preprocess_heads;
   const auto [seq, kind, batch, first_head, first] = find_query_rows(p, heads);
   if (kind != RaggedKind::kBlock || first >= seq.len_q) return;
   const int64_t sequence_row = workspace_row(p, seq, batch) + first;
@@ -85,16 +86,16 @@ __device__ __forceinline__ void attention_bwd_prepare(const AttentionBwdParams& 
     if (natural == INFINITY) terms.y = NAN;
     if (first + r >= seq.len_q) terms = {INFINITY, 0};
     if (lane == 0) {
-      reinterpret_cast<float2*>(p.row_terms)[(first_head + head) * p.rows + sequence_row + r] =
+      reinterpret_cast<float2*>(p.lse_delta)[(first_head + head) * p.rows + sequence_row + r] =
           terms;
     }
   }
-  if (!p.grad_query_sums) return;
+  if (!p.dq_accum) return;
   for (int head = first_head; head < first_head + heads; ++head) {
-    const int64_t round_row = head * p.sum_rows + sequence_row - round_rows(p);
-    float4* sums = reinterpret_cast<float4*>(p.grad_query_sums + round_row * p.dim);
+    const int64_t round_row = head * p.dq_accum_rows + sequence_row - round_rows(p);
+    float4* sums = reinterpret_cast<float4*>(p.dq_accum + round_row * p.dim);
     for (int i = threadIdx.x; i < p.block_q * p.dim / 4; i += kRowThreads) sums[i] = {0, 0, 0, 0};
-    if (p.deterministic && threadIdx.x == 0) p.turns[round_row / p.block_q] = 0;
+    if (p.deterministic && threadIdx.x == 0) p.dq_semaphore[round_row / p.block_q] = 0;
   }
 }
 

@@ -1,13 +1,13 @@
 #include "cuda/attention/mma_sync/bias_align.cuh"
-#include "cuda/attention/mma_sync/rows.cuh"
+#include "cuda/attention/mma_sync/small.cuh"
 #include "cuda/attention/ragged.cuh"
 #include "cuda/tile/chip_sm80.cuh"
 
 using namespace flashmoe::cuda;
 
 extern "C" __global__ void __launch_bounds__(kRowThreads)
-    sm80_attention_bwd_prepare_bf16(const __grid_constant__ AttentionBwdParams p) {
-  attention_bwd_prepare<Bf16>(p);
+    sm80_attention_bwd_preprocess_bf16(const __grid_constant__ AttentionBwdParams p) {
+  attention_bwd_preprocess<Bf16>(p);
 }
 
 extern "C" __global__ void __launch_bounds__(kRowThreads)
@@ -16,16 +16,16 @@ extern "C" __global__ void __launch_bounds__(kRowThreads)
 }
 
 extern "C" __global__ void __launch_bounds__(kRaggedThreads)
-    sm80_attention_ragged_blocks_bf16(const __grid_constant__ AttentionRaggedParams p) {
+    sm80_attention_ragged_blocks_bf16(const __grid_constant__ RaggedParams p) {
   attention_ragged_blocks(p);
 }
 
 extern "C" __global__ void __launch_bounds__(kBiasRowThreads)
-    sm80_attention_bias_rows_bf16(const __grid_constant__ AttentionBiasRowsParams p) {
-  attention_bias_rows(p);
+    sm80_attention_bias_align_bf16(const __grid_constant__ BiasAlignParams p) {
+  attention_bias_align(p);
 }
 
 extern "C" __global__ void __launch_bounds__(kBiasRowThreads)
-    sm80_attention_bias_heads_bf16(const __grid_constant__ AttentionBiasHeadsParams p) {
-  attention_bias_heads(p);
+    sm80_attention_bias_transpose_bf16(const __grid_constant__ BiasTransposeParams p) {
+  attention_bias_transpose(p);
 }

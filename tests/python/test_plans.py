@@ -1,6 +1,6 @@
 """Plans for every chip name kernels that are there, and say why. Asks the planner only: no GPU.
 
-tests/cpp/test_plan.cc asks for many more problems.
+tests/cpp/test_plan_cuda.cc and test_plan_bias.cc ask for many more problems.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ BIASES = {
 @pytest.mark.parametrize("dtype", TORCH_DTYPES)
 @pytest.mark.parametrize("chip", PLANNED)
 def test_plans_with_a_bias(chip, dtype, wide):
-    """tests/cpp/test_plan.cc has those that want no gradient of it."""
+    """tests/cpp/test_plan_bias.cc has those that want no gradient of it."""
     bias_dtype = torch.float32 if wide else TORCH_DTYPES[dtype]
     if not runs(chip, dtype):
         with pytest.raises(RuntimeError, match=rf"(?is){chip}.*cpu"):
@@ -381,7 +381,7 @@ def test_a_large_backward_pass_with_a_bias_goes_by_parts_of_the_batch():
 
 @pytest.mark.parametrize("chip", ["sm_75", "sm_80", "sm_100"])
 def test_odd_rows_of_a_bias_that_eight_share_are_copied(chip):
-    """tests/cpp/test_plan.cc has the other strides."""
+    """tests/cpp/test_plan_bias.cc has the other strides."""
     for batch, keys, shape, copied in (
         (8, 93, (70, 93), True),
         (7, 93, (70, 93), False),
@@ -426,7 +426,7 @@ def test_many_short_sequences_have_a_tile_of_their_own(backward, monkeypatch):
     for few in ({"batch": 147, "n": 32, "m": 32}, {"batch": 148, "n": 32, "m": 33}):
         other = fm.explain(*problem(**few, heads_q=4, heads_k=4), **options, backward=backward)
         assert told(other)["kernel"] in longer
-    if backward:  # the two passes have no long tile in common; tests/cpp/test_plan.cc forces them
+    if backward:  # the two passes have no long tile in common; test_plan_cuda.cc forces them
         return
     monkeypatch.setenv("FLASHMOE_TILE", re.search(r"_(\d+x\d+)$", longer[0])[1])
     assert told(fm.explain(*tensors, **options))["kernel"] == longer[0]
@@ -547,7 +547,7 @@ def test_a_family_that_does_not_exist_is_named(monkeypatch):
 
 
 def test_a_tile_can_be_forced(monkeypatch):
-    """Every forward tile of the lists; tests/cpp/test_plan.cc has the backward ones."""
+    """Every forward tile of the lists; tests/cpp/test_plan_cuda.cc has the backward ones."""
     for name, kernel in CATALOGUE.items():
         if kernel["role"] not in FORWARD:
             continue

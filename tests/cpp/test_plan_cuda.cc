@@ -1,0 +1,318 @@
+// CUDA plans: which kernel another machine would run, and how its work is partitioned. Needs
+// kernels in the build, but no GPU.
+#include "plans.h"
+
+using namespace testing;
+
+TEST(plans_name_kernels_that_exist_and_fit) {
+  if (!all_families()) return;
+  const int64_t dims[] = {1,  7,  8,  16,  17,  24,  32,  33,  40,  48, 64,
+                          72, 80, 96, 112, 128, 144, 192, 200, 255, 256};
+  const Sizes sizes[] = {{},
+                         {.batch = 1, .len_q = 1, .len_k = 1},
+                         {.len_q = 63, .len_k = 4096},
+                         {.batch = 300, .len_q = 31, .len_k = 32},  // short
+                         {.batch = 300, .len_q = 20, .len_k = 33},  // ragged, they are short
+                         {.batch = 300, .len_q = 49, .len_k = 1},
+                         {.batch = 70000, .heads_q = 1, .heads_k = 1, .len_q = 5, .len_k = 3},
+                         {.batch = 40, .heads_q = 4, .heads_k = 4, .len_q = 2048, .len_k = 2048}};
+  for (const Chip& chip : kChips) {
+    for (DType dtype : {DType::kFloat16, DType::kBFloat16}) {
+      if (chip.compute_capability < 80 && dtype == DType::kBFloat16) continue;
+      for (Pass pass : {Pass::kForward, Pass::kBackward}) {
+        for (int64_t dim : dims) {
+          for (int64_t dim_v : {dim, int64_t{64}}) {
+            for (const Sizes& s : sizes) {
+              for (bool ragged : {false, true}) {
+                if (s.len_q == 1 && !ragged && pass == Pass::kForward) continue;  // see below
+                const Note note("sm_", chip.compute_capability, " ", dtype_name(dtype),
+                                pass == Pass::kForward ? " forward" : " backward", " head dims ",
+                                dim, "/", dim_v, ", ", s.len_q, " x ", s.len_k,
+                                ragged ? " ragged" : "");
+                const auto plan = plan_of(
+                    cuda_problem(chip.compute_capability, pass, dtype, dim, dim_v, s, ragged));
+                if (plan.kernel.empty()) return;  // reported
+                check_plan(plan, chip, s);
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(every_option_has_a_plan) {
+  if (!all_families()) return;
+  for (const Chip& chip : kChips) {
+    for (Pass pass : {Pass::kForward, Pass::kBackward}) {
+      AttentionProblem p = cuda_problem(chip.compute_capability, pass, DType::kFloat16, 64, 64, {});
+      p.causal = true;
+      p.window_left = 100;
+      p.softcap = 20;
+      p.scale = -0.5;
+      p.key_lengths = contiguous(DType::kInt64, {2});
+      if (pass == Pass::kBackward) p.grad_lse = p.lse;
+      for (bool deterministic : {false, true}) {
+        p.deterministic = deterministic;
+        check_plan(plan_of(p), chip, {});
+      }
+      // A gradient that is not asked for needs no kernel.
+      if (pass == Pass::kBackward) {
+        const size_t with = plan_of(p).workspace_bytes;
+        p.grad_query.reset();
+        CHECK(kernels_after(plan_of(p)).empty());
+        CHECK(plan_of(p).workspace_bytes < with);
+      }
+    }
+  }
+}
+
+TEST(nothing_to_do_is_planned) {
+  if (!all_families()) return;
+  for (const Sizes& s : {Sizes{.batch = 0}, Sizes{.len_q = 0}, Sizes{.len_k = 0}}) {
+    for (bool ragged : {false, true}) {
+      for (Pass pass : {Pass::kForward, Pass::kBackward}) {
+        CHECK(find(plan_of(cuda_problem(100, pass, DType::kFloat16, 64, 64, s, ragged)).kernel));
+      }
+    }
+  }
+}
+
+TEST(one_query_over_many_keys_is_split) {
+  if (!all_families()) return;
+  const auto plan_for_batch = [](int cc, int64_t batch, int64_t keys, int multiprocessors = 0) {
+    const Sizes s{.batch = batch, .heads_q = 32, .heads_k = 8, .len_q = 1, .len_k = keys};
+    AttentionProblem p = cuda_problem(cc, Pass::kForward, DType::kFloat16, 128, 128, s);
+    p.device.multiprocessors = multiprocessors;
+    return plan_of(p);
+  };
+  for (const Chip& chip : kChips) {
+    const int cc = chip.compute_capability;
+    const Note note("sm_", cc);
+    const AttentionPlan one = plan_for_batch(cc, 1, 100000, 100);
+    CHECK(one.splits > 10 && one.splits <= 100, one.splits);  // 8 key heads
+    CHECK_EQ(int64_t{main_launch(one).grid[0]}, one.splits);
+    CHECK_EQ(main_launch(one).grid[1], 8u);  // the heads of a group are rows
+    CHECK_EQ(main_launch(one).grid[2], 1u);
+    CHECK_EQ(kernels_after(one).size(), 1u);
+    check_helper(one, kernels_after(one)[0], "attention_combine");
+    // (splits, heads, rows, head dim) of sums and their lse.
+    CHECK_EQ(one.workspace_bytes, static_cast<size_t>(one.splits * 8 * 4 * (128 + 1) * 4));
+    const std::string words = flashmoe::explain(one.problem);
+    CHECK_CONTAINS(words, "\n  splits     the keys, in " + std::to_string(one.splits) + "\n");
+    CHECK_CONTAINS(words, line("after", kernels_after(one)[0]));
+    CHECK_CONTAINS(words, "\n  bitwise reproducible\n");
+
+    // Enough to do for everyone, or too little for several.
+    const AttentionPlan many = plan_for_batch(cc, 512, 100000);
+    const AttentionPlan few_keys = plan_for_batch(cc, 1, 100);
+    const AttentionPlan small_chip = plan_for_batch(cc, 1, 100000, 1);
+    for (const AttentionPlan& plan : {many, few_keys, small_chip}) {
+      CHECK_EQ(plan.splits, 1);
+      CHECK(kernels_after(plan).empty());
+      CHECK_EQ(plan.workspace_bytes, 0u);
+    }
+    CHECK(plan_for_batch(cc, 1, 100000, 20).splits < one.splits);
+    // A larger batch is never split more.
+    int64_t before = 1 << 20;
+    for (int64_t batch = 1; batch <= 1024; batch *= 2) {
+      const int64_t splits = plan_for_batch(cc, batch, 100000).splits;
+      CHECK(splits <= before && splits >= 1, batch, splits);
+      before = splits;
+    }
+  }
+}
+
+TEST(ragged_batches_of_short_sequences) {
+  if (!all_families()) return;
+  const auto problem_of = [](int64_t batch, int64_t tokens, int64_t longest, int64_t heads = 4) {
+    const Sizes s{.batch = 1, .heads_q = heads, .heads_k = heads, .len_q = tokens, .len_k = tokens};
+    AttentionProblem p = cuda_problem(100, Pass::kForward, DType::kFloat16, 64, 64, s, true);
+    const TensorSpec cu = contiguous(DType::kInt32, {batch + 1});
+    p.ragged = flashmoe::Ragged{cu, cu, longest, longest};
+    return p;
+  };
+  // One long sequence among many short ones: the tile is for the short ones, and there are about
+  // as many blocks as they need.
+  const AttentionPlan plan = plan_of(problem_of(4096, 4096 * 20, 3000));
+  CHECK_EQ(plan.block_q, 32);
+  CHECK_EQ(plan.block_k, 32);
+  CHECK_EQ(int64_t{main_launch(plan).grid[0]}, (4096 * 20 / 32 + 4096 + 1) * 4);
+  const AttentionPlan longer = plan_of(problem_of(4096, 4096 * 49, 3000));
+  CHECK_EQ(longer.block_q, 64);
+  CHECK_EQ(int64_t{main_launch(longer).grid[0]}, (4096 * 49 / 64 + 4096 + 1) * 4);
+  CHECK_CONTAINS(flashmoe::explain(longer.problem),
+                 "49 rows a sequence would leave half of the tile empty");
+  // A stated length costs nothing.
+  const AttentionPlan stated = plan_of(problem_of(4096, 4096 * 20, 1 << 29));
+  CHECK_EQ(stated.kernel, plan.kernel);
+  CHECK_EQ(main_launch(stated).grid[0], main_launch(plan).grid[0]);
+  CHECK_EQ(stated.workspace_bytes, plan.workspace_bytes);
+
+  check_refused(problem_of(1 << 20, 1 << 20, 64, 4096), {"blocks", "2^31 - 1"});
+}
+
+// 32 x 32 up to head dim 64, for at least four (batch, head) of an SM and at most 48 tokens on
+// average, or 32 where all are equally long; the tiles for the others are passed over by name.
+TEST(many_short_sequences_have_a_tile_of_their_own) {
+  if (!all_families()) return;
+  const auto problem_of = [](Pass pass, bool ragged, bool bias, const Sizes& s, int64_t dim = 64,
+                             int64_t dim_v = 64) {
+    AttentionProblem p = cuda_problem(100, pass, DType::kFloat16, dim, dim_v, s, ragged);
+    p.device.multiprocessors = 132;
+    if (bias && ragged) {
+      p.bias = contiguous(DType::kFloat16, {s.batch * s.len_q * s.len_k, s.heads_q});
+    } else if (bias) {
+      p.bias = contiguous(DType::kFloat16, {s.len_q, s.len_k});
+    }
+    return p;
+  };
+  for (Pass pass : {Pass::kForward, Pass::kBackward}) {
+    for (bool ragged : {false, true}) {
+      for (bool bias : {false, true}) {
+        const Note note(pass == Pass::kForward ? "forward" : "backward", ragged ? " ragged" : "",
+                        bias ? " with a bias" : "");
+        const int64_t most = ragged ? 48 : 32;
+        const auto sizes = [](int64_t batch, int64_t len_q, int64_t len_k) {
+          return Sizes{.batch = batch, .heads_q = 8, .heads_k = 4, .len_q = len_q, .len_k = len_k};
+        };
+        const auto is_short = [&](const Sizes& s, int64_t dim = 64, int64_t dim_v = 64) {
+          return for_short(*find(plan_of(problem_of(pass, ragged, bias, s, dim, dim_v)).kernel));
+        };
+        CHECK(is_short(sizes(132, most, most)));
+        CHECK(is_short(sizes(132, 2, most)));
+        CHECK(is_short(sizes(132, most, most), 8, 64));
+        CHECK(!is_short(sizes(131, most, most)));  // 524 (batch, key head), 528 are four of an SM
+        CHECK(!is_short(sizes(132, most + 1, most)));
+        CHECK(!is_short(sizes(132, most, most + 1)));
+        CHECK(!is_short(sizes(132, most, most), 65, 8));
+        CHECK(!is_short(sizes(132, most, most), 8, 65));
+
+        const AttentionProblem p = problem_of(pass, ragged, bias, sizes(132, most, most));
+        const AttentionPlan plan = plan_of(p);
+        std::vector<std::string> passed, tiles;
+        for (const flashmoe::Candidate& c : plan.candidates) {
+          if (c.verdict == "passed over: made for longer sequences") passed.push_back(c.name);
+        }
+        for (const CudaKernel& k : flashmoe::cuda_kernels()) {
+          const CudaKernel* chosen = find(plan.kernel);
+          if (k.role != chosen->role || k.image != chosen->image || k.name == chosen->name)
+            continue;
+          tiles.push_back(k.name);
+          const Environment tile("FLASHMOE_TILE",
+                                 std::to_string(k.block_q) + "x" + std::to_string(k.block_k));
+          CHECK_EQ(plan_of(p).kernel, k.name);
+        }
+        CHECK(!tiles.empty());
+        CHECK(passed == tiles, passed.size(), tiles.size());
+      }
+    }
+  }
+  // Where there is no other, the tile for longer sequences has to do for a few short ones.
+  AttentionProblem p = cuda_problem(75, Pass::kForward, DType::kFloat16, 64, 64,
+                                    {.batch = 1, .len_q = 20, .len_k = 20});
+  CHECK_EQ(plan_of(p).kernel, "sm75_attention_fwd_fp16_d64_128x64");
+  CHECK_CONTAINS(flashmoe::explain(p),
+                 "sm75_attention_fwd_fp16_d64_32x32: passed over: made for many sequences of at "
+                 "most a few dozen tokens\n");
+}
+
+TEST(short_sequences_are_reproducible) {
+  if (!all_families()) return;
+  const Sizes s{.batch = 600, .len_q = 20, .len_k = 20};
+  const AttentionProblem p = cuda_problem(100, Pass::kBackward, DType::kFloat16, 64, 64, s);
+  CHECK(for_short(*find(plan_of(p).kernel)));
+  CHECK_CONTAINS(flashmoe::explain(p), "\n  bitwise reproducible\n");
+}
+
+TEST(explain_tells_what_is_reproducible) {
+  if (!all_families()) return;
+  for (int cc : {75, 80, 100}) {
+    AttentionProblem p = cuda_problem(cc, Pass::kBackward, DType::kFloat16, 64, 64, {});
+    const AttentionPlan plan = plan_of(p);
+    const std::string words = flashmoe::explain(p);
+    CHECK_CONTAINS(words, "\n  not bitwise reproducible: grad_query is summed in any order");
+    CHECK_CONTAINS(words, line("before", kernels_before(plan)[0]));
+    CHECK_CONTAINS(words, line("after", kernels_after(plan)[0]));
+    AttentionProblem in_turns = p;
+    in_turns.deterministic = true;
+    CHECK_CONTAINS(flashmoe::explain(in_turns), "\n  bitwise reproducible\n");
+    AttentionProblem without_query = p;  // what is summed in any order is not there
+    without_query.grad_query.reset();
+    CHECK_CONTAINS(flashmoe::explain(without_query), "\n  bitwise reproducible\n");
+  }
+}
+
+TEST(refusals_say_why) {
+  if (!all_families()) return;
+  const auto good = [](int cc, Pass pass = Pass::kForward, DType dtype = DType::kFloat16) {
+    return cuda_problem(cc, pass, dtype, 64, 64, {});
+  };
+  for (Pass pass : {Pass::kForward, Pass::kBackward}) {
+    check_refused(good(75, pass, DType::kBFloat16),
+                  {"on sm_75", "sm80: needs sm_80 or newer, the device is sm_75",
+                   "sm75: has no kernels for bfloat16", ".cpu()"});
+    check_refused(good(70, pass), {"on sm_70", "sm75: needs sm_75 or newer", ".cpu()"});
+  }
+  AttentionProblem p;
+  for (TensorSpec AttentionProblem::*tensor :
+       {&AttentionProblem::query, &AttentionProblem::key, &AttentionProblem::value}) {
+    p = good(80);
+    TensorSpec& spec = p.*tensor;
+    spec.stride[2] += 1;  // no multiple of 16 bytes
+    CHECK(flashmoe::needs_copy(spec, p.device));
+    check_refused(p, {"16-byte aligned", ".contiguous()"});
+  }
+  CHECK(!flashmoe::needs_copy(good(80).query, good(80).device));
+
+  p = problem(Pass::kForward, 1, 2, 100, 64, DType::kFloat32);
+  p.device = good(100).device;
+  check_refused(p, {"query is float32", "float16 and bfloat16", ".cpu()"});
+}
+
+TEST(environment) {
+  if (!all_families()) return;
+  const AttentionProblem p = cuda_problem(100, Pass::kForward, DType::kFloat16, 64, 64, {});
+  for (const char* family : {"sm75", "sm80"}) {
+    const Environment set("FLASHMOE_FAMILY", family);
+    CHECK_EQ(plan_of(p).family, family);
+    CHECK_CONTAINS(flashmoe::explain(p), "FLASHMOE_FAMILY asks for " + std::string(family));
+  }
+  {
+    const Environment set("FLASHMOE_FAMILY", "sm81");
+    check_refused(p, {"FLASHMOE_FAMILY is sm81", "sm75, sm80, sm90 or cpu"});
+  }
+  {
+    const Environment set("FLASHMOE_FAMILY", "cpu");
+    check_refused(p, {"FLASHMOE_FAMILY is cpu", ".cpu()"});
+  }
+  for (const char* tile : {"64", "64x", "x64", "64x64x64", "axb", "64x64 "}) {
+    const Environment set("FLASHMOE_TILE", tile);
+    check_refused(p, {"FLASHMOE_TILE is ", tile, "QUERIESxKEYS"});
+  }
+  {
+    const Environment set("FLASHMOE_TILE", "1x1");
+    check_refused(p, {"FLASHMOE_TILE asks for 1x1; for head dim 64 there are ", "128x128"});
+  }
+  // On the CPU neither means anything.
+  const Environment family("FLASHMOE_FAMILY", "sm80"), tile("FLASHMOE_TILE", "1x1");
+  CHECK(plan_for(problem(Pass::kForward, 1, 2, 100, 64), 1).kernel.starts_with("cpu_"));
+}
+
+TEST(every_tile_can_be_forced) {
+  for (const CudaKernel& k : flashmoe::cuda_kernels()) {
+    const bool bias = k.role.ends_with("_bias");
+    const bool backward = k.role == (bias ? "attention_bwd_bias" : "attention_bwd");
+    if (!backward && k.role != (bias ? "attention_fwd_bias" : "attention_fwd")) continue;
+    const Environment family("FLASHMOE_FAMILY", k.family);
+    const Environment tile("FLASHMOE_TILE",
+                           std::to_string(k.block_q) + "x" + std::to_string(k.block_k));
+    const int cc = k.family == "sm75" ? 75 : 90;
+    AttentionProblem p = cuda_problem(cc, backward ? Pass::kBackward : Pass::kForward, k.dtype,
+                                      k.head_dim, k.head_dim, {});
+    if (bias) p.bias = contiguous(DType::kFloat32, {300, 517});
+    if (k.name.find("_general_") != std::string::npos) p.softcap = 3;
+    CHECK_EQ(plan_of(p).kernel, k.name);
+  }
+}

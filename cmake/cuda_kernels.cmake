@@ -20,8 +20,10 @@ set(flashmoe_head_dims_sm90 64 96 128 192 256)
 
 target_sources(flashmoe PRIVATE
   src/cuda/runtime/driver.cc src/cuda/runtime/launch.cc src/cuda/runtime/tensor_map.cc
-  src/cuda/attention/catalogue.cc src/cuda/attention/choose.cc src/cuda/attention/choose_bias.cc
-  src/cuda/attention/hopper.cc src/cuda/attention/run.cc)
+  src/cuda/attention/bias_plan.cc src/cuda/attention/call.cc src/cuda/attention/catalogue.cc
+  src/cuda/attention/families.cc src/cuda/attention/lay_out.cc src/cuda/attention/mma_sync.cc
+  src/cuda/attention/planner.cc src/cuda/attention/sm90.cc src/cuda/attention/tile_choice.cc
+  src/cuda/attention/workspace.cc)
 target_link_libraries(flashmoe PRIVATE ${CMAKE_DL_LIBS})
 
 if(FLASHMOE_CUDA STREQUAL "OFF")

@@ -16,36 +16,19 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "flashmoe/device.h"
+#include "flashmoe/export.h"
+#include "flashmoe/plan.h"
 #include "flashmoe/status.h"
 #include "flashmoe/tensor.h"
-
-#if defined(__GNUC__)
-#define FLASHMOE_API __attribute__((visibility("default")))
-#else
-#define FLASHMOE_API
-#endif
 
 namespace flashmoe {
 
 enum class Pass { kForward, kBackward };
-enum class DeviceType { kCpu, kCuda };
-
-// Where the tensors live and what that device can do. Filled by the caller, never probed by the
-// planner, so a laptop can ask what another machine would run.
-struct Device {
-  DeviceType type = DeviceType::kCpu;
-  int num_threads = 0;  // CPU: threads that will work on the call; 0 = the library's own pool
-  int ordinal = 0;      // CUDA: which one, as the driver counts
-  int compute_capability = 0;  // CUDA: 75, 80, 86, 89, 90, ...
-  int multiprocessors = 0;     // CUDA: 0 = as many as the usual card of that capability has
-
-  bool operator==(const Device&) const = default;
-};
 
 // Ragged batches: N sequences packed along the token dimension, sequence i being the tokens
 // cu_seqlens[i] .. cu_seqlens[i + 1].
@@ -116,16 +99,30 @@ struct AttentionTensors {
   void* grad_bias = nullptr;
 };
 
-// One way to run a problem that the planner looked at.
-struct Candidate {
-  std::string name;
-  std::string verdict;  // why it was passed over, or why it was chosen
+// What a launch of a call is given: the structs of src/cuda/attention/params.h.
+enum class Given {
+  kCall,           // the problem, its tensors and the workspace
+  kRagged,         // cumulative lengths, and the lists of blocks to make
+  kBiasAlign,      // a bias, and room for its copy in aligned rows
+  kBiasToHeads,    // a packed bias, and room for its copy head by head
+  kBiasFromHeads,  // the gradient of such a copy, and where it belongs
+  kBiasSum,        // as kCall, for the gradient of a shared bias
+  kBiasSumLast,    // the same, for what adds up the parts of that sum
 };
 
-// Who does the work and how it is cut. Plain data: print it, compare it, test it.
+struct AttentionLaunch : LaunchStep {
+  Given given = Given::kCall;
+  int64_t first_batch = 0;  // kBiasSum, kBiasSumLast: of the bias's own batch
+
+  bool operator==(const AttentionLaunch&) const = default;
+};
+
+// Who does the work and how it is partitioned. Plain data: print it, compare it, test it.
 struct AttentionPlan {
-  AttentionProblem problem;  // as asked, with scale filled in
-  std::string kernel;        // "cpu_neon_attention_fwd"
+  AttentionProblem problem;      // as asked, with scale filled in
+  std::string kernel;            // the one that does most of the work: "cpu_neon_attention_fwd"
+  const void* handle = nullptr;  // CUDA: that kernel in the library's catalogue
+  std::string family;            // "sm80"; "cpu"
 
   // The problem as numbers. Ragged: batch counts sequences, lengths are the stated maxima.
   int64_t batch = 0;
@@ -136,44 +133,25 @@ struct AttentionPlan {
   int64_t head_dim = 0;
   int64_t head_dim_v = 0;
 
-  // CUDA: the launch.
-  std::string family;  // "sm80"
-  int threads = 0;     // of a block
-  size_t shared_bytes = 0;
-  uint32_t grid[3] = {0, 0, 0};
-  int64_t splits = 1;  // parts that the keys of one block of queries come in
-  // Of launches, each for a part of the batch of a backward pass; ragged, of the heads of either
-  // pass. The grid is that of one round.
-  int64_t rounds = 1;
-  // Whether grad_query is summed in an order that differs from run to run.
-  bool any_order = false;
-  int64_t bias_splits = 1;  // parts that the sum of a shared bias's gradient comes in
-  // Small kernels around it, in their order. Once a call: the list of a ragged batch's blocks and
-  // the copy of a shared bias, before, and the sum of a bias's gradient, after; the others in each
-  // round.
-  std::vector<std::string> before, after;
-
-  // How it is cut. On the CPU a work item is one chunk of query blocks of one (batch, head), and
-  // always the same piece of arithmetic whoever runs it: that is why results do not depend on the
-  // number of threads.
-  int64_t block_q = 0;
+  int64_t block_q = 0;  // the tile: queries x keys
   int64_t block_k = 0;
-  int64_t chunks = 1;
-  int64_t work_items = 0;
-  int workers = 1;  // how many items are in flight at once, each with scratch of its own
-  size_t scratch_bytes = 0;
+  int64_t work_items = 0;      // tiles of queries (forward) or keys (backward); CPU: see below
   size_t workspace_bytes = 0;  // to pass to run(), 64-byte aligned
 
+  // CUDA.
+  std::vector<AttentionLaunch> launches;  // in their order
+  int64_t slices = 1;       // parts of the batch (ragged: of the heads) that launches repeat for
+  int64_t splits = 1;       // parts that the keys of one tile of queries come in
+  int64_t bias_splits = 1;  // parts that the sum of a shared bias's gradient comes in
+  bool dq_order_varies = false;  // grad_query is summed in an order that differs from run to run
+
+  // CPU. A work item is one chunk of query blocks of one (batch, head), and always the same piece
+  // of arithmetic whoever runs it: that is why results do not depend on the number of threads.
+  int64_t chunks = 1;  // of one (batch, head)
+  int workers = 1;     // how many items are in flight at once, each with scratch of its own
+  size_t scratch_bytes = 0;
+
   std::vector<Candidate> candidates;  // best first; the last is the one chosen
-};
-
-// Runs task(0) .. task(tasks - 1), several at once, and returns when all are done. Give your own to
-// run on your threads; the default is a pool of the library's (FLASHMOE_NUM_THREADS sets its size).
-using ParallelFor = std::function<void(int tasks, const std::function<void(int)>& task)>;
-
-struct Launch {
-  void* stream = nullptr;     // CUDA: a CUstream; ignored on the CPU
-  ParallelFor parallel = {};  // CPU: where the threads come from
 };
 
 // Checks the problem and decides who runs it. Touches no device and no tensor.
@@ -196,27 +174,5 @@ FLASHMOE_API std::string explain(const AttentionProblem& problem);
 // The plain float64 oracle behind the tests: one loop nest, no blocking, every option. Slow. Only
 // host memory, and no workspace; takes the same problem and tensors as run().
 FLASHMOE_API Status run_reference(const AttentionProblem& problem, const AttentionTensors& tensors);
-
-// CPU instruction sets this build has kernels for, best first, and the one in use.
-FLASHMOE_API std::vector<std::string> cpu_targets();
-FLASHMOE_API std::string cpu_target();
-
-// CUDA devices of this machine, or why there are none.
-FLASHMOE_API Result<std::vector<Device>> cuda_devices();
-
-// A CUDA kernel of this build, as the planner sees it.
-struct CudaKernel {
-  std::string name, family, image;
-  // attention_ragged_blocks, attention_bias_align, attention_fwd, attention_fwd_bias,
-  // attention_combine, attention_bwd_preprocess, attention_bwd, attention_bwd_bias,
-  // attention_bwd_dq (either's), attention_bwd_bias_sum: docs/kernels.md.
-  std::string role;
-  DType dtype = DType::kFloat16;
-  int head_dim = 0, block_q = 0, block_k = 0;  // 0 for kernels without a tile
-  int threads = 0, shared_bytes = 0;
-};
-FLASHMOE_API std::vector<CudaKernel> cuda_kernels();
-
-FLASHMOE_API const char* version();
 
 }  // namespace flashmoe

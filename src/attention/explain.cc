@@ -30,20 +30,31 @@ std::string mebibytes(size_t bytes) {
   return text(number, " MiB");
 }
 
+// "sm80_attention_fwd_bf16_d64_128x128: grid 64 x 8 x 2, 256 threads, 65792 bytes of shared memory"
+std::string launch_text(const AttentionPlan& plan, const AttentionLaunch& step) {
+  std::string line =
+      text("\n    ", step.kernel, ": grid ", step.grid[0], " x ", step.grid[1], " x ", step.grid[2],
+           ", ", step.threads, " threads, ", step.shared_bytes, " bytes of shared memory");
+  if (step.cluster > 1) line += text(", clusters of ", step.cluster);
+  if (step.overlaps) line += ", overlaps the launch before";
+  if (step.per_slice && plan.slices > 1) line += ", for each slice";
+  return line;
+}
+
 std::string work_text(const AttentionPlan& plan) {
   if (plan.problem.device.type == DeviceType::kCuda) {
-    std::string line =
-        text("launch     grid ", plan.grid[0], " x ", plan.grid[1], " x ", plan.grid[2], ", ",
-             plan.threads, " threads, ", plan.shared_bytes, " bytes of shared memory");
-    if (plan.splits > 1) line += text("\n  splits     the keys, in ", plan.splits);
-    if (plan.rounds > 1)
-      line += text("\n  rounds     ", plan.rounds, ", each for a part of the ",
-                   plan.problem.ragged ? "heads" : "batch");
-    if (plan.bias_splits > 1)
-      line += text("\n  splits     what shares the bias, in ", plan.bias_splits);
-    for (const std::string& name : plan.before) line += "\n  before     " + name;
-    for (const std::string& name : plan.after) line += "\n  after      " + name;
-    return line;
+    std::string lines;
+    if (plan.splits > 1) lines += text("splits     the keys, in ", plan.splits, "\n  ");
+    if (plan.slices > 1) {
+      lines += text("slices     ", plan.slices, ", each a part of the ",
+                    plan.problem.ragged ? "heads" : "batch", "\n  ");
+    }
+    if (plan.bias_splits > 1) {
+      lines += text("splits     what shares the bias, in ", plan.bias_splits, "\n  ");
+    }
+    lines += text("launches   ", plan.launches.size());
+    for (const AttentionLaunch& step : plan.launches) lines += launch_text(plan, step);
+    return lines;
   }
   const std::string per_head = plan.chunks > 1 ? text(" (", plan.chunks, " per head)") : "";
   return text("work       ", plan.work_items, " items", per_head, " on ", plan.workers,
@@ -51,9 +62,10 @@ std::string work_text(const AttentionPlan& plan) {
 }
 
 std::string reproducible_text(const AttentionPlan& plan) {
-  return plan.any_order ? "not bitwise reproducible: grad_query is summed in any order, unless "
-                          "deterministic is asked for"
-                        : "bitwise reproducible";
+  return plan.dq_order_varies
+             ? "not bitwise reproducible: grad_query is summed in any order, unless "
+               "deterministic is asked for"
+             : "bitwise reproducible";
 }
 
 }  // namespace

@@ -5,7 +5,7 @@
 #include "cpu/attention/backend.h"
 #include "cpu/attention/kernels.h"
 #include "cpu/targets.h"
-#include "cuda/attention/backend.h"
+#include "cuda/attention/planner.h"
 
 namespace flashmoe {
 namespace {
@@ -42,7 +42,7 @@ Result<AttentionPlan> plan(const AttentionProblem& problem) {
   plan.head_dim_v = g.head_dim_v;
 
   if (problem.device.type == DeviceType::kCuda) {
-    if (Status status = cuda::choose(plan); !status.ok()) return status;
+    if (Status status = cuda::plan_call(plan); !status.ok()) return status;
     return plan;
   }
   if (problem.device.num_threads < 0) {
@@ -52,6 +52,10 @@ Result<AttentionPlan> plan(const AttentionProblem& problem) {
   add_cpu_candidates(plan);
   cpu::cut(plan);
   return plan;
+}
+
+bool needs_copy(const TensorSpec& spec, const Device& device) {
+  return device.type == DeviceType::kCuda && !cuda::in_place(spec);
 }
 
 }  // namespace flashmoe

@@ -2,7 +2,7 @@
 #include "attention/problem.h"
 #include "core/text.h"
 #include "cpu/attention/backend.h"
-#include "cuda/attention/backend.h"
+#include "cuda/attention/planner.h"
 
 namespace flashmoe {
 namespace {

@@ -60,26 +60,38 @@ inline bool has_family(const std::string& name) {
 }
 inline bool all_families() { return has_family("sm75") && has_family("sm80"); }
 
-// What the tests ask of a plan's launches: the kernel that does most of the work, and those around
-// it in their order.
-struct MainLaunch {
-  std::string kernel;
-  int threads = 0;  // of a CTA
-  size_t shared_bytes = 0;
-  std::array<uint32_t, 3> grid = {};
-};
-inline MainLaunch main_launch(const AttentionPlan& plan) {
-  return {plan.kernel, plan.threads, plan.shared_bytes, {plan.grid[0], plan.grid[1], plan.grid[2]}};
+// What the tests ask of a plan's launches: the kernel that does most of the work, and those before
+// and after it in their order. One that is launched twice in a row is named once.
+inline const flashmoe::AttentionLaunch& main_launch(const AttentionPlan& plan) {
+  static const flashmoe::AttentionLaunch none;
+  for (const flashmoe::AttentionLaunch& step : plan.launches) {
+    if (step.kernel == plan.kernel) return step;
+  }
+  CHECK(false, plan.kernel, "is not among the launches");
+  return none;
 }
-inline std::vector<std::string> kernels_before(const AttentionPlan& plan) { return plan.before; }
-inline std::vector<std::string> kernels_after(const AttentionPlan& plan) { return plan.after; }
-inline int64_t slices(const AttentionPlan& plan) { return plan.rounds; }
+inline std::vector<std::string> kernels_around(const AttentionPlan& plan, bool before) {
+  std::vector<std::string> names[2];
+  bool after = false;
+  for (const flashmoe::AttentionLaunch& step : plan.launches) {
+    if (step.kernel == plan.kernel) {
+      after = true;
+    } else if (names[after].empty() || names[after].back() != step.kernel) {
+      names[after].push_back(step.kernel);
+    }
+  }
+  return names[before ? 0 : 1];
+}
+inline std::vector<std::string> kernels_before(const AttentionPlan& plan) {
+  return kernels_around(plan, true);
+}
+inline std::vector<std::string> kernels_after(const AttentionPlan& plan) {
+  return kernels_around(plan, false);
+}
+inline int64_t slices(const AttentionPlan& plan) { return plan.slices; }
 
-// A line of explain(): "\n  after      sm80_attention_combine_fp16\n".
-inline std::string line(std::string label, const std::string& text) {
-  label.resize(std::max<size_t>(label.size(), 10), ' ');
-  return "\n  " + label + " " + text + "\n";
-}
+// How explain() begins the line of a launch.
+inline std::string launch_line(const std::string& kernel) { return "\n    " + kernel + ": grid "; }
 
 // As the torch ops lay tensors out: rows begin at multiples of 16 bytes.
 inline TensorSpec with_rows(DType dtype, std::initializer_list<int64_t> lead, int64_t dim) {
@@ -204,11 +216,11 @@ inline void check_grid(const AttentionPlan& plan, const Sizes& s) {
   }
   const int64_t in_x =
       backward ? ceil_div(s.len_k, plan.block_k) : ceil_div(s.len_q, plan.block_q) * plan.splits;
-  const int64_t of_a_round = ceil_div(s.batch, slices(plan));
-  CHECK_EQ(ceil_div(s.batch, of_a_round), slices(plan));  // none of them is empty
+  const int64_t of_a_slice = ceil_div(s.batch, slices(plan));
+  CHECK_EQ(ceil_div(s.batch, of_a_slice), slices(plan));  // none of them is empty
   CHECK_EQ(int64_t{main_launch(plan).grid[0]}, in_x);
   CHECK_EQ(int64_t{main_launch(plan).grid[1]}, backward ? s.heads_k : s.heads_q);
-  CHECK_EQ(int64_t{main_launch(plan).grid[2]}, std::min<int64_t>(of_a_round, 65535));
+  CHECK_EQ(int64_t{main_launch(plan).grid[2]}, std::min<int64_t>(of_a_slice, 65535));
   CHECK_EQ(plan.work_items, in_x * main_launch(plan).grid[1] * s.batch);
 }
 
@@ -241,10 +253,10 @@ inline void check_plan(const AttentionPlan& plan, const Chip& chip, const Sizes&
   CHECK_EQ(plan.family, chip.compute_capability < 80 ? "sm75" : "sm80");
   const int64_t dim = std::max(plan.head_dim, plan.head_dim_v);
   CHECK_EQ(int64_t{kernel->head_dim}, int64_t{*std::lower_bound(kBuckets, kBuckets + 8, dim)});
-  CHECK_EQ(main_launch(plan).threads, kernel->threads);
+  CHECK_EQ(main_launch(plan).threads, static_cast<uint32_t>(kernel->threads));
   CHECK_EQ(plan.block_q, int64_t{kernel->block_q});
   CHECK_EQ(plan.block_k, int64_t{kernel->block_k});
-  CHECK_EQ(main_launch(plan).shared_bytes, static_cast<size_t>(kernel->shared_bytes));
+  CHECK_EQ(main_launch(plan).shared_bytes, static_cast<uint32_t>(kernel->shared_bytes));
   CHECK(main_launch(plan).shared_bytes <= chip.shared_bytes, main_launch(plan).shared_bytes);
   // All sequences of a size are equally long here.
   const bool many_short = std::max(s.len_q, s.len_k) <= (p.ragged ? 48 : 32) &&
@@ -253,7 +265,8 @@ inline void check_plan(const AttentionPlan& plan, const Chip& chip, const Sizes&
 
   check_grid(plan, s);
   CHECK(plan.splits == 1 || (!backward && !p.ragged));
-  CHECK(slices(plan) == 1 || copies_pairs(p) ||
+  const int64_t by_grid = p.ragged ? 1 : std::max<int64_t>(ceil_div(s.batch, 65535), 1);
+  CHECK(slices(plan) == by_grid || copies_pairs(p) ||
         (backward && (p.bias || p.ragged) && !for_short(*kernel)));
   CHECK(plan.bias_splits == 1 || (around.sums && !p.ragged));
   if (!backward) {

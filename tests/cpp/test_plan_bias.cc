@@ -333,8 +333,8 @@ TEST(backward_needs_little_beside_its_tensors) {
       return static_cast<double>(rows) * 64 * sizeof(float);
     };
     CHECK(used - sums(rounds) + sums(fewer) > 0.099 * tensors, used, sums(rounds), sums(fewer));
-    CHECK_CONTAINS(flashmoe::explain(p), "\n  rounds     " + std::to_string(rounds) +
-                                             ", each for a part of the " +
+    CHECK_CONTAINS(flashmoe::explain(p), "\n  slices     " + std::to_string(rounds) +
+                                             ", each a part of the " +
                                              (ragged ? "heads\n" : "batch\n"));
 
     AttentionProblem without_query = p;  // where dQ is not wanted there are no sums
@@ -344,7 +344,7 @@ TEST(backward_needs_little_beside_its_tensors) {
   const auto check_one_round = [&](Kind kind, const Sizes& s) {
     const AttentionPlan plan = plan_of(problem_of(kind, s));
     CHECK_EQ(slices(plan), 1);
-    CHECK(flashmoe::explain(plan.problem).find("rounds") == std::string::npos);
+    CHECK(flashmoe::explain(plan.problem).find("slices") == std::string::npos);
   };
   // Neither a bias nor ragged; one head or one batch, which cannot be cut; and a small call, a part
   // of which would leave SMs idle.

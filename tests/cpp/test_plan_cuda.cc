@@ -101,7 +101,7 @@ TEST(one_query_over_many_keys_is_split) {
     CHECK_EQ(one.workspace_bytes, static_cast<size_t>(one.splits * 8 * 4 * (128 + 1) * 4));
     const std::string words = flashmoe::explain(one.problem);
     CHECK_CONTAINS(words, "\n  splits     the keys, in " + std::to_string(one.splits) + "\n");
-    CHECK_CONTAINS(words, line("after", kernels_after(one)[0]));
+    CHECK_CONTAINS(words, launch_line(kernels_after(one)[0]));
     CHECK_CONTAINS(words, "\n  bitwise reproducible\n");
 
     // Enough to do for everyone, or too little for several.
@@ -233,8 +233,8 @@ TEST(explain_tells_what_is_reproducible) {
     const AttentionPlan plan = plan_of(p);
     const std::string words = flashmoe::explain(p);
     CHECK_CONTAINS(words, "\n  not bitwise reproducible: grad_query is summed in any order");
-    CHECK_CONTAINS(words, line("before", kernels_before(plan)[0]));
-    CHECK_CONTAINS(words, line("after", kernels_after(plan)[0]));
+    CHECK_CONTAINS(words, launch_line(kernels_before(plan)[0]));
+    CHECK_CONTAINS(words, launch_line(kernels_after(plan)[0]));
     AttentionProblem in_turns = p;
     in_turns.deterministic = true;
     CHECK_CONTAINS(flashmoe::explain(in_turns), "\n  bitwise reproducible\n");

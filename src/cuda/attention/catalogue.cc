@@ -7,6 +7,7 @@
 #include "cuda/attention/kernels/sm80.h"
 #include "cuda/attention/kernels/sm90.h"
 #include "cuda/attention/tiles.h"
+#include "flashmoe/device.h"
 
 // The images CMake embedded, by name.
 #if defined(FLASHMOE_HAS_IMAGES)
@@ -54,6 +55,10 @@ class Lister {
     if constexpr (requires { tile.for_short(); }) kernel.for_short = tile.for_short();
     if constexpr (requires { tile.general_score; }) kernel.general_score = tile.general_score;
     if constexpr (requires { tile.cluster(); }) kernel.cluster = tile.cluster();
+    kernel.dq_accum_dim = tile.head_dim;
+    if constexpr (requires { tile.dq_accum_dim(); }) kernel.dq_accum_dim = tile.dq_accum_dim();
+    if constexpr (requires { tile.converts_dq(); }) kernel.converts_dq = tile.converts_dq();
+    if constexpr (requires { Tile::kCountsTasks; }) kernel.counts_tasks = Tile::kCountsTasks;
     add(image, kernel);
   }
   void add(const char* family, DType dtype, const char* image, const char* name, Role role) {
@@ -250,3 +255,16 @@ const Kernel* find_kernel(Role role, std::string_view family, DType dtype) {
 }
 
 }  // namespace flashmoe::cuda
+
+namespace flashmoe {
+
+std::vector<CudaKernel> cuda_kernels() {
+  std::vector<CudaKernel> list;
+  for (const cuda::Kernel& k : cuda::kernels()) {
+    list.push_back({k.id.name, k.family, k.id.image->name, cuda::role_name(k.role), k.dtype,
+                    k.head_dim, k.block_q, k.block_k, k.threads, k.shared_bytes});
+  }
+  return list;
+}
+
+}  // namespace flashmoe

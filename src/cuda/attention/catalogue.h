@@ -40,6 +40,9 @@ struct Kernel {
   bool for_short = false;     // for thousands of short sequences
   bool general_score = true;  // takes a softcap, and a scale that is not positive
   int cluster = 1;            // CTAs that share a block of keys
+  int dq_accum_dim = 0;       // backward: columns of the accumulator of dQ
+  bool converts_dq = false;   // backward: converts dQ from its accumulator itself
+  bool counts_tasks = false;  // gives out its tasks by a counter, not by the grid
 };
 
 // Grouped by family and role, and there best tile first.

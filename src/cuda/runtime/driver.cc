@@ -8,6 +8,7 @@
 #include <mutex>
 
 #include "core/text.h"
+#include "flashmoe/device.h"
 
 namespace flashmoe::cuda {
 namespace {
@@ -346,3 +347,22 @@ std::string describe_device(const DeviceInfo& device) {
 std::string describe_version(int version) { return text(version / 1000, ".", version % 1000 / 10); }
 
 }  // namespace flashmoe::cuda
+
+namespace flashmoe {
+
+Result<std::vector<Device>> cuda_devices() {
+  const Result<std::vector<cuda::DeviceInfo>> found = cuda::devices();
+  if (!found.ok()) return found.status();
+  std::vector<Device> list;
+  for (const cuda::DeviceInfo& info : found.value()) {
+    Device device;
+    device.type = DeviceType::kCuda;
+    device.ordinal = info.ordinal;
+    device.compute_capability = info.compute_capability;
+    device.multiprocessors = info.sm_count;
+    list.push_back(device);
+  }
+  return list;
+}
+
+}  // namespace flashmoe

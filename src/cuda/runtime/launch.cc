@@ -57,7 +57,7 @@ Kernel* find(const KernelId& id) {
   return kernel;
 }
 
-// What one call num_tasks with.
+// What one call works with.
 struct Call {
   const Driver& driver;
   const DeviceInfo& device;

@@ -16,6 +16,7 @@ struct Sm90FwdTile {
   int stages;            // blocks of K and V in shared memory
   bool general_score;    // whether there may be a softcap, or a scale that is not positive
   int ctas = 1;          // on an SM: it takes all there is
+  static constexpr bool kCountsTasks = true;
 
   constexpr int threads() const { return (block_q / 64 + 1) * 128; }
   // Tiles lie in blocks of 64 columns; the output leaves through one or two such blocks.
@@ -39,6 +40,7 @@ struct Sm90BwdTile {
   bool general_score = false;  // whether there may be a softcap
   int ctas = 1;                // on an SM: it takes all there is
 
+  static constexpr bool kCountsTasks = true;
   static constexpr int kStages = 2;                  // of Q and dO
   constexpr int threads() const { return 3 * 128; }  // two warpgroups compute
   // Whether the sums of 64 keys are too many for a warpgroup: one has dV then, the other dK.

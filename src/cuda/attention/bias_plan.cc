@@ -1,7 +1,9 @@
-// What surrounds a bias: whether it is copied first, and how the sum of its gradient is cut.
+#include "cuda/attention/bias_plan.h"
+
 #include <algorithm>
 
-#include "cuda/attention/backend.h"
+#include "core/numbers.h"
+#include "cuda/attention/planner.h"
 
 namespace flashmoe::cuda {
 
@@ -17,7 +19,7 @@ bool shares_bias(const AttentionPlan& plan) {
   return false;
 }
 
-bool copies_bias(const AttentionPlan& plan) {
+bool aligns_bias(const AttentionPlan& plan) {
   constexpr int64_t kMany = 8;  // the copy is small beside what is computed with it
   if (!plan.problem.bias || plan.problem.ragged) return false;
   const TensorSpec& bias = *plan.problem.bias;
@@ -35,24 +37,25 @@ bool copies_bias(const AttentionPlan& plan) {
   return !chunks && plan.batch * plan.heads_q >= kMany * std::max<int64_t>(matrices, 1);
 }
 
-int64_t bias_copy_bytes(const AttentionPlan& plan) {
-  if (!copies_bias(plan)) return 0;
+int64_t aligned_bias_bytes(const AttentionPlan& plan) {
+  if (!aligns_bias(plan)) return 0;
   const TensorSpec& bias = *plan.problem.bias;
   int64_t rows = 1;
   for (int i = 0; i < bias.rank - 1; ++i) rows *= bias.shape[i];
-  return ceil_div(rows * bias_pitch(plan) * 2, 256) * 256;
+  return round_up(rows * aligned_bias_pitch(plan) * dtype_bytes(bias.dtype), 256);
 }
 
-bool copies_pairs(const AttentionPlan& plan) {
+bool transposes_bias(const AttentionPlan& plan) {
   if (!plan.problem.bias || !plan.problem.ragged) return false;
   const TensorSpec& bias = *plan.problem.bias;  // (pairs, heads)
   return bias.dtype != DType::kFloat32 && bias.shape[0] > 1 && bias.shape[1] > 1 &&
          bias.stride[0] != 1;
 }
 
-int64_t pairs_copy_bytes(const AttentionPlan& plan) {
-  if (!copies_pairs(plan)) return 0;
-  return ceil_div(plan.heads_q / plan.rounds * pairs_pitch(plan) * 2, 256) * 256;
+int64_t transposed_bias_bytes(const AttentionPlan& plan) {
+  if (!transposes_bias(plan)) return 0;
+  const int64_t elems = plan.heads_q / plan.slices * transposed_bias_pitch(plan);
+  return round_up(elems * dtype_bytes(plan.problem.bias->dtype), 256);
 }
 
 BiasSumGrid bias_sum_grid(const AttentionPlan& plan, int64_t block_q, int64_t block_k) {

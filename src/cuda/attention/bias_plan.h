@@ -1,0 +1,32 @@
+// What surrounds a bias: whether it is copied first, and how the sum of its gradient is launched.
+#pragma once
+
+#include "flashmoe/attention.h"
+
+namespace flashmoe::cuda {
+
+// Whether the plan's bias is broadcast, so that its gradient is a sum.
+bool shares_bias(const AttentionPlan& plan);
+
+// Whether the bias is first copied to rows of whole 16-byte chunks, and how large the copy is.
+bool aligns_bias(const AttentionPlan& plan);
+inline int64_t aligned_bias_pitch(const AttentionPlan& plan) { return (plan.len_k + 7) / 8 * 8; }
+int64_t aligned_bias_bytes(const AttentionPlan& plan);
+
+// Whether the packed bias of a ragged batch is copied, a slice's heads at a time, from (pairs,
+// heads) to (heads, pairs). Its gradient then takes the copy's place and is copied back.
+bool transposes_bias(const AttentionPlan& plan);
+inline int64_t transposed_bias_pitch(const AttentionPlan& plan) {  // with room for one pair more
+  return plan.problem.bias->shape[0] / 8 * 8 + 8;
+}
+int64_t transposed_bias_bytes(const AttentionPlan& plan);
+
+// The launch of the sum of a shared bias's gradient: a CTA for each of `tiles` and split.
+struct BiasSumGrid {
+  int64_t tiles = 0;               // of one matrix of the gradient
+  int64_t heads = 1, batches = 1;  // matrices
+  int64_t steps = 0;               // (queries x keys) tiles whose sum is one of `tiles`
+};
+BiasSumGrid bias_sum_grid(const AttentionPlan& plan, int64_t block_q, int64_t block_k);
+
+}  // namespace flashmoe::cuda

@@ -1,0 +1,173 @@
+// The planner's CUDA half: which family and tile a checked problem gets, and which limits it meets.
+#include "cuda/attention/planner.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <optional>
+
+#include "core/text.h"
+#include "cuda/attention/bias_plan.h"
+#include "cuda/attention/families.h"
+#include "cuda/attention/params.h"
+#include "cuda/attention/tile_choice.h"
+#include "cuda/attention/workspace.h"
+
+namespace flashmoe::cuda {
+namespace {
+
+constexpr int64_t kMaxLength = kNoLimit - 1;
+
+// What no kernel of any family can do of the problem; empty when there is nothing.
+std::string missing_everywhere(const AttentionPlan& plan) {
+  const AttentionProblem& p = plan.problem;
+  if (p.query.dtype != DType::kFloat16 && p.query.dtype != DType::kBFloat16) {
+    return text("query is ", dtype_name(p.query.dtype), "; CUDA kernels take float16 and bfloat16");
+  }
+  if (plan.len_q > kMaxLength || plan.len_k > kMaxLength) {
+    return text("sequences are longer than ", kMaxLength);
+  }
+  if (plan.batch > INT32_MAX - 1) return text("the batch is larger than ", INT32_MAX - 1);
+  const auto maybe = [](const std::optional<TensorSpec>& spec) { return spec ? &*spec : nullptr; };
+  const std::pair<const char*, const TensorSpec*> rows[] = {
+      {"query", &p.query},
+      {"key", &p.key},
+      {"value", &p.value},
+      {"out", &p.out},
+      {"grad_out", maybe(p.grad_out)},
+      {"grad_query", maybe(p.grad_query)},
+      {"grad_key", maybe(p.grad_key)},
+      {"grad_value", maybe(p.grad_value)},
+  };
+  for (const auto& [name, spec] : rows) {
+    if (!spec || in_place(*spec)) continue;
+    return text(name,
+                " cannot be addressed where it lies (its last dimension must have stride 1, "
+                "its rows must be 16-byte aligned); call .contiguous() on it");
+  }
+  return {};
+}
+
+// FLASHMOE_FAMILY, or null.
+Status read_forced_family(const Family*& forced) {
+  const char* value = std::getenv("FLASHMOE_FAMILY");
+  if (!value || !*value) return {};
+  if (!std::strcmp(value, "cpu")) {
+    return unsupported(
+        "FLASHMOE_FAMILY is cpu, and query is on a CUDA device; move the tensors with .cpu()");
+  }
+  forced = find_family(value);
+  if (forced) return {};
+  std::string names;  // oldest first
+  for (const Family& family : families())
+    names = text(family.name, names.empty() ? "" : ", ", names);
+  return invalid("FLASHMOE_FAMILY is ", value, "; it must be ", names, " or cpu");
+}
+
+// Why the family's chips are others; empty where the device is one of them.
+std::string other_chip(const Family& family, const Gpu& gpu) {
+  if (gpu.compute_capability < family.oldest) {
+    return text("needs ", chip_name(family.oldest), " or newer, the device is ",
+                chip_name(gpu.compute_capability));
+  }
+  if (family.newest && gpu.compute_capability > family.newest) {
+    return text("is for ", chip_name(family.newest), " alone, the device is ",
+                chip_name(gpu.compute_capability));
+  }
+  return {};
+}
+
+// Whether a family after this one could take the problem instead.
+bool has_alternative(const Family& family, const Gpu& gpu) {
+  bool after = false;
+  for (const Family& other : families()) {
+    if (after && has_kernels(other) && other_chip(other, gpu).empty()) return true;
+    after = after || &other == &family;
+  }
+  return false;
+}
+
+// What a plan cannot count.
+Status check_counts(const AttentionPlan& plan) {
+  const AttentionProblem& p = plan.problem;
+  if (const int64_t blocks = ragged_grid(plan); p.ragged && blocks > INT32_MAX) {
+    return unsupported("a ragged batch of up to ", blocks, " blocks, all heads counted; a grid ",
+                       "holds at most 2^31 - 1. Call it for a part of the heads at a time");
+  }
+  if (p.grad_bias && shares_bias(plan) && !p.ragged &&
+      bias_sum_grid(plan, 16, 16).steps > INT32_MAX) {
+    return unsupported("the gradient of a bias that is shared by more than 2^31 - 1 blocks");
+  }
+  if (p.pass == Pass::kBackward && p.deterministic && plan.work_items > INT32_MAX) {
+    return unsupported("a backward pass of ", plan.work_items,
+                       " blocks; at most 2^31 - 1 can be put in order");
+  }
+  return {};
+}
+
+}  // namespace
+
+bool in_place(const TensorSpec& spec) {
+  if (spec.rank < 2) return false;
+  if (spec.size(-1) > 1 && spec.step(-1) != 1) return false;
+  const int64_t per_chunk = 16 / dtype_bytes(spec.dtype);
+  for (int i = 0; i < spec.rank - 1; ++i) {
+    if (spec.shape[i] > 1 && spec.stride[i] % per_chunk != 0) return false;
+  }
+  // Kernels count the bytes from one row to the next in 32 bits.
+  const int rows[] = {spec.rank - 2, spec.rank - 3};  // dense; ragged, where heads come after
+  for (int i : rows) {
+    if (i >= 0 && spec.shape[i] > 1 && spec.stride[i] * dtype_bytes(spec.dtype) > INT32_MAX) {
+      return false;
+    }
+  }
+  return true;
+}
+
+Status plan_call(AttentionPlan& plan) {
+  const Family* forced = nullptr;
+  if (Status status = read_forced_family(forced); !status.ok()) return status;
+  std::optional<ForcedTile> forced_tile;
+  if (Status status = read_forced_tile(forced_tile); !status.ok()) return status;
+  if (plan.heads_q > kMaxGridYZ) {
+    return unsupported("query has ", plan.heads_q, " heads; CUDA kernels take at most ", kMaxGridYZ,
+                       "; move some heads into the batch, or the tensors to the CPU");
+  }
+  const Gpu gpu = gpu_of(plan.problem.device);
+  const std::string missing = missing_everywhere(plan);
+  std::string reasons;
+  for (const Family& family : families()) {
+    std::string why;
+    const Kernel* kernel = nullptr;
+    if (forced && forced != &family) {
+      why = text("FLASHMOE_FAMILY asks for ", forced->name);
+    } else if (!has_kernels(family)) {
+      why = "this build has no kernels of it";
+    } else if (why = other_chip(family, gpu); why.empty()) {
+      why = missing.empty() ? family.lacks(plan) : missing;
+      if (why.empty() && !forced && has_alternative(family, gpu)) why = family.slower(plan, gpu);
+      if (why.empty()) kernel = choose_tile(plan, family, gpu, forced_tile, why);
+    }
+    if (!kernel) {
+      plan.candidates.push_back({family.name, "passed over: " + why});
+      reasons += text(reasons.empty() ? "" : "; ", family.name, ": ", why);
+      continue;
+    }
+    plan.kernel = kernel->id.name;
+    plan.handle = kernel;
+    plan.family = family.name;
+    plan.block_q = kernel->block_q;
+    plan.block_k = kernel->block_k;
+    family.lay_out(plan, *kernel, gpu);
+    if (Status status = check_counts(plan); !status.ok()) return status;
+    std::string verdict =
+        text("chosen: the ", family.name, " family's tile for head dims up to ", kernel->head_dim);
+    if (plan.splits > 1) verdict += text(", the keys split in ", plan.splits, " to fill the chip");
+    plan.candidates.push_back({kernel->id.name, verdict});
+    return {};
+  }
+  return unsupported("no CUDA kernel of this build can run this call on ",
+                     chip_name(gpu.compute_capability), " (", reasons,
+                     "). The CPU backend runs it: move the tensors with .cpu()");
+}
+
+}  // namespace flashmoe::cuda

@@ -1,0 +1,382 @@
+#include "cuda/attention/sm90.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "core/numbers.h"
+#include "core/text.h"
+#include "cuda/attention/call.h"
+#include "cuda/attention/lay_out.h"
+#include "cuda/attention/sm90/params.h"
+#include "cuda/attention/tile_choice.h"
+#include "cuda/attention/workspace.h"
+#include "cuda/runtime/tensor_map.h"
+
+namespace flashmoe::cuda {
+
+void enter_slice(Sm90BwdParams& p, const Call& call, const Slice& slice);
+
+namespace sm90 {
+namespace {
+
+// The tensor as (batch, heads, length, D), as a tensor map wants it: its leading dimensions as one.
+// False where no map describes it, because they lie otherwise or something is broadcast. Ragged, it
+// is (tokens, heads, D).
+bool four_dimensions(const TensorSpec& spec, bool ragged, TensorSpec& four) {
+  if (spec.rank < 3) return false;
+  four = TensorSpec{};
+  four.dtype = spec.dtype;
+  four.rank = 4;
+  for (int i = 1; i < 4; ++i) {
+    const int from = ragged && i < 3 ? 2 - i : spec.rank + i - 4;
+    four.shape[i] = spec.shape[from];
+    four.stride[i] = spec.stride[from];
+  }
+  int64_t count = 1, stride = 0;  // of the leading dimensions, innermost first
+  for (int i = spec.rank - 4; i >= 0; --i) {
+    if (spec.shape[i] == 1) continue;
+    if (count == 1) stride = spec.stride[i];
+    if (spec.stride[i] != stride * count) return false;
+    count *= spec.shape[i];
+  }
+  four.shape[0] = count;
+  four.stride[0] = stride;
+  for (int i = 0; i < 3; ++i) {
+    if (four.shape[i] == 0 || (four.shape[i] > 1 && four.stride[i] <= 0)) return false;
+  }
+  return four.shape[3] > 0;
+}
+
+Status encode(TensorMap& map, const TensorSpec& tensor, const void* data,
+              std::span<const int> box) {
+  const Result<CUtensorMap> encoded = encode_tensor_map(tensor, data, box);
+  if (!encoded.ok()) return encoded.status();
+  std::copy(std::begin(encoded.value().opaque), std::end(encoded.value().opaque), map.opaque);
+  return {};
+}
+// The map of a tensor, copied `rows` rows of one head at a time.
+Status encode_keys(TensorMap& map, const TensorSpec& spec, const void* data, int64_t rows,
+                   bool ragged) {
+  TensorSpec four;
+  if (!four_dimensions(spec, ragged, four)) return invalid("a tensor that no tensor map describes");
+  const int box[] = {1, 1, static_cast<int>(rows), 64};
+  return encode(map, four, data, box);
+}
+// The same as (batch, heads, length, 2^pack, D): see Sm90FwdParams.
+Status encode_queries(TensorMap& map, const TensorSpec& spec, const void* data, int64_t rows,
+                      int pack, bool ragged) {
+  TensorSpec four;
+  if (!four_dimensions(spec, ragged, four)) return invalid("a tensor that no tensor map describes");
+  TensorSpec five;
+  five.dtype = four.dtype;
+  five.rank = 5;
+  const int64_t heads = int64_t{1} << pack;
+  five.shape = {four.shape[0], four.shape[1] / heads, four.shape[2], heads, four.shape[3]};
+  five.stride = {four.stride[0], four.stride[1] * heads, four.stride[2], four.stride[1],
+                 four.stride[3]};
+  const int box[] = {1, 1, static_cast<int>(rows / heads), static_cast<int>(heads), 64};
+  return encode(map, five, data, box);
+}
+
+// Bytes that are to stay in L2, which has room for the rest as well.
+constexpr int64_t kCachedBytes = 32 << 20;
+
+// The CTAs of the main launch, all of which are on the chip at once.
+int64_t persistent_ctas(const AttentionPlan& plan) {
+  for (const AttentionLaunch& step : plan.launches) {
+    if (step.handle == plan.handle) return step.grid[0];
+  }
+  return 0;
+}
+
+// Heads that share their keys, of which 2^this share a tile: see Sm90FwdParams.
+int log2_packed_heads(const AttentionPlan& plan, int64_t block_q) {
+  if (plan.problem.ragged) return 0;
+  const int64_t group = plan.heads_q / std::max<int64_t>(plan.heads_k, 1);
+  const auto tasks = [&](int pack) {
+    return ceil_div(plan.len_q << pack, block_q) * (plan.heads_q >> pack);
+  };
+  int best = 0;
+  for (int pack = 1; (1 << pack) <= 64 && group % (1 << pack) == 0; ++pack) {
+    if (tasks(pack) < tasks(best)) best = pack;
+  }
+  return best;
+}
+
+// Heads whose tasks are mixed. Where all tasks see as many keys, none: those of a head follow each
+// other and share its keys. Else each CTA goes forth and back through the tasks, the longest first,
+// and has as much as the others after `unit` heads. These are mixed, or a multiple of them, as far
+// as L2 holds their keys and values and has room for the rest; if it does not, none are, and longer
+// and shorter tasks come out even over all heads. But where these are no multiple of `unit`,
+// nearly, all are mixed: that comes out even, and where there are few heads many CTAs read the same
+// keys at the same time.
+int64_t forward_heads_per_wave(const AttentionPlan& plan, const Sm90FwdParams& p) {
+  if (p.right >= kNoLimit) return 1;
+  const int64_t bytes =
+      dtype_bytes(plan.problem.key.dtype) * plan.len_k * (plan.head_dim + plan.head_dim_v);
+  const int64_t cached = std::max<int64_t>(kCachedBytes / bytes, 1) * p.group;
+  const int64_t both_ways = 2 * persistent_ctas(plan);
+  const int64_t unit = both_ways / std::gcd(both_ways, int64_t{p.query_blocks});
+  const int64_t heads = int64_t{p.heads} * p.batch;
+  const int64_t odd = std::min(heads % unit, unit - heads % unit);
+  if (8 * odd > heads) return std::max<int64_t>(heads, 1);
+  return unit > cached ? 1 : cached / unit * unit;
+}
+
+// Heads whose tiles of keys are mixed: as far as L2 holds Q, dO and the accumulator of dQ of them,
+// for each tile of keys reads and adds to all of these; and as all CTAs are busy with at once.
+// Where sums are deterministic no fewer, or tiles of a head would wait for each other. Else as many
+// as the CTAs are busy with twice (nearly, or each would get the same tiles of every head); or
+// once, so that a kernel that converts dQ itself can soon begin.
+int64_t backward_heads_per_wave(const AttentionPlan& plan, const Sm90BwdParams& p) {
+  const Kernel& kernel = main_kernel(plan);
+  const int64_t bytes =
+      p.group * plan.len_q * (2 * plan.head_dim + 2 * plan.head_dim_v + 4 * p.dim);
+  const int64_t cached = kCachedBytes / std::max<int64_t>(bytes, 1);
+  const int64_t clusters = persistent_ctas(plan) / kernel.cluster;
+  const int64_t busy = ceil_div(clusters, p.key_blocks);
+  const bool early = p.dq_accum && kernel.converts_dq;
+  const int64_t twice = ceil_div(2 * clusters * 31 / 32, p.key_blocks);
+  const int64_t most = early ? busy : p.deterministic ? cached : std::min(cached, twice);
+  return std::min(std::max(most, busy), plan.heads_k * plan.batch);
+}
+
+// Rows that a CTA of the preprocess kernel has: as many as leave enough CTAs, since finding out
+// where the rows are takes a while.
+int64_t preprocess_rows(const AttentionPlan& plan, int64_t ctas) {
+  int64_t rows = plan.block_q;
+  const auto launched = [&](int64_t rows) {
+    return ceil_div(plan.len_q, rows) * plan.heads_q * plan.batch;
+  };
+  while (rows < 4 * plan.block_q && launched(2 * rows) >= 4 * ctas) rows *= 2;
+  return rows;
+}
+
+int64_t key_blocks(const AttentionPlan& plan) {
+  const AttentionProblem& p = plan.problem;
+  return p.ragged ? ragged_slots(p.key.shape[0], plan.block_k, plan.batch)
+                  : ceil_div(plan.len_k, plan.block_k);
+}
+
+void lay_out_forward(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
+  const AttentionProblem& p = plan.problem;
+  const int pack = log2_packed_heads(plan, plan.block_q);
+  plan.work_items =
+      p.ragged ? ragged_slots(p.query.shape[0], plan.block_q, plan.batch) * plan.heads_q
+               : ceil_div(plan.len_q << pack, plan.block_q) * (plan.heads_q >> pack) * plan.batch;
+  add_first_launches(plan);
+  plan.launches.push_back(
+      once(kernel, grid_of(std::min(plan.work_items, gpu.multiprocessors)), Given::kCall));
+  plan.workspace_bytes = forward_workspace(plan).bytes;
+}
+
+void lay_out_backward(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
+  const AttentionProblem& p = plan.problem;
+  cuda::lay_out_backward(plan, gpu, nullptr);
+  plan.work_items = key_blocks(plan) * (p.ragged ? 1 : plan.batch) * plan.heads_k;
+  const int64_t clusters = std::max<int64_t>(gpu.multiprocessors / kernel.cluster, 1);
+  const int64_t ctas = kernel.cluster * std::min(plan.work_items, clusters);
+
+  add_first_launches(plan);
+  Grid rows = query_grid(plan);
+  if (!p.ragged) {
+    rows = grid_of(ceil_div(plan.len_q, preprocess_rows(plan, ctas)) * plan.heads_q, 1,
+                   slice_batch(plan));
+  }
+  const DType dtype = p.query.dtype;
+  plan.launches.push_back(per_slice(*find_kernel(Role::kPreprocess, plan.family, dtype), rows));
+  AttentionLaunch main = per_slice(kernel, grid_of(ctas));
+  main.overlaps = true;
+  plan.launches.push_back(main);
+  if (!has_dq_kernel(plan)) return;
+  AttentionLaunch dq =
+      per_slice(*find_kernel(Role::kBackwardDq, plan.family, dtype), query_grid(plan));
+  dq.overlaps = true;
+  plan.launches.push_back(dq);
+}
+
+Status fill_maps(Sm90FwdParams& p, const Call& call) {
+  const AttentionPlan& plan = call.plan;
+  const AttentionProblem& problem = plan.problem;
+  const AttentionTensors& t = call.tensors;
+  const bool ragged = problem.ragged.has_value();
+  Status status = encode_queries(p.query_map, problem.query, t.query, plan.block_q, p.pack, ragged);
+  if (status.ok()) status = encode_queries(p.out_map, problem.out, t.out, 64, p.pack, ragged);
+  if (status.ok()) status = encode_keys(p.key_map, problem.key, t.key, plan.block_k, ragged);
+  if (status.ok()) status = encode_keys(p.value_map, problem.value, t.value, plan.block_k, ragged);
+  return status;
+}
+
+Status fill_maps(Sm90BwdParams& p, const Call& call) {
+  const AttentionPlan& plan = call.plan;
+  const AttentionProblem& problem = plan.problem;
+  const AttentionTensors& t = call.tensors;
+  const auto map = [&](TensorMap& map, const TensorSpec& spec, const void* data, int64_t rows) {
+    return encode_keys(map, spec, data, rows, problem.ragged.has_value());
+  };
+  // Each CTA of a cluster has its share copied.
+  const int64_t cluster = main_kernel(plan).cluster;
+  const int64_t rows = plan.block_q / cluster, keys = plan.block_k / cluster;
+  Status status = map(p.query_map, problem.query, t.query, rows);
+  if (status.ok()) status = map(p.key_map, problem.key, t.key, keys);
+  if (status.ok()) status = map(p.value_map, problem.value, t.value, keys);
+  p.grad_out_map = p.query_map;
+  if (status.ok() && p.grad_out) {
+    status = map(p.grad_out_map, *problem.grad_out, t.grad_out, rows);
+  }
+  // Gradients leave by warpgroups, 64 rows each.
+  if (status.ok() && p.grad_key) {
+    status = map(p.grad_key_map, *problem.grad_key, t.grad_key, 64);
+  }
+  if (status.ok() && p.grad_value) {
+    status = map(p.grad_value_map, *problem.grad_value, t.grad_value, 64);
+  }
+  return status;
+}
+
+Status run_forward(const Call& call) {
+  const AttentionPlan& plan = call.plan;
+  Sm90FwdParams p{};
+  fill_forward(p, call);
+  p.pack = log2_packed_heads(plan, plan.block_q);
+  p.heads = static_cast<int32_t>(plan.heads_q >> p.pack);
+  p.group >>= p.pack;
+  p.query_blocks = static_cast<int32_t>(ceil_div(plan.len_q << p.pack, plan.block_q));
+  p.num_tasks = static_cast<int32_t>(plan.work_items);
+  p.heads_per_wave = static_cast<int32_t>(forward_heads_per_wave(plan, p));
+  const SideParams side = fill_side_params(call, p, true);
+  p.tile_counter = side.ragged.tile_counter;
+  if (Status status = fill_maps(p, call); !status.ok()) return status;
+  return run_launches(call, p, side);
+}
+
+Status run_backward(const Call& call) {
+  const AttentionPlan& plan = call.plan;
+  Sm90BwdParams p{};
+  fill_backward(p, call, 1);
+  p.done = reinterpret_cast<int32_t*>(call.workspace + call.backward.done);
+  p.heads = static_cast<int32_t>(slice_of(plan, 0).heads);
+  p.key_blocks = static_cast<int32_t>(key_blocks(plan));
+  p.heads_per_wave = static_cast<int32_t>(backward_heads_per_wave(plan, p));
+  const auto adjacent = [](const Strides& strides) { return strides.head < strides.row; };
+  const bool all = adjacent(p.out_strides) && adjacent(p.query_strides) &&
+                   (!p.grad_out || adjacent(p.grad_out_strides));
+  while (all && p.log2_adjacent_heads < 3 &&
+         p.heads * p.group % (2 << p.log2_adjacent_heads) == 0) {
+    ++p.log2_adjacent_heads;
+  }
+  p.preprocess_rows = static_cast<int32_t>(preprocess_rows(plan, persistent_ctas(plan)));
+  p.tokens_q = plan.problem.query.shape[0];
+  if (Status status = fill_maps(p, call); !status.ok()) return status;
+  return run_launches(call, p, fill_side_params(call, p, false));
+}
+
+}  // namespace
+
+std::string lacks(const AttentionPlan& plan) {
+  const AttentionProblem& p = plan.problem;
+  if (p.bias) return "takes no bias; the sm80 family does";
+  if (plan.len_k == 0 || plan.len_q == 0 || plan.batch == 0 || plan.heads_q == 0) {
+    return "there is nothing to attend to";
+  }
+  const bool backward = p.pass == Pass::kBackward;
+  const int64_t length = backward ? std::max(plan.len_q, plan.len_k) : plan.len_q;
+  // Blocks of queries or keys; of a backward pass also of the rows that a warp rounds.
+  const int64_t block = backward ? 16 : 64;
+  if (!p.ragged && ceil_div(length, block) * plan.heads_q > kNoLimit / plan.batch) {
+    return text("more than ", kNoLimit, " blocks cannot be counted");
+  }
+  const auto maybe = [](const std::optional<TensorSpec>& spec) { return spec ? &*spec : nullptr; };
+  const std::pair<const char*, const TensorSpec*> tensors[] = {{"query", &p.query},
+                                                               {"key", &p.key},
+                                                               {"value", &p.value},
+                                                               {"out", backward ? nullptr : &p.out},
+                                                               {"grad_out", maybe(p.grad_out)},
+                                                               {"grad_key", maybe(p.grad_key)},
+                                                               {"grad_value", maybe(p.grad_value)}};
+  for (const auto& [name, spec] : tensors) {
+    TensorSpec four;
+    if (!spec) continue;
+    if (p.ragged && spec->shape[0] > INT32_MAX) return text(name, " has more than 2^31 - 1 tokens");
+    const int64_t batch = p.ragged ? 1 : plan.batch;
+    if (!four_dimensions(*spec, p.ragged.has_value(), four) || four.shape[0] != batch) {
+      return text(name,
+                  " is broadcast, or its leading dimensions do not lie densely behind each "
+                  "other");
+    }
+  }
+  return {};
+}
+
+std::string slower(const AttentionPlan& plan, const Gpu& gpu) {
+  constexpr int64_t kDim = 32, kShort = 64, kLong = 1024, kRows = 128;
+  constexpr int64_t kRaggedDim = 64, kRaggedShort = 200;  // backward
+  const int64_t dim = std::max(plan.head_dim, plan.head_dim_v);
+  const bool ragged = plan.problem.ragged.has_value();
+  const bool backward = plan.problem.pass == Pass::kBackward;
+  if (dim <= kDim) {
+    return text("head dims up to ", kDim, " have tiles of their own in sm80");
+  }
+  if (mean_length(plan) <= kShort) {
+    return text("sequences of at most ", kShort, " tokens have smaller tiles in sm80");
+  }
+  if (ragged && backward && dim <= kRaggedDim && mean_length(plan) <= kRaggedShort) {
+    return text("packed sequences of at most ", kRaggedShort, " tokens fill sm80's tiles better");
+  }
+  if (ragged || backward) return {};
+  if (plan.len_q == 1) return "one query: sm80 splits its keys over SMs";
+  const int pack = log2_packed_heads(plan, kRows);
+  const int64_t blocks = ceil_div(plan.len_q << pack, kRows) * (plan.heads_q >> pack) * plan.batch;
+  if (4 * blocks < gpu.multiprocessors && plan.len_k >= kLong) {
+    return text(blocks, " blocks would leave most of ", gpu.multiprocessors,
+                " SMs idle; sm80 splits the keys");
+  }
+  return {};
+}
+
+// Three warpgroups have 1.2 times the speed of two, on rows that fill both, once there are enough
+// tiles of keys: more of these at D = 96, and where a causal mask leaves half of them.
+std::string too_large(const AttentionPlan& plan, const Kernel& k, const Gpu&) {
+  constexpr int64_t kSmaller = 128, kShort = 1024;
+  if (k.block_q <= kSmaller) return {};
+  const bool causal = geometry(plan.problem).right >= 0;
+  if (mean_length(plan) <= kShort && (causal || k.head_dim > 64)) {
+    return text("tiles of ", kSmaller, " rows are faster for up to ", kShort, " tokens");
+  }
+  const auto tokens = [&](int64_t block) {
+    const int pack = log2_packed_heads(plan, block);
+    const AttentionProblem& p = plan.problem;
+    const int64_t mean = p.query.shape[0] / std::max<int64_t>(plan.batch, 1);
+    const int64_t rows = p.ragged ? mean : plan.len_q << pack;
+    return static_cast<double>(ceil_div(rows, block) * block * (plan.heads_q >> pack));
+  };
+  if (tokens(k.block_q) <= 1.2 * tokens(kSmaller)) return {};
+  return text("tiles of ", kSmaller, " rows leave less empty");
+}
+
+void lay_out(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
+  if (plan.problem.pass == Pass::kForward) {
+    lay_out_forward(plan, kernel, gpu);
+  } else {
+    lay_out_backward(plan, kernel, gpu);
+  }
+}
+
+Status run(const Call& call) {
+  return call.plan.problem.pass == Pass::kForward ? run_forward(call) : run_backward(call);
+}
+
+}  // namespace sm90
+
+// Number of tasks of a slice, and of tiles of dQ that the kernel converts itself.
+void enter_slice(Sm90BwdParams& p, const Call& call, const Slice& slice) {
+  const AttentionPlan& plan = call.plan;
+  enter_slice(static_cast<AttentionBwdParams&>(p), call, slice);
+  p.num_tasks = p.key_blocks * p.heads * static_cast<int32_t>(slice.batch);
+  if (p.dq_accum && main_kernel(plan).converts_dq) {
+    const Grid rows = query_grid(plan);
+    p.converted_tiles = static_cast<int32_t>(rows[0] * rows[1] * slice.batch);
+  }
+}
+
+}  // namespace flashmoe::cuda

@@ -1,0 +1,134 @@
+#include "cuda/attention/tile_choice.h"
+
+#include <algorithm>
+#include <cstdlib>
+
+#include "attention/problem.h"
+#include "core/text.h"
+
+namespace flashmoe::cuda {
+namespace {
+
+// The largest head dim that has tiles for short sequences.
+constexpr int64_t kShortDim = 64;
+
+Role main_role(const AttentionProblem& p) {
+  if (p.pass == Pass::kForward) return p.bias ? Role::kForwardBias : Role::kForward;
+  return p.bias ? Role::kBackwardBias : Role::kBackward;
+}
+
+// Whether there are so many sequences, and on average so short, that a tile should not be larger.
+bool many_short_sequences(const AttentionPlan& plan, const Gpu& gpu) {
+  return mean_length(plan) <= (plan.problem.ragged ? 48 : 32) &&
+         plan.batch * plan.heads_k >= 4 * gpu.multiprocessors;
+}
+
+std::string needs_shared(const Kernel& kernel, const Gpu& gpu) {
+  return text("needs ", kernel.shared_bytes, " bytes of shared memory, ",
+              chip_name(gpu.compute_capability), " has ", gpu.chip.shared_bytes);
+}
+
+bool fits(const Kernel& kernel, const Gpu& gpu) {
+  return static_cast<size_t>(kernel.shared_bytes) <= gpu.chip.shared_bytes;
+}
+
+std::string too_large(const AttentionPlan& plan, const Family& family, const Kernel& kernel,
+                      const Gpu& gpu) {
+  if (const int64_t held = resident_ctas(kernel, gpu.chip); held < kernel.ctas) {
+    return text("made for ", kernel.ctas, " blocks on an SM, of which ",
+                chip_name(gpu.compute_capability), " holds ", held);
+  }
+  if (plan.problem.pass == Pass::kBackward || kernel.block_q <= 64) return {};
+  return family.too_large(plan, kernel, gpu);
+}
+
+}  // namespace
+
+std::string chip_name(int compute_capability) { return text("sm_", compute_capability); }
+
+int64_t resident_ctas(const Kernel& kernel, const Chip& chip) {
+  const int64_t by_shared = chip.shared_bytes_of_sm / (kernel.shared_bytes + 1024);
+  return std::max<int64_t>(std::min<int64_t>(by_shared, kernel.ctas), 1);
+}
+
+int64_t mean_length(const AttentionPlan& plan) {
+  const AttentionProblem& p = plan.problem;
+  if (!p.ragged) return std::max(plan.len_q, plan.len_k);
+  return std::max(p.query.shape[0], p.key.shape[0]) / std::max<int64_t>(plan.batch, 1);
+}
+
+Status read_forced_tile(std::optional<ForcedTile>& tile) {
+  const char* value = std::getenv("FLASHMOE_TILE");
+  if (!value || !*value) return {};
+  ForcedTile read;
+  int end = 0;
+  if (std::sscanf(value, "%dx%d%n", &read.block_q, &read.block_k, &end) != 2 || value[end]) {
+    return invalid("FLASHMOE_TILE is ", value, "; it must be QUERIESxKEYS, like 128x64");
+  }
+  tile = read;
+  return {};
+}
+
+const Kernel* choose_tile(AttentionPlan& plan, const Family& family, const Gpu& gpu,
+                          const std::optional<ForcedTile>& forced, std::string& why) {
+  const AttentionProblem& p = plan.problem;
+  const Role role = main_role(p);
+  const int64_t dim = std::max(plan.head_dim, plan.head_dim_v);
+  const bool short_sequences = !forced && many_short_sequences(plan, gpu) && dim <= kShortDim;
+  const Geometry g = geometry(p);
+  const bool general_score = g.softcap > 0 || !(g.scale > 0);
+  const auto pass_over = [&](const Kernel& kernel, const std::string& reason) {
+    plan.candidates.push_back({kernel.id.name, "passed over: " + reason});
+  };
+  int bucket = 0;
+  bool said_plain = false;
+  std::string tiles;
+  // The fallback is the first tile that is only too large: it serves where no smaller one exists.
+  const Kernel *chosen = nullptr, *fallback = nullptr;
+  std::string fallback_reason;
+  for (const Kernel& k : kernels()) {
+    if (k.family != std::string_view(family.name) || k.role != role || k.dtype != p.query.dtype ||
+        k.head_dim < dim || (bucket && k.head_dim != bucket)) {
+      continue;
+    }
+    if (general_score && !k.general_score) {
+      if (!said_plain) pass_over(k, "takes no softcap, and no scale of 0 or less");
+      said_plain = true;
+      continue;
+    }
+    bucket = k.head_dim;
+    tiles += text(tiles.empty() ? "" : ", ", k.block_q, "x", k.block_k);
+    if (chosen) continue;
+    if (forced) {
+      if (k.block_q == forced->block_q && k.block_k == forced->block_k) chosen = &k;
+      continue;
+    }
+    if (k.for_short != short_sequences) {
+      pass_over(k, short_sequences ? "made for longer sequences"
+                                   : "made for many sequences of at most a few dozen tokens");
+    } else if (!fits(k, gpu)) {
+      pass_over(k, needs_shared(k, gpu));
+    } else if (std::string reason = too_large(plan, family, k, gpu); !fallback && !reason.empty()) {
+      fallback = &k;
+      fallback_reason = reason;
+    } else {
+      chosen = &k;
+    }
+  }
+  if (chosen && fallback) pass_over(*fallback, fallback_reason);
+  if (!chosen) chosen = fallback;
+  if (chosen && fits(*chosen, gpu)) return chosen;
+  if (chosen) {
+    why = text(chosen->id.name, " ", needs_shared(*chosen, gpu));
+  } else if (!bucket) {
+    why = text("has no kernels for ", dtype_name(p.query.dtype));
+  } else if (forced) {
+    why = text("FLASHMOE_TILE asks for ", forced->block_q, "x", forced->block_k, "; for head dim ",
+               dim, " there are ", tiles);
+  } else {
+    why = text("no tile for head dim ", dim, " fits ", chip_name(gpu.compute_capability));
+  }
+  return nullptr;
+}
+
+}  // namespace flashmoe::cuda

@@ -1,0 +1,78 @@
+// What lies where in the workspace of a call, and which part of the call a slice is. Sizes follow
+// from the plan alone, so planning and running reckon with the same functions.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/attention/catalogue.h"
+#include "flashmoe/attention.h"
+
+namespace flashmoe::cuda {
+
+inline const Kernel& kernel_of(const LaunchStep& step) {
+  return *static_cast<const Kernel*>(step.handle);
+}
+// The kernel that does most of the work.
+inline const Kernel& main_kernel(const AttentionPlan& plan) {
+  return *static_cast<const Kernel*>(plan.handle);
+}
+
+// How many blocks the sequences of a ragged batch may have: see ragged.cuh.
+inline int64_t ragged_slots(int64_t tokens, int64_t block, int64_t batch) {
+  return tokens / block + batch + 1;
+}
+// The largest grid of a ragged batch, whose heads are not a dimension of their own.
+int64_t ragged_grid(const AttentionPlan& plan);
+
+// The queries of a forward pass as the mma.sync kernels count them: where each head has one query,
+// the heads of a group are the rows of a tile.
+bool one_query(const AttentionPlan& plan);
+int64_t forward_rows(const AttentionPlan& plan);
+int64_t forward_heads(const AttentionPlan& plan);
+
+// One slice of a call: dense, a part of the batch; ragged, a part of the heads, since only the
+// device knows which tokens a sequence has. Heads are queries' forward, keys' backward.
+struct Slice {
+  int64_t first_head = 0, heads = 0;
+  int64_t first_batch = 0, batch = 0;
+};
+Slice slice_of(const AttentionPlan& plan, int64_t index);
+// Sequences of a dense batch in one full slice.
+int64_t slice_batch(const AttentionPlan& plan);
+
+// Offsets are in bytes; a buffer that a call has no use for has no bytes.
+struct ForwardWorkspace {
+  size_t aligned_bias = 0;     // (batch, heads, len_q, pitch), as the bias has them
+  size_t blocks = 0;           // ragged: RaggedBlock (slots)
+  size_t transposed_bias = 0;  // ragged: (heads of a slice, pairs)
+  size_t tile_counter = 0;     // int32
+  size_t partial_out = 0;      // splits: float (splits, batch, heads, rows, dim)
+  size_t partial_lse = 0;      // float (splits, batch, heads, rows)
+  size_t bytes = 0;
+};
+ForwardWorkspace forward_workspace(const AttentionPlan& plan);
+
+struct BackwardWorkspace {
+  int64_t rows = 0;           // of one head, all sequences, in whole blocks of queries
+  int64_t dq_accum_rows = 0;  // of one head in a slice
+  int64_t key_slots = 0, query_slots = 0, sum_slots = 0;  // ragged: of its lists of blocks
+  size_t lse_delta = 0;                                   // float (heads, rows, 2)
+  size_t dq_accum = 0;      // float (heads of a slice, dq_accum_rows, dq_accum_dim)
+  size_t bias_sums = 0;     // in the place of dq_accum, whose use has ended by then
+  size_t dq_semaphore = 0;  // int32 (heads of a slice, blocks of queries)
+  size_t tile_counter = 0;  // int32 (2)
+  size_t done = 0;          // int32 (batch + 1, heads_k)
+  size_t key_blocks = 0, query_blocks = 0, sum_blocks = 0;  // ragged: RaggedBlock (slots)
+  size_t aligned_bias = 0, transposed_bias = 0;
+  size_t bytes = 0;
+};
+// bias_sum: the kernel that sums a shared bias's gradient, or null.
+BackwardWorkspace backward_workspace(const AttentionPlan& plan, const Kernel* bias_sum);
+
+// Whether dQ is summed up in fp32 by the CTAs of several key tiles: see AttentionBwdParams.
+inline bool accumulates_dq(const AttentionPlan& plan) {
+  return plan.problem.grad_query.has_value() && !main_kernel(plan).for_short;
+}
+
+}  // namespace flashmoe::cuda

@@ -68,12 +68,6 @@ def _attention_backward_fake(
     )
 
 
-# These two have no gradient of their own; without this each call goes through torch's fallback for
-# ops that nobody gave one.
-_fragment = torch.library.Library("flashmoe", "FRAGMENT")
-_fragment.impl("attention_forward", torch.library.fallthrough_kernel, "Autograd")
-_fragment.impl("attention_backward", torch.library.fallthrough_kernel, "Autograd")
-
 forward = torch.ops.flashmoe.attention_forward.default
 backward = torch.ops.flashmoe.attention_backward.default
 differentiable = torch.ops.flashmoe.attention.default

@@ -2,101 +2,24 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+# By name: an attribute of torch costs 50 ns, and host time is counted.
+from torch import Tensor, are_deterministic_algorithms_enabled
+from torch._C import _are_functorch_transforms_active
+from torch.compiler import is_compiling
 
-from . import _library
+from . import _autograd, _library
 
 __all__ = ["flash_attention", "flash_attention_varlen"]
 
 
-def _gradients(ctx, needs, grad_out, grad_lse) -> list[Tensor | None]:
-    """Of query, key, value and bias, None where not needed."""
-    # Only under create_graph are there gradients to record here.
-    run = _AttentionBackward.apply if torch.is_grad_enabled() else _library.backward
-    grads = run(grad_out, grad_lse, *ctx.saved_tensors, *ctx.options, ctx.deterministic, *needs)
-    return [grad if need else None for grad, need in zip(grads, needs, strict=True)]
-
-
-class _Attention(torch.autograd.Function):
-    """Differentiable in query, key, value and bias; both results have gradients.
-
-    Host time is counted in microseconds here: what needs no gradient comes in one tuple, and lse is
-    a result only where it is asked for.
-    """
-
-    @staticmethod
-    def forward(ctx, query, key, value, bias, rest):
-        lengths, ctx.options, ctx.deterministic, return_lse = rest
-        out, lse = _library.forward(query, key, value, bias, *lengths, *ctx.options)
-        ctx.save_for_backward(query, key, value, bias, *lengths, out, lse)
-        if not return_lse:
-            return out
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx, grad_out, grad_lse=None):
-        return *_gradients(ctx, ctx.needs_input_grad[:4], grad_out, grad_lse), None
-
-
-class _AttentionBackward(torch.autograd.Function):
-    """The backward pass as a node of the graph: differentiating it fails, rather than giving 0."""
-
-    @staticmethod
-    def forward(ctx, *args):
-        return _library.backward(*args)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        raise RuntimeError(
-            "flashmoe_science attention has no second derivative yet: its gradients cannot be "
-            "differentiated twice. For this call use F.scaled_dot_product_attention with "
-            "SDPBackend.MATH."
-        )
-
-
-# Function.apply() without its Python part, which only unwraps tensors of functorch transforms.
-_apply = super(torch.autograd.Function, _Attention).apply
-
-
-# The op that traced graphs hold has autograd of its own, so that an exported program can be
-# trained. Called eagerly it would cost twice what _Attention does (38 us for 21 on a GPU host).
-def _op_setup_context(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs[:7], *output)
-    ctx.options, ctx.deterministic = inputs[7:-1], inputs[-1]
-    ctx.set_materialize_grads(False)
-
-
-def _op_backward(ctx, grad_out, grad_lse):
-    grads = _gradients(ctx, ctx.needs_input_grad[:4], grad_out, grad_lse)
-    return *grads, *([None] * (3 + len(ctx.options) + 1))
-
-
-torch.library.register_autograd(
-    "flashmoe::attention", _op_backward, setup_context=_op_setup_context
-)
-
-
 def _attend(tensors, options, return_lse, deterministic):
-    """Straight to the op where no gradient is wanted: autograd costs half as much again."""
-    q, k, v, bias, *lengths = tensors
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    if torch.compiler.is_compiling():
+    # What traces or transforms a call needs an op to look at.
+    if is_compiling() or _are_functorch_transforms_active():
+        if deterministic is None:
+            deterministic = are_deterministic_algorithms_enabled()
         out, lse = _library.differentiable(*tensors, *options, deterministic)
-    elif torch.is_grad_enabled() and (
-        q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or (bias is not None and bias.requires_grad)
-    ):
-        plain = not torch._C._are_functorch_transforms_active()
-        apply = _apply if plain else _Attention.apply
-        return apply(q, k, v, bias, (lengths, options, deterministic, return_lse))
-    else:
-        out, lse = _library.forward(*tensors, *options)
-    return (out, lse) if return_lse else out
+        return (out, lse) if return_lse else out
+    return _autograd.attend(_library.forward, tensors, options, deterministic, return_lse)
 
 
 def _check_tensors(optional: tuple[str, ...] = (), **tensors) -> None:

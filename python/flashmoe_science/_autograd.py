@@ -1,0 +1,180 @@
+"""What torch's transforms can ask of attention: gradients and vmap are given, the rest is refused.
+
+A derivative that is not there has to fail: to autograd a result without one is a constant.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, are_deterministic_algorithms_enabled, is_grad_enabled
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+
+from . import _library
+
+_INSTEAD = "For this call use F.scaled_dot_product_attention with SDPBackend.MATH."
+_NO_FORWARD_MODE = (
+    "flashmoe_science attention has no forward-mode derivative yet, which torch.func.jvp, "
+    "linearize, jacfwd, hessian and torch.autograd.forward_ad ask for. Gradients are there: "
+    f"torch.autograd.grad, torch.func.grad, vjp and jacrev. {_INSTEAD}"
+)
+_NO_SECOND_DERIVATIVE = (
+    "flashmoe_science attention has no second derivative yet: its gradients cannot be "
+    f"differentiated twice. {_INSTEAD}"
+)
+
+
+def _refuse_tangents(tensors) -> None:
+    # As in torch, inference mode and _set_fwd_grad_enabled(False) leave tangents behind.
+    if not torch._C._is_fwd_grad_enabled():
+        return
+    for tensor in tensors:
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(_NO_FORWARD_MODE)
+
+
+class _Attention(torch.autograd.Function):
+    """Differentiable in query, key, value and bias; both results have gradients.
+
+    Host time is counted in microseconds here: what needs no gradient comes in one tuple, and lse is
+    a result only where it is asked for.
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, value, bias, rest):
+        run, lengths, ctx.options, ctx.deterministic, return_lse = rest
+        out, lse = run(query, key, value, bias, *lengths, *ctx.options)
+        ctx.save_for_backward(query, key, value, bias, *lengths, out, lse)
+        if not return_lse:
+            return out
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, grad_out, grad_lse=None):
+        saved, needs = ctx.saved_tensors, ctx.needs_input_grad[:4]
+        if is_grad_enabled():  # under create_graph, which torch.func always asks for
+            run = _AttentionBackward.apply
+        else:
+            run = _library.backward
+            if forward_ad._current_level >= 0:
+                _refuse_tangents((grad_out, grad_lse, *saved[:4]))
+        grads = run(grad_out, grad_lse, *saved, *ctx.options, ctx.deterministic, *needs)
+        return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), None
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """The backward pass as a node of the graph: differentiating it fails, rather than giving 0."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*args):
+        return _library.backward(*args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise NotImplementedError(_NO_SECOND_DERIVATIVE)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(_NO_FORWARD_MODE)
+
+
+# Function.apply() without its Python part, which only unwraps tensors of functorch transforms.
+_apply = super(torch.autograd.Function, _Attention).apply
+
+
+def attend(run, tensors, options, deterministic, return_lse):
+    """``run`` on the tensors, recorded for the backward pass where a gradient is wanted.
+
+    Without one it is called directly: autograd costs half as much again.
+    """
+    q, k, v, bias, *lengths = tensors
+    if forward_ad._current_level >= 0:
+        _refuse_tangents((q, k, v, bias))
+    if is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (bias is not None and bias.requires_grad)
+    ):
+        if deterministic is None:
+            deterministic = are_deterministic_algorithms_enabled()
+        return _apply(q, k, v, bias, (run, lengths, options, deterministic, return_lse))
+    out, lse = run(*tensors, *options)
+    return (out, lse) if return_lse else out
+
+
+# The op that traced graphs hold has autograd of its own, so that an exported program can be
+# trained. It is also what torch.func sees: each of its levels comes by here, so that none is
+# forgotten. Called eagerly it would cost twice what attend() does (38 us for 21 on a GPU host).
+def _attention_autograd(*args):
+    tensors, options, deterministic = args[:7], args[7:-1], args[-1]
+
+    def run(*args):
+        with torch._C._AutoDispatchBelowAutograd():
+            return _library.differentiable(*args, deterministic)
+
+    with enable_single_level_autograd_function():  # torch.func wants to hear that we mean it
+        return attend(run, tensors, options, deterministic, return_lse=True)
+
+
+_fragment = torch.library.Library("flashmoe", "FRAGMENT")
+_fragment.impl("attention", _attention_autograd, "Autograd")
+# These two have no gradient of their own; without this each call goes through torch's fallback for
+# ops that nobody gave one.
+_fragment.impl("attention_forward", torch.library.fallthrough_kernel, "Autograd")
+_fragment.impl("attention_backward", torch.library.fallthrough_kernel, "Autograd")
+
+
+# vmap: one leading dimension more, which the kernels take as it is.
+
+
+def _stack(tensor: Tensor | None, dim: int | None, size: int, rank: int = 0) -> Tensor | None:
+    """The mapped dimension first, then as many of size 1 as broadcasting to `rank` needs."""
+    if tensor is None:
+        return None
+    stacked = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+    return stacked[(slice(None), *([None] * (rank - stacked.dim())))]
+
+
+def _stack_inputs(size, dims, q, k, v, bias, key_lengths, cu_q, cu_k) -> tuple:
+    if cu_q is not None:
+        raise NotImplementedError(
+            "flashmoe_science attention over ragged batches has no vmap yet, which torch.func.vmap "
+            "and jacrev ask for. Pack the sequences of all samples into one call, or map over "
+            "flash_attention."
+        )
+    q, k, v = (_stack(x, dim, size) for x, dim in zip((q, k, v), dims, strict=False))
+    bias = _stack(bias, dims[3], size, q.dim())
+    return q, k, v, bias, _stack(key_lengths, dims[4], size, q.dim() - 3), None, None
+
+
+@torch.library.register_vmap("flashmoe::attention")
+def _attention_vmap(info, dims, *args):
+    tensors = _stack_inputs(info.batch_size, dims, *args[:7])
+    return _library.differentiable(*tensors, *args[7:]), (0, 0)
+
+
+@torch.library.register_vmap("flashmoe::explain")
+def _explain_vmap(info, dims, *args):
+    tensors = _stack_inputs(info.batch_size, dims, *args[:7])
+    return torch.ops.flashmoe.explain(*tensors, *args[7:]), None
+
+
+@torch.library.register_vmap("flashmoe::attention_backward")
+def _attention_backward_vmap(info, dims, grad_out, grad_lse, *args):
+    size = info.batch_size
+    inputs = _stack_inputs(size, dims[2:], *args[:7])
+    grad_out, grad_lse, out, lse = (
+        _stack(x, dim, size)
+        for x, dim in zip((grad_out, grad_lse, *args[7:9]), (*dims[:2], *dims[9:11]), strict=True)
+    )
+    needs, grads = args[-4:], _library.backward(grad_out, grad_lse, *inputs, out, lse, *args[9:])
+    wanted = (*needs[:3], needs[3] and inputs[3] is not None)
+    return grads, tuple(0 if want else None for want in wanted)

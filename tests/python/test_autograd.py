@@ -1,0 +1,546 @@
+"""Every public function is asked for all that autograd and torch.func offer: right, or refused.
+
+What is right is compared with plain torch math in float64; what is refused says so and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.autograd.forward_ad as fwd
+import torch.nn.functional as F
+from torch import func
+from torch.autograd import functional
+from torch.utils.checkpoint import checkpoint
+
+import flashmoe_science as fm
+from flashmoe_science.compat import flash_attn
+
+# Where the sequences of the ragged batch begin and end.
+STARTS_Q, STARTS_K = (0, 2, 2, 5), (0, 3, 4, 6)
+RAGGED = (torch.tensor(STARTS_Q), torch.tensor(STARTS_K), 3, 3)
+KEY_LENGTHS = torch.tensor([4, 2])
+
+FORWARD_MODE = "no forward-mode derivative yet.*SDPBackend.MATH"
+SECOND = "no second derivative yet.*SDPBackend.MATH"
+RAGGED_VMAP = "ragged batches has no vmap yet.*one call"
+
+
+# The functions, each with the same in plain math.
+
+
+def math(q, k, v, bias=None, key_lengths=None):
+    """(..., H, S, D) tensors; a head of keys serves several of queries."""
+    k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    if bias is not None:
+        scores = scores + bias
+    if key_lengths is not None:
+        behind = torch.arange(k.shape[-2]) >= key_lengths[:, None, None, None]
+        scores = scores.masked_fill(behind, float("-inf"))
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+def heads_last(q, k, v):
+    out, lse = math(*(x.transpose(-3, -2) for x in (q, k, v)))
+    return out.transpose(-3, -2), lse
+
+
+def ragged(q, k, v, bias=None):
+    """(T, H, D) tensors, the bias packed sequence after sequence."""
+    outs, lses, first = [], [], 0
+    for (q0, q1), (k0, k1) in zip(pairwise(STARTS_Q), pairwise(STARTS_K), strict=True):
+        here, n, m = None, q1 - q0, k1 - k0
+        if bias is not None:
+            here = bias[first : first + n * m].unflatten(0, (n, m)).movedim(-1, 0)
+            first += n * m
+        out, lse = math(*(x.transpose(0, 1) for x in (q[q0:q1], k[k0:k1], v[k0:k1])), here)
+        outs.append(out.transpose(0, 1))
+        lses.append(lse.transpose(0, 1))
+    return torch.cat(outs), torch.cat(lses)
+
+
+def heads_first_lse(q, k, v):
+    out, lse = ragged(q, k, v)
+    return out, lse.transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class Subject:
+    ours: Callable
+    math: Callable
+    shapes: tuple[tuple[int, ...], ...]
+    ragged: bool = False
+    context: Callable = nullcontext
+
+    def inputs(self):
+        generator = torch.Generator().manual_seed(7)
+        return tuple(
+            torch.randn(shape, generator=generator, dtype=torch.float64) for shape in self.shapes
+        )
+
+
+def flat(call: Callable) -> Callable:
+    """All results in one vector: what has a Jacobian."""
+    return lambda *inputs: torch.cat([x.flatten() for x in call(*inputs)[:2]])
+
+
+DENSE = ((2, 4, 3, 2), (2, 2, 4, 2), (2, 2, 4, 2))
+PACKED = ((5, 4, 2), (6, 2, 2), (6, 2, 2))
+SUBJECTS = {
+    "flash_attention": Subject(
+        lambda *x: fm.flash_attention(*x, return_lse=True), math, (*DENSE, (4, 3, 4))
+    ),
+    "flash_attention, key_lengths": Subject(
+        lambda *x: fm.flash_attention(*x, key_lengths=KEY_LENGTHS, return_lse=True),
+        partial(math, key_lengths=KEY_LENGTHS),
+        (*DENSE, (1, 4)),
+    ),
+    "flash_attention, one result": Subject(
+        lambda *x: (fm.flash_attention(*x),), lambda *x: math(*x)[:1], DENSE
+    ),
+    "flash_attention_varlen": Subject(
+        lambda q, k, v, bias: fm.flash_attention_varlen(
+            q, k, v, *RAGGED, bias=bias, return_lse=True
+        ),
+        ragged,
+        (*PACKED, (12, 4)),
+        ragged=True,
+    ),
+    "enable_sdpa": Subject(
+        lambda *x: (F.scaled_dot_product_attention(*x),),
+        lambda *x: math(*x)[:1],
+        ((2, 4, 3, 2), (2, 4, 4, 2), (2, 4, 4, 2), (4, 3, 4)),
+        context=fm.enable_sdpa,
+    ),
+    "flash_attn_func": Subject(
+        lambda *x: flash_attn.flash_attn_func(*x, return_attn_probs=True),
+        heads_last,
+        ((2, 3, 4, 2), (2, 4, 2, 2), (2, 4, 2, 2)),
+    ),
+    "flash_attn_varlen_func": Subject(
+        lambda *x: flash_attn.flash_attn_varlen_func(*x, *RAGGED, return_attn_probs=True),
+        heads_first_lse,
+        PACKED,
+        ragged=True,
+    ),
+}
+NO_TENSORS = {"explain"}  # gives text: asked on its own below
+
+
+def test_every_public_function_is_asked():
+    public = {*fm.__all__, *flash_attn.__all__}
+    assert {name.partition(",")[0] for name in SUBJECTS} | NO_TENSORS == public
+
+
+# The requests: of a function of tensors with one vector as its result.
+
+
+def weights(x):
+    return torch.linspace(-1, 2, x.numel(), dtype=x.dtype).reshape(x.shape)
+
+
+def loss(f):
+    def weighted(*inputs):
+        result = f(*inputs)
+        return (weights(result) * result.square()).sum()
+
+    return weighted
+
+
+def leaves(inputs):
+    return tuple(x.detach().clone().requires_grad_() for x in inputs)
+
+
+def gradients(f, inputs):
+    inputs = leaves(inputs)
+    return torch.autograd.grad(loss(f)(*inputs), inputs)
+
+
+def backward(f, inputs):
+    inputs = leaves(inputs)
+    loss(f)(*inputs).backward()
+    return [x.grad for x in inputs]
+
+
+def batched_gradients(f, inputs):
+    inputs = leaves(inputs)
+    result = f(*inputs)
+    seeds = torch.eye(result.numel(), dtype=result.dtype)[:3]
+    return torch.autograd.grad(result, inputs, seeds, is_grads_batched=True)
+
+
+def hooked(context):
+    def ask(f, inputs):
+        with context():
+            return gradients(f, inputs)
+
+    return ask
+
+
+def packing():
+    return torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x)
+
+
+def checkpointed(f, inputs):
+    return gradients(lambda *x: checkpoint(f, *x, use_reentrant=False), inputs)
+
+
+def gradcheck(f, inputs):
+    assert torch.autograd.gradcheck(f, leaves(inputs))
+    return ()
+
+
+def everything(n):
+    return tuple(range(n))
+
+
+def func_vjp(f, inputs):
+    result, pull = func.vjp(f, *inputs)
+    return result, *pull(weights(result))
+
+
+def per_sample(f, inputs):
+    """vmap of grad, over one input after the other, the mapped dimension anywhere in it."""
+    grad, results = func.grad(loss(f), everything(len(inputs))), []
+    for i, x in enumerate(inputs):
+        for dim in (0, 1, -1):
+            samples = torch.stack([x, 2 * x, x.flip(0)], dim)
+            dims = [None] * len(inputs)
+            dims[i] = dim
+            batch = (*inputs[:i], samples, *inputs[i + 1 :])
+            results += func.vmap(grad, tuple(dims))(*batch)
+    return results
+
+
+def mapped(f, inputs):
+    return [func.vmap(f)(*(torch.stack([x, x.flip(0), -x]) for x in inputs))]
+
+
+def mapped_in_part(f, inputs):
+    """Only the last input, the bias where there is one, has the mapped dimension; in chunks."""
+    *rest, last = inputs
+    dims = (*(None for _ in rest), 1)
+    samples = torch.stack([last, last.flip(0), -last], 1)
+    return [func.vmap(f, dims, chunk_size=2)(*rest, samples)]
+
+
+def mapped_twice(f, inputs):
+    samples = (torch.stack([torch.stack([x, -x]), torch.stack([x, 2 * x])]) for x in inputs)
+    return [func.vmap(func.vmap(f))(*samples)]
+
+
+def gradient_of_mapped(f, inputs):
+    samples = tuple(torch.stack([x, x.flip(0), -x]) for x in inputs)
+    return func.grad(loss(func.vmap(f)), everything(len(inputs)))(*samples)
+
+
+def functional_call(f, inputs):
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query = torch.nn.Parameter(torch.zeros_like(inputs[0]))
+
+        def forward(self, *rest):
+            return loss(f)(self.query, *rest)
+
+    module = Module()
+
+    def call(query):
+        return func.functional_call(module, {"query": query}, inputs[1:])
+
+    return [func.grad(call)(inputs[0])]
+
+
+def second_gradients(f, inputs):
+    inputs = leaves(inputs)
+    grads = torch.autograd.grad(loss(f)(*inputs), inputs, create_graph=True)
+    return torch.autograd.grad(sum(x.square().sum() for x in grads), inputs)
+
+
+def gradgradcheck(f, inputs):
+    assert torch.autograd.gradgradcheck(f, leaves(inputs))
+    return ()
+
+
+def gradient_of_gradient(f, inputs):
+    def first(*x):
+        return sum(y.square().sum() for y in func.grad(loss(f), everything(len(x)))(*x))
+
+    return func.grad(first, everything(len(inputs)))(*inputs)
+
+
+def dual(at, context=torch.enable_grad, requires_grad=False):
+    """A tangent of one input; the result with its own."""
+
+    def ask(f, inputs):
+        with fwd.dual_level(), context():
+            x = [y.detach().requires_grad_(requires_grad) for y in inputs]
+            x[at] = fwd.make_dual(x[at], weights(x[at]))
+            primal, tangent = fwd.unpack_dual(f(*x))
+            return primal.detach(), None if tangent is None else tangent.detach()
+
+    return ask
+
+
+def dual_gradient(create_graph):
+    """The tangent arrives from behind, with the gradient of the result."""
+
+    def ask(f, inputs):
+        inputs = leaves(inputs)
+        result = f(*inputs)
+        with fwd.dual_level():
+            seed = fwd.make_dual(torch.ones_like(result), weights(result))
+            grads = torch.autograd.grad(result, inputs, seed, create_graph=create_graph)
+            return [fwd.unpack_dual(x).tangent.detach() for x in grads]
+
+    return ask
+
+
+def func_jvp(f, inputs):
+    return func.jvp(f, inputs, tuple(weights(x) for x in inputs))
+
+
+def jvp_of_one(f, inputs):
+    def call(q):
+        return f(q, *inputs[1:])
+
+    return func.jvp(call, inputs[:1], (weights(inputs[0]),))
+
+
+def jvp_of_gradient(f, inputs):
+    return jvp_of_one(lambda *x: func.grad(loss(f))(*x), inputs)
+
+
+def gradient_of_jvp(f, inputs):
+    return [func.grad(lambda q: jvp_of_one(f, (q, *inputs[1:]))[1].sum())(inputs[0])]
+
+
+def jvp_of_mapped(f, inputs):
+    return jvp_of_one(func.vmap(f), tuple(torch.stack([x, -x]) for x in inputs))
+
+
+def linearize(f, inputs):
+    result, push = func.linearize(f, *inputs)
+    return result, push(*(weights(x) for x in inputs))
+
+
+def compiled(ask, backend="aot_eager"):
+    def of_compiled(f, inputs):
+        torch._dynamo.reset()
+        return ask(torch.compile(f, backend=backend), inputs)
+
+    return of_compiled
+
+
+def inside_compiled(ask):
+    def all_compiled(f, inputs):
+        torch._dynamo.reset()
+        return torch.compile(lambda *x: ask(f, x), backend="eager")(*inputs)
+
+    return all_compiled
+
+
+def twice(which):
+    return lambda f, inputs: which(loss(f), inputs, tuple(weights(x) for x in inputs))[1]
+
+
+RIGHT = {
+    "autograd.grad": gradients,
+    "backward": backward,
+    "autograd.grad, is_grads_batched": batched_gradients,
+    "gradcheck": gradcheck,
+    "detect_anomaly": hooked(torch.autograd.detect_anomaly),
+    "saved_tensors_hooks": hooked(packing),
+    "save_on_cpu": hooked(torch.autograd.graph.save_on_cpu),
+    "checkpoint": checkpointed,
+    "functional.vjp": lambda f, x: functional.vjp(loss(f), x)[1],
+    "functional.jacobian": functional.jacobian,
+    "functional.jacobian, vectorized": lambda f, x: functional.jacobian(f, x, vectorize=True),
+    "func.grad": lambda f, x: func.grad(loss(f), everything(len(x)))(*x),
+    "func.grad_and_value": lambda f, x: func.grad_and_value(loss(f), everything(len(x)))(*x)[0],
+    "func.functional_call": functional_call,
+    "func.functionalize": lambda f, x: [func.functionalize(f)(*x)],
+    "func.vjp": func_vjp,
+    "a compiled function": compiled(lambda f, x: [f(*x)]),
+    "autograd.grad of a compiled function": compiled(gradients),
+    "a compiled func.grad": inside_compiled(lambda f, x: [func.grad(loss(f))(*x)]),
+    "forward_ad in inference mode": dual(0, torch.inference_mode),  # torch drops the tangent too
+}
+# Refused only where the batch is ragged.
+MAPS = {
+    "func.jacrev": lambda f, x: func.jacrev(f, everything(len(x)))(*x),
+    "func.jacrev, in chunks": lambda f, x: [func.jacrev(f, chunk_size=2)(*x)],
+    "func.vmap": mapped,
+    "func.vmap of one input": mapped_in_part,
+    "func.vmap of func.vmap": mapped_twice,
+    "func.vmap of func.grad": per_sample,
+    "func.grad of func.vmap": gradient_of_mapped,
+}
+REFUSED = {
+    "forward_ad of q": (dual(0), FORWARD_MODE),
+    "forward_ad of k": (dual(1), FORWARD_MODE),
+    "forward_ad of v": (dual(2), FORWARD_MODE),
+    "forward_ad of bias": (dual(3), FORWARD_MODE),
+    "forward_ad without gradients": (dual(0, torch.no_grad), FORWARD_MODE),
+    "forward_ad of what requires gradients": (dual(1, requires_grad=True), FORWARD_MODE),
+    "forward_ad of a gradient": (dual_gradient(False), FORWARD_MODE),
+    "forward_ad of a recorded gradient": (dual_gradient(True), FORWARD_MODE),
+    "forward_ad of a compiled function": (compiled(dual(0), "eager"), FORWARD_MODE),
+    "functional.jacobian, forward mode": (
+        lambda f, x: functional.jacobian(f, x, vectorize=True, strategy="forward-mode"),
+        FORWARD_MODE,
+    ),
+    "func.jvp": (func_jvp, FORWARD_MODE),
+    "func.jvp of q": (jvp_of_one, FORWARD_MODE),
+    "func.jvp of func.grad": (jvp_of_gradient, FORWARD_MODE),
+    "func.grad of func.jvp": (gradient_of_jvp, FORWARD_MODE),
+    "func.jvp of func.vmap": (jvp_of_mapped, f"{FORWARD_MODE}|{RAGGED_VMAP}"),
+    "func.jvp of a compiled function": (compiled(func_jvp), FORWARD_MODE),
+    "a compiled func.jvp": (inside_compiled(jvp_of_one), FORWARD_MODE),
+    # torch has this for no autograd.Function.
+    "func.functionalize of func.grad": (
+        lambda f, x: func.functionalize(func.grad(loss(f)))(*x),
+        "Functionalize rule for custom_function_call",
+    ),
+    "func.linearize": (linearize, FORWARD_MODE),
+    "func.jacfwd": (lambda f, x: func.jacfwd(f, everything(len(x)))(*x), FORWARD_MODE),
+    "func.hessian": (
+        lambda f, x: func.hessian(loss(f))(*x),
+        f"{FORWARD_MODE}|{SECOND}|{RAGGED_VMAP}",
+    ),
+    "autograd.grad twice": (second_gradients, SECOND),
+    "gradgradcheck": (gradgradcheck, SECOND),
+    "functional.jvp": (twice(functional.jvp), SECOND),
+    "functional.hvp": (twice(functional.hvp), SECOND),
+    "functional.vhp": (twice(functional.vhp), SECOND),
+    "functional.hessian": (lambda f, x: functional.hessian(loss(f), x), SECOND),
+    "func.grad of func.grad": (gradient_of_gradient, SECOND),
+    "func.jacrev of func.grad": (
+        lambda f, x: func.jacrev(func.grad(loss(f)))(*x),
+        f"{SECOND}|{RAGGED_VMAP}",
+    ),
+}
+ASKED = {*RIGHT, *MAPS, *REFUSED}
+# Of modules, or of tensors outside of any function.
+NOT_ASKED = {"replace_all_batch_norm_modules_", "stack_module_state", "debug_unwrap"}
+
+
+@pytest.mark.parametrize("module", [func, functional], ids=["func", "functional"])
+def test_everything_torch_offers_is_asked(module):
+    prefix = module.__name__.rpartition(".")[2]
+    asked = {name for name in module.__all__ if any(f"{prefix}.{name}" in x for x in ASKED)}
+    assert asked | NOT_ASKED >= set(module.__all__)
+
+
+# vmap takes PyTorch's attention apart before it comes to us.
+TAKEN_APART = ("enable_sdpa", "func.jvp of func.vmap")
+
+
+def same(got, want):
+    """As the nested tuples of a Jacobian of several inputs."""
+    if isinstance(want, torch.Tensor) or want is None:
+        assert (got is None) == (want is None)
+        if want is not None:
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+        return
+    for a, b in zip(got, want, strict=True):
+        same(a, b)
+
+
+@pytest.mark.parametrize("request_", RIGHT | MAPS)
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_what_is_given_is_right(name, request_):
+    subject, ask = SUBJECTS[name], (RIGHT | MAPS)[request_]
+    if request_ in MAPS and subject.ragged:
+        with pytest.raises(NotImplementedError, match=RAGGED_VMAP):
+            ask(flat(subject.ours), subject.inputs())
+        return
+    want = ask(flat(subject.math), subject.inputs())
+    with subject.context():
+        same(ask(flat(subject.ours), subject.inputs()), want)
+
+
+@pytest.mark.parametrize(
+    "name, request_",
+    [
+        (name, request_)
+        for name, subject in SUBJECTS.items()
+        for request_ in REFUSED
+        if ("bias" not in request_ or len(subject.shapes) == 4) and (name, request_) != TAKEN_APART
+    ],
+)
+def test_what_is_not_there_is_refused(name, request_):
+    ask, words = REFUSED[request_]
+    subject = SUBJECTS[name]
+    with subject.context(), pytest.raises(RuntimeError, match=f"(?s){words}"):
+        ask(flat(subject.ours), subject.inputs())
+
+
+def test_what_vmap_takes_apart_is_right():
+    name, request_ = TAKEN_APART
+    subject, (ask, _) = SUBJECTS[name], REFUSED[request_]
+    want = ask(flat(subject.math), subject.inputs())
+    with subject.context():
+        same(ask(flat(subject.ours), subject.inputs()), want)
+
+
+def test_a_tangent_of_something_else_does_no_harm():
+    """Attention inside a dual level, of tensors that have no tangent, is as right as outside."""
+    subject = SUBJECTS["flash_attention"]
+    q, k, v, bias = leaves(subject.inputs())
+    want = gradients(flat(subject.ours), (q, k, v, bias))
+    with fwd.dual_level():
+        x = fwd.make_dual(torch.ones(3), torch.ones(3))
+        assert fwd.unpack_dual(x.exp()).tangent is not None
+        same(gradients(flat(subject.ours), (q, k, v, bias)), want)
+    _, tangent = func.jvp(
+        lambda x: x.square().sum() + flat(subject.ours)(q, k, v, bias).sum(),
+        (torch.ones(3, dtype=torch.float64),),
+        (torch.ones(3, dtype=torch.float64),),
+    )
+    assert tangent == 6
+
+
+def explained_with_a_tangent(ask, q):
+    with fwd.dual_level():
+        ask(fwd.make_dual(q, q))
+
+
+EXPLAINED = {
+    "requires_grad": lambda ask, q: ask(q.requires_grad_()),
+    "forward_ad": explained_with_a_tangent,
+    "func.grad": lambda ask, q: func.grad(ask)(q),
+    "func.jvp": lambda ask, q: func.jvp(ask, (q,), (q,)),
+}
+
+
+@pytest.mark.parametrize("how", EXPLAINED)
+def test_explain_answers_inside_every_transform(how):
+    q, k, v, bias = SUBJECTS["flash_attention"].inputs()
+    said = []
+
+    def ask(q):
+        said.append(fm.explain(q, k, v, bias=bias))
+        return q.sum()
+
+    EXPLAINED[how](ask, q.clone())
+    assert said == [fm.explain(q, k, v, bias=bias)]
+
+
+def test_explain_inside_vmap_is_about_all_samples():
+    q, k, v, bias = (torch.stack([x] * 3) for x in SUBJECTS["flash_attention"].inputs())
+    said = []
+
+    def ask(q, k, v, bias):
+        said.append(fm.explain(q, k, v, bias=bias))
+        return q
+
+    func.vmap(ask)(q, k, v, bias)
+    assert said == [fm.explain(q, k, v, bias=bias.unsqueeze(1))]

@@ -7,8 +7,8 @@
 #pragma once
 
 #include "cuda/attention/params.h"
+#include "cuda/attention/score.cuh"
 #include "cuda/attention/sequence.cuh"
-#include "cuda/attention/softmax.cuh"
 #include "cuda/tile/copy.cuh"
 #include "cuda/tile/product.cuh"
 
@@ -84,16 +84,6 @@ __device__ __forceinline__ void write_bias(const BiasRows& bias, int64_t row, in
   } else {
     *reinterpret_cast<uint16_t*>(at) = T::pack(x, 0) & 0xffff;
   }
-}
-
-// Whether it cannot be in the accumulators from the start: it is fp32, or comes after a softcap, or
-// the scale is not one to divide by.
-__device__ __forceinline__ bool late_bias(const AttentionParams& p) {
-  return p.bias_is_fp32 || p.softcap_scale || p.bias_scale <= 0;
-}
-// A score in base 2 with its bias.
-__device__ __forceinline__ float add_bias(float score, float bias, float scale_log2) {
-  return score * scale_log2 + bias * kLog2e;
 }
 
 // Whether the loops for plain calls can take it: there from the start and, except for short

@@ -2,12 +2,10 @@
 // r and r + 8, with r = lane / 4 and c = lane % 4), in base 2.
 #pragma once
 
+#include "cuda/attention/score.cuh"
 #include "cuda/ptx/math.cuh"
 
 namespace flashmoe::cuda {
-
-constexpr float kLn2 = 0.6931471805599453f;
-constexpr float kLog2e = 1.4426950408889634f;
 
 // Over the four lanes that share a row.
 __device__ __forceinline__ float quad_max(float x) {
@@ -67,33 +65,18 @@ __device__ __forceinline__ void row_maxima(float (&top)[2], const float (&s)[kTi
 // The probabilities of two n8 fragments, in place, added to `sum`. Sums are kept per block of keys
 // and added up then: one chain over thousands of keys would lose the last digits of lse. A NaN
 // score did not raise the maximum, but is a NaN probability and so reaches the sum.
+template <class Rule>
 __device__ __forceinline__ void probabilities(float (&left)[4], float (&right)[4], float (&sum)[2],
-                                              float scale_log2, const float (&reference)[2]) {
+                                              const Rule& rule, const float (&reference)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
     for (int c = 2 * half; c < 2 * half + 2; ++c) {
-      left[c] = ptx::ex2_approx_ftz(left[c] * scale_log2 - reference[half]);
-      right[c] = ptx::ex2_approx_ftz(right[c] * scale_log2 - reference[half]);
+      left[c] = rule.probability(left[c], reference[half]);
+      right[c] = rule.probability(right[c], reference[half]);
     }
     sum[half] += (left[2 * half] + left[2 * half + 1]) + (right[2 * half] + right[2 * half + 1]);
   }
-}
-
-// tanh and its derivative, each with a relative error of a few 1e-7: the first also where it is all
-// but x (a large softcap multiplies its error), the second also where it is all but 0.
-struct Tanh {
-  float value, derivative;
-};
-__device__ __forceinline__ Tanh tanh_and_derivative(float x) {
-  const float e = ptx::ex2_approx_ftz(-2 * kLog2e * fabsf(x));  // e^(-2|x|)
-  const float inverse = __fdividef(1.f, 1 + e);
-  // Below 0.3 the series: its next term is 1382/155925 x^11.
-  const float y = x * x;
-  const float series =
-      x + x * y * (-1.f / 3 + y * (2.f / 15 + y * (-17.f / 315 + y * (62.f / 2835))));
-  const float value = fabsf(x) < 0.3f ? series : copysignf((1 - e) * inverse, x);
-  return {value, 4 * e * inverse * inverse};
 }
 
 }  // namespace flashmoe::cuda

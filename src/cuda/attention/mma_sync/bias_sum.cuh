@@ -258,6 +258,7 @@ __device__ __forceinline__ void add_plain_step(BiasSums<C>& sums, const PackedBi
   using Type = typename C::Type;
   constexpr int kSteps = C::kDim / 16, kUnroll = kSteps < 4 ? kSteps : 4;
   if (sum_idle<C>(step)) return;
+  const ScoreRule rule(p);
 #pragma unroll
   for (int m = 0; m < C::kM; ++m) {
     const int row = sum_row<C>() + 16 * m;
@@ -279,9 +280,8 @@ __device__ __forceinline__ void add_plain_step(BiasSums<C>& sums, const PackedBi
         dp, operands.dO, operands.v, [&](int, int) -> const float(&)[4] { return minus_delta; });
 #pragma unroll
     for (int i = 0; i < C::kN * 4; ++i) {
-      const float weight =
-          ptx::ex2_approx_ftz(s[0][i / 4][i % 4] * p.scale_log2 - terms[i % 4 / 2].x);
-      sums[m][i / 4][i % 4] += weight * dp[0][i / 4][i % 4];
+      sums[m][i / 4][i % 4] +=
+          rule.probability(s[0][i / 4][i % 4], terms[i % 4 / 2].x) * dp[0][i / 4][i % 4];
     }
   }
 }
@@ -311,17 +311,14 @@ __device__ __forceinline__ void add_any_step(BiasSums<C>& sums, uint32_t smem, i
     for (int e = 0; e < 4; ++e) {
       const int query = row + e / 2 * 8 + lane / 4, key = col + lane % 4 * 2 + e % 2;
       const int r = step.first_query + query, j = step.first_key + key;
-      float x = s[0][0][e];
-      if (p.softcap_scale) x = tanh_and_derivative(x * p.softcap_scale).value;
       const float b = C::Bias::read(smem + C::kSmemBias, bias, query, key, step.first_query,
                                     step.first_key, seq);
-      x = add_bias(x, b, p.scale_log2);
+      const PairScore pair = ScoreRule(p).pair(s[0][0][e], b, r, j, seq);
       const float2 term = terms[e / 2];
-      const bool seen = r < seq.len_q && j >= seq.begin(r, p) && j < seq.end(r, p) &&
-                        b != -INFINITY && x != -INFINITY && term.x != INFINITY;
       gradient[e] = !seq.valid ? NAN
-                    : seen     ? ptx::ex2_approx_ftz(x - term.x) * (dp[0][0][e] - term.y)
-                               : 0;
+                    : pair.seen && term.x != INFINITY
+                        ? pair.probability(term.x) * (dp[0][0][e] - term.y)
+                        : 0;
     }
 #pragma unroll
     for (int f = 0; f < C::kM * C::kN; ++f) {

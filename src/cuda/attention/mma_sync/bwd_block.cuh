@@ -46,14 +46,14 @@ template <class C, Loop kLoop>
 __device__ __forceinline__ void differentiate_scores(Scores<C>& s, Scores<C>& dp,
                                                      const RowTerms<C>& terms,
                                                      const AttentionBwdParams& p) {
+  const ScoreRule rule(p);
   each_score<C>(s, dp, terms, [](float&, float& dp, float2 term) { dp -= term.y; });
   if (kLoop == Loop::kGeneral && p.softcap_scale) {
-    each_score<C>(s, dp, terms, [&](float& s, float& dp, float2) { cap_score(s, dp, p); });
+    each_score<C>(s, dp, terms,
+                  [&](float& s, float& dp, float2) { rule.differentiate_cap(s, dp); });
   }
-  each_score<C>(s, dp, terms, [&](float& s, float& dp, float2 term) {
-    s = ptx::ex2_approx_ftz(s * p.scale_log2 - term.x);
-    dp *= s;
-  });
+  each_score<C>(s, dp, terms,
+                [&](float& s, float& dp, float2 term) { rule.differentiate(s, dp, term.x); });
 }
 
 // The same for any call with a bias.
@@ -113,22 +113,10 @@ template <class C, Side kSide>
 __device__ __forceinline__ void mask_scores(Scores<C>& s, Scores<C>& dp, const Sequence& seq,
                                             int first_query, int first_key,
                                             const AttentionBwdParams& p) {
-  const int thread = ptx::opaque_thread(), lane = thread % 32;
-#pragma unroll
-  for (int m = 0; m < C::kScoreM; ++m) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = first_query + score_row<C>(thread) + 16 * m + lane / 4 + 8 * half;
-      const int limit = seq.limit<kSide>(row, p) - first_key - score_col<C>(thread) - lane % 4 * 2;
-#pragma unroll
-      for (int n = 0; n < C::kScoreN; ++n) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          if (masked<kSide>(8 * n + c, limit)) s[m][n][2 * half + c] = dp[m][n][2 * half + c] = 0;
-        }
-      }
-    }
-  }
+  const int thread = ptx::opaque_thread();
+  for_each_masked<kSide, C::kScoreM, C::kScoreN>(
+      first_query + score_row<C>(thread), first_key + score_col<C>(thread), seq, p,
+      [&](int m, int n, int i) { s[m][n][i] = dp[m][n][i] = 0; });
 }
 
 // A tile of P or dS, rounded, to shared memory.

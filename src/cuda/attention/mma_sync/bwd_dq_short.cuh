@@ -48,26 +48,19 @@ __device__ __forceinline__ void differentiate_each(QueryScores<C>& s, QueryScore
       const int row = warp_row<C>() + 16 * m + i % 4 / 2 * 8 + lane / 4;
       const int key = i / 4 * 8 + lane % 4 * 2 + i % 2;
       const int r = task.first_row + row, j = first_key + key;
-      float x = s[m][i / 4][i % 4], slope = 1, bias = 0;
-      if (p.softcap_scale) {
-        const Tanh capped = tanh_and_derivative(x * p.softcap_scale);
-        x = capped.value;
-        slope = capped.derivative;
-      }
+      float bias = 0;
       if constexpr (C::kBias) {
         bias = C::Bias::read(sBias, task.bias, row, key, task.first_row, first_key, seq);
       }
-      x = add_bias(x, bias, p.scale_log2);
-      const bool seen = r < seq.len_q && j >= seq.begin(r, p) && j < seq.end(r, p) &&
-                        bias != -INFINITY && x != -INFINITY;
+      const PairScore pair = ScoreRule(p).pair(s[m][i / 4][i % 4], bias, r, j, seq);
       float& gradient = dp[m][i / 4][i % 4];
-      gradient = seen ? ptx::ex2_approx_ftz(x - t.terms[m][i % 4 / 2].x) * gradient : 0;
+      gradient = pair.seen ? pair.probability(t.terms[m][i % 4 / 2].x) * gradient : 0;
       if constexpr (C::kBias) {
         if (p.grad_bias && r < seq.len_q && j < task.stored_keys) {
           write_bias<typename C::Type>(task.grad_bias, r, j, gradient);
         }
       }
-      if (seen) gradient *= slope;  // that of a hidden pair may be NaN
+      if (pair.seen) gradient *= pair.slope;  // that of a hidden pair may be NaN
     }
   }
 }
@@ -145,6 +138,7 @@ __device__ __forceinline__ void query_block(QueryState<C>& t, const FwdLanes<C>&
   if constexpr (kGeneral) {
     differentiate_each<C>(s, dp, t, sBias, first_key, task, p);
   } else {
+    const ScoreRule rule(p);
     const int block = first_key / C::kBlockK;
     if (block >= task.full_end) mask_scores<C, Side::kAfter>(s, row, first_key, task.seq, p);
     if (block < task.full_begin) mask_scores<C, Side::kBefore>(s, row, first_key, task.seq, p);
@@ -152,8 +146,7 @@ __device__ __forceinline__ void query_block(QueryState<C>& t, const FwdLanes<C>&
     for (int m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
       for (int i = 0; i < C::kKeyTiles * 4; ++i) {
-        dp[m][i / 4][i % 4] *=
-            ptx::ex2_approx_ftz(s[m][i / 4][i % 4] * p.scale_log2 - t.terms[m][i % 4 / 2].x);
+        rule.differentiate(s[m][i / 4][i % 4], dp[m][i / 4][i % 4], t.terms[m][i % 4 / 2].x);
       }
     }
     if constexpr (C::kBias) {

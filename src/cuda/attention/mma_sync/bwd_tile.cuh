@@ -326,31 +326,15 @@ __device__ __forceinline__ void differentiate_any(float& s, float& dp, float2 te
                                                   const AttentionBwdParams& p) {
   const int first_key = task.key_block * C::kBlockK;
   const int row = block.first + query, column = first_key + key;
-  float slope = 1;
-  if (p.softcap_scale) {
-    const Tanh capped = tanh_and_derivative(s * p.softcap_scale);
-    s = capped.value;
-    slope = capped.derivative;
-  }
   const float bias =
       C::Bias::read(sBias, bias_of(task, block, p), query, key, block.first, first_key, task.seq);
-  s = add_bias(s, bias, p.scale_log2);
-  const bool seen = column >= task.seq.begin(row, p) && column < task.seq.end(row, p) &&
-                    bias != -INFINITY && s != -INFINITY && row < task.seq.len_q;
-  s = seen ? ptx::ex2_approx_ftz(s - term.x) : 0;
-  dp = seen ? (dp - (term.x == INFINITY ? 0 : term.y)) * s : 0;
+  const PairScore pair = ScoreRule(p).pair(s, bias, row, column, task.seq);
+  s = pair.probability(term.x);
+  dp = pair.seen ? (dp - (term.x == INFINITY ? 0 : term.y)) * s : 0;
   if (!C::kShort && p.grad_bias && row < task.seq.len_q && column < task.stored_keys) {
     write_bias<typename C::Type>(grad_bias_of(task, block, p), row, column, dp);
   }
-  dp *= slope;
-}
-
-// The scores of a softcap, and dP - delta times its derivative: what plain scores have without it.
-// One branch for all elements: a branch for each costs a masked block a fifth of its time.
-__device__ __forceinline__ void cap_score(float& s, float& dp, const AttentionBwdParams& p) {
-  const Tanh capped = tanh_and_derivative(s * p.softcap_scale);
-  s = capped.value;
-  dp *= capped.derivative;
+  dp *= pair.slope;
 }
 
 // How far the steps of a product are unrolled. What few calls need has no registers for more, nor

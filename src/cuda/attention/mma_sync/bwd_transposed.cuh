@@ -56,6 +56,7 @@ __device__ __forceinline__ bool own_not_finite(const OwnScores<C>& s, const OwnS
 template <class C, Loop kLoop>
 __device__ __forceinline__ void differentiate_own(OwnScores<C>& s, OwnScores<C>& dp,
                                                   uint32_t sTerms, const AttentionBwdParams& p) {
+  const ScoreRule rule(p);
   const uint32_t from = sTerms + ptx::opaque_thread() % 4 * 16;
 #pragma unroll
   for (int n = 0; n < C::kOwnQueries / 8; ++n) {
@@ -67,14 +68,15 @@ __device__ __forceinline__ void differentiate_own(OwnScores<C>& s, OwnScores<C>&
     }
     if (kLoop == Loop::kGeneral && p.softcap_scale) {
 #pragma unroll
-      for (int i = 0; i < C::kKeyM * 4; ++i) cap_score(s[i / 4][n][i % 4], dp[i / 4][n][i % 4], p);
+      for (int i = 0; i < C::kKeyM * 4; ++i) {
+        rule.differentiate_cap(s[i / 4][n][i % 4], dp[i / 4][n][i % 4]);
+      }
     }
 #pragma unroll
     for (int m = 0; m < C::kKeyM; ++m) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        s[m][n][i] = ptx::ex2_approx_ftz(s[m][n][i] * p.scale_log2 - (i % 2 ? two.z : two.x));
-        dp[m][n][i] *= s[m][n][i];
+        rule.differentiate(s[m][n][i], dp[m][n][i], i % 2 ? two.z : two.x);
       }
     }
   }
@@ -84,21 +86,10 @@ __device__ __forceinline__ void differentiate_own(OwnScores<C>& s, OwnScores<C>&
 template <class C, Side kSide>
 __device__ __forceinline__ void mask_own(OwnScores<C>& s, OwnScores<C>& dp, const BwdTask& task,
                                          int first_query, const AttentionBwdParams& p) {
-  const int thread = ptx::opaque_thread(), lane = thread % 32;
-  const int first_key = task.key_block * C::kBlockK + score_col<C>(thread) + lane / 4;
-#pragma unroll
-  for (int n = 0; n < C::kOwnQueries / 8; ++n) {
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const int query = first_query + 8 * n + lane % 4 * 2 + c;
-      const int limit = task.seq.limit<kSide>(query, p) - first_key;
-#pragma unroll
-      for (int i = 0; i < 2 * C::kKeyM; ++i) {
-        if (!masked<kSide>(8 * i, limit)) continue;
-        s[i / 2][n][i % 2 * 2 + c] = dp[i / 2][n][i % 2 * 2 + c] = 0;
-      }
-    }
-  }
+  const int first_key = task.key_block * C::kBlockK + score_col<C>(ptx::opaque_thread());
+  for_each_masked_transposed<kSide, C::kKeyM, C::kOwnQueries / 8>(
+      first_query, first_key, task.seq, p,
+      [&](int m, int n, int i) { s[m][n][i] = dp[m][n][i] = 0; });
 }
 
 // Whether the keys of this warp are past the end.

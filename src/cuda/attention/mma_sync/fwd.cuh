@@ -147,23 +147,18 @@ __device__ __forceinline__ void add_scores(float (&s)[C::kRowTiles][C::kKeyTiles
   }
 }
 
-// What comes between the product and the softmax for few calls: a scale that is not positive, a
-// softcap.
-template <class C>
+// What comes between the product and the scale for few calls: a softcap, or a scale that is not
+// positive.
+template <class C, class Rule>
 __device__ __forceinline__ void transform_scores(float (&s)[C::kRowTiles][C::kKeyTiles][4],
-                                                 const AttentionFwdParams& p) {
-  const auto each = [&](const auto& transform) {
+                                                 const Rule& rule) {
+  rule.transform([&](const auto& transform) {
 #pragma unroll
     for (int m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
       for (int i = 0; i < C::kKeyTiles * 4; ++i) s[m][i / 4][i % 4] = transform(s[m][i / 4][i % 4]);
     }
-  };
-  if (p.softcap_scale) {
-    each([&](float x) { return tanh_and_derivative(x * p.softcap_scale).value; });
-  } else if (p.sign != 1) {
-    each([&](float x) { return x * p.sign; });
-  }
+  });
 }
 
 // -inf where key `first_key` + column is before the first that the row sees, or after the last.
@@ -171,22 +166,8 @@ template <class C, Side kSide>
 __device__ __forceinline__ void mask_scores(float (&s)[C::kRowTiles][C::kKeyTiles][4], int row,
                                             int first_key, const Sequence& seq,
                                             const AttentionParams& p) {
-  const int lane = ptx::opaque_thread() % 32;
-#pragma unroll
-  for (int m = 0; m < C::kRowTiles; ++m) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int r = row + 16 * m + lane / 4 + 8 * half;
-      const int limit = seq.limit<kSide>(r, p) - first_key - lane % 4 * 2;
-#pragma unroll
-      for (int n = 0; n < C::kKeyTiles; ++n) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          if (masked<kSide>(8 * n + c, limit)) s[m][n][2 * half + c] = -INFINITY;
-        }
-      }
-    }
-  }
+  for_each_masked<kSide, C::kRowTiles, C::kKeyTiles>(
+      row, first_key, seq, p, [&](int m, int n, int i) { s[m][n][i] = -INFINITY; });
 }
 
 // A NaN or infinity in V must reach the rows that may see its key and no others, but in a product a
@@ -273,10 +254,10 @@ __device__ __forceinline__ void update_references(FwdState<C>& t,
 
 // P = 2^(S - reference), O += P V. Exponentials are taken a k16 step at a time, just before the
 // product that needs them: they then run under the product before.
-template <class C>
+template <class C, class Rule>
 __device__ __forceinline__ void accumulate(FwdState<C>& t,
                                            float (&s)[C::kRowTiles][C::kKeyTiles][4],
-                                           float scale_log2, uint32_t lane_v) {
+                                           const Rule& rule, uint32_t lane_v) {
   const AcrossB<typename C::Layout> v{lane_v};
   float reference[C::kRowTiles][2], sum[C::kRowTiles][2] = {};
 #pragma unroll
@@ -292,7 +273,7 @@ __device__ __forceinline__ void accumulate(FwdState<C>& t,
 #pragma unroll
     for (int m = 0; m < C::kRowTiles; ++m) {
       auto &left = s[m][2 * step], &right = s[m][2 * step + 1];
-      probabilities(left, right, sum[m], scale_log2, reference[m]);
+      probabilities(left, right, sum[m], rule, reference[m]);
       a[m][0] = C::Type::pack(left[0], left[1]);
       a[m][1] = C::Type::pack(left[2], left[3]);
       a[m][2] = C::Type::pack(right[0], right[1]);
@@ -332,10 +313,10 @@ __device__ __forceinline__ void load_bias(uint32_t smem, int block, const FwdTas
 
 // What a bias needs pair by pair: to be added late, which gives scores in base 2, or, already
 // added, that what it hides is hidden.
-template <class C>
+template <class C, class Rule>
 __device__ __forceinline__ void each_bias(float (&s)[C::kRowTiles][C::kKeyTiles][4], uint32_t sBias,
                                           int first_key, bool late, const FwdTask& task,
-                                          const AttentionParams& p) {
+                                          const Rule& rule) {
   const int lane = ptx::opaque_thread() % 32, row = warp_row<C>() + lane / 4;
 #pragma unroll
   for (int m = 0; m < C::kRowTiles; ++m) {
@@ -345,7 +326,7 @@ __device__ __forceinline__ void each_bias(float (&s)[C::kRowTiles][C::kKeyTiles]
           C::Bias::read(sBias, task.bias, row + 16 * m + i % 4 / 2 * 8,
                         i / 4 * 8 + lane % 4 * 2 + i % 2, task.first_row, first_key, task.seq);
       float& score = s[m][i / 4][i % 4];
-      if (late) score = add_bias(score, bias, p.scale_log2);
+      if (late) score = rule.score(score, bias);
       if (bias == -INFINITY) score = bias;  // the score behind a mask may be NaN
     }
   }
@@ -377,19 +358,20 @@ __device__ __forceinline__ void fwd_block(FwdState<C>& t, const FwdLanes<C>& lan
   }
   between();
   if (idle) return;
-  if (kGeneral && (p.sign != 1 || p.softcap_scale)) transform_scores<C>(s, p);
+  ScoreRule rule(p);
+  if (kGeneral && rule.transforms()) transform_scores<C>(s, rule);
   if constexpr (C::kBias && kGeneral) {
-    if (late || contain) each_bias<C>(s, sBias, first_key, late, task, p);
+    if (late || contain) each_bias<C>(s, sBias, first_key, late, task, rule);
   }
-  const float scale_log2 = late ? 1.f : p.scale_log2;
+  rule.has_bias = late;
   if (kLoop != Loop::kPlain) {
     const int block = first_key / C::kBlockK;
     if (block >= task.full_end) mask_scores<C, Side::kAfter>(s, row, first_key, task.seq, p);
     if (block < task.full_begin) mask_scores<C, Side::kBefore>(s, row, first_key, task.seq, p);
   }
-  update_references<C>(t, s, scale_log2);
+  update_references<C>(t, s, rule.scale_log2());
   if (kGeneral && contain) drop_not_finite<C>(sV);
-  accumulate<C>(t, s, scale_log2, sV + ptx::opaque(lanes.v));
+  accumulate<C>(t, s, rule, sV + ptx::opaque(lanes.v));
 }
 
 // One block of K or V to a stage.

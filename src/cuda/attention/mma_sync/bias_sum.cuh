@@ -19,25 +19,17 @@
 #include <type_traits>
 
 #include "cuda/attention/bias.cuh"
+#include "cuda/attention/guard.cuh"
+#include "cuda/attention/mma_sync/bias_sum_steps.cuh"
 #include "cuda/attention/params.h"
+#include "cuda/attention/score.cuh"
 #include "cuda/attention/sequence.cuh"
-#include "cuda/attention/softmax.cuh"
 #include "cuda/attention/tiles.h"
 #include "cuda/tile/copy.cuh"
 #include "cuda/tile/dtype.cuh"
 #include "cuda/tile/product.cuh"
 
 namespace flashmoe::cuda {
-
-// What one step adds, found by one thread and kept in shared memory.
-struct BiasStep {
-  Sequence seq;
-  int first_query, first_key;
-  bool seen;   // the queries see some of the keys
-  bool plain;  // all queries see all keys of the tile, and nothing unusual is asked
-  const char *query, *grad_out, *key, *value;
-  const float* terms;
-};
 
 template <class Chip_, class T, BiasSumTile kTile_>
 struct BiasSumConfig {
@@ -73,109 +65,6 @@ using BiasSums = float[C::kM][C::kN][4];
 // The tile's bias, two numbers in a register.
 template <class C>
 using PackedBias = uint32_t[C::kM][C::kN][2];
-
-// A tile of the gradient.
-struct SumTile {
-  int first_query, first_key;
-  int len_q, len_k;  // of what it is a tile of
-  int batch, head;   // one of those that share it
-};
-
-// What a CTA sums over: one step for each block that shares the tile.
-template <class C>
-class SharedSteps {
- public:
-  SharedSteps() = default;
-  // `slot` is null in a dense batch.
-  __device__ __forceinline__ SharedSteps(const AttentionBwdParams& p, const RaggedBlock* slot)
-      : slot_(slot),
-        own_queries_(slot || p.grad_bias_strides.row != 0),
-        own_keys_(slot || p.grad_bias_column != 0),
-        own_head_(p.grad_bias_strides.head != 0) {
-    query_blocks_ = own_queries_ ? 1 : blocks(p.len_q, C::kBlockQ);
-    key_blocks_ = own_keys_ ? 1 : blocks(p.len_k, C::kBlockK);
-    heads_ = own_head_ ? 1 : p.heads_q;
-    batches_ = 1;
-#pragma unroll 1
-    for (int i = 0; i < p.batch_dims && !slot; ++i) {
-      if (p.grad_bias_strides.batch[i] == 0) batches_ *= p.batch_sizes[i];
-    }
-  }
-  __device__ __forceinline__ int count() const {
-    return query_blocks_ * key_blocks_ * heads_ * batches_;
-  }
-  // Tile number `tile` of the gradient's matrix of this CTA.
-  __device__ __forceinline__ SumTile tile(int tile, const AttentionBwdParams& p) const {
-    if (slot_) {
-      return {tile * C::kBlockQ, slot_->block * C::kBlockK, slot_->len_q,
-              slot_->len_k,      slot_->sequence,           0};
-    }
-    const int in_row = own_keys_ ? blocks(p.len_k, C::kBlockK) : 1;
-    return {tile / in_row * C::kBlockQ,
-            tile % in_row * C::kBlockK,
-            p.len_q,
-            p.len_k,
-            join_batch(p, p.first_batch + blockIdx.z, 0),
-            static_cast<int>(blockIdx.y)};
-  }
-  __device__ __forceinline__ BiasStep find(int step, const SumTile& tile,
-                                           const AttentionBwdParams& p) const {
-    const int key_block = step % key_blocks_;
-    step /= key_blocks_;
-    const int query_block = step % query_blocks_;
-    step /= query_blocks_;
-    const int head = own_head_ ? tile.head : step % heads_;
-    const int batch = slot_ ? tile.batch : join_batch(p, p.first_batch + blockIdx.z, step / heads_);
-    BiasStep s;
-    s.seq = slot_ ? find_sequence(*slot_) : find_sequence(p, batch);
-    s.first_key = own_keys_ ? tile.first_key : key_block * C::kBlockK;
-    s.first_query = own_queries_ ? tile.first_query : query_block * C::kBlockQ;
-    // Row i sees key j when i + shift - left <= j <= i + shift + right.
-    const Sequence& seq = s.seq;
-    const int last_query = min(s.first_query + C::kBlockQ, seq.len_q) - 1;
-    const int last_key = min(s.first_key + C::kBlockK, seq.len_k) - 1;
-    s.seen = s.first_query <= last_query && s.first_key <= last_key &&
-             seq.begin(s.first_query, p) <= last_key && seq.end(last_query, p) > s.first_key;
-    // Of keys that the gradient does not have the sum does not matter.
-    const bool all_keys =
-        last_key - s.first_key + 1 == C::kBlockK || (own_keys_ && seq.len_k == tile.len_k);
-    s.plain = s.seen && seq.valid && !late_bias(p) && all_keys &&
-              seq.begin(last_query, p) <= s.first_key && seq.end(s.first_query, p) > last_key;
-    const int key_head = head / p.group;
-    s.query = rows_of(p.query, p, p.query_strides, batch, head, seq.token_q);
-    s.grad_out = rows_of(p.grad_out, p, p.grad_out_strides, batch, head, seq.token_q);
-    s.key = rows_of(p.key, p, p.key_strides, batch, key_head, seq.token_k);
-    s.value = rows_of(p.value, p, p.value_strides, batch, key_head, seq.token_k);
-    s.terms = p.lse_delta + 2 * (head * p.rows + workspace_row(p, seq, batch) + s.first_query);
-    return s;
-  }
-
- private:
-  // At least one: where there is nothing to sum, the sum is 0.
-  static __device__ __forceinline__ int blocks(int length, int block) {
-    return max((length + block - 1) / block, 1);
-  }
-  // The batch whose digits are those of `own` where the gradient has the dimension, and of `shared`
-  // where it is summed over it.
-  static __device__ __forceinline__ int join_batch(const AttentionBwdParams& p, int own,
-                                                   int shared) {
-    int batch = 0, unit = 1;
-#pragma unroll 1
-    for (int i = p.batch_dims - 1; i >= 0; --i) {
-      const int size = max(p.batch_sizes[i], 1);
-      const bool sums = p.grad_bias_strides.batch[i] == 0;
-      batch += (sums ? shared : own) % size * unit;
-      shared = sums ? shared / size : shared;
-      own = sums ? own : own / size;
-      unit *= size;
-    }
-    return batch;
-  }
-
-  const RaggedBlock* slot_;
-  bool own_queries_, own_keys_, own_head_;
-  int query_blocks_, key_blocks_, heads_, batches_;  // that share the tile
-};
 
 template <class C, bool kMaybeOdd>
 __device__ __forceinline__ void load_step(uint32_t smem, int stage, const BiasStep& step,
@@ -468,13 +357,8 @@ __device__ __forceinline__ void sum_split(BiasSums<C>& sums, char* shared, SumTa
     set_zero(sums);
     add_steps<C>(sums, bias, shared, task, p);
     C::Chip::template wait<0>();
-    bool finite = true;
-#pragma unroll
-    for (int i = 0; i < C::kM * C::kN * 4; ++i) {
-      finite &= isfinite(sums[i / 4 / C::kN][i / 4 % C::kN][i % 4]);
-    }
     // Something not finite may have been hidden: once more, pair by pair.
-    if (!__syncthreads_or(!finite) || task.contain) return;
+    if (!__syncthreads_or(!all_finite(sums)) || task.contain) return;
     __syncthreads();  // everyone has looked
     if (ptx::opaque_thread() == 0) {
       task.contain = true;

@@ -23,7 +23,6 @@
 #include <type_traits>
 
 #include "cuda/attention/mma_sync/bwd_block.cuh"
-#include "cuda/attention/mma_sync/bwd_dq_short.cuh"
 #include "cuda/attention/mma_sync/bwd_transposed.cuh"
 #include "cuda/tile/copy.cuh"
 
@@ -36,23 +35,16 @@ __device__ __forceinline__ void store_key_gradient(float (&acc)[C::kKeyM][C::kKe
                                                    const Strides& strides, int dim,
                                                    const BwdTask& task,
                                                    const AttentionBwdParams& p) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int row = warp / C::kKeyCols, col = warp % C::kKeyCols;
+  const int warp = threadIdx.x / 32;
 #pragma unroll
   for (int m = 0; m < C::kKeyM; ++m) {
 #pragma unroll
     for (int n = 0; n < C::kKeyN; ++n) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int r = key_row<C>(row, m) + lane / 4 + 8 * half;
-        const int chunk = 2 * (n / 2 * C::kKeyCols + col) + n % 2;
-        ptx::st_shared_u32(
-            shared + C::Layout::at(r, chunk) + lane % 4 * 4,
-            C::Type::pack(acc[m][n][2 * half] * scale, acc[m][n][2 * half + 1] * scale));
-      }
+      store_fragment<C, C::kKeyCols>(shared, key_row<C>(warp / C::kKeyCols, m), n,
+                                     warp % C::kKeyCols, acc[m][n], scale);
     }
   }
-  __syncthreads();
+  __syncthreads();  // the tile is written
   const char* to = rows_of(gradient, p, strides, task.batch, task.key_head, task.seq.token_k);
   store_tile<typename C::Layout, C::kBlockK, C::kThreads>(
       shared, threadIdx.x, const_cast<char*>(to), strides.row_bytes(), task.key_block * C::kBlockK,
@@ -336,55 +328,6 @@ __device__ __forceinline__ void attention_bwd(const AttentionBwdParams& p) {
     store_key_gradient<C>(t.gV, 1.f, smem + C::kSmemV, p.grad_value, p.grad_value_strides,
                           p.head_dim_v, task, p);
   }
-}
-
-// dQ of one block of queries of one (batch, head): from its sums or, with short sequences, from the
-// keys once more.
-template <class C>
-__device__ __forceinline__ void attention_bwd_dq(const AttentionBwdParams& p) {
-  if constexpr (C::kShort) {
-    attention_bwd_query<FwdConfig<typename C::Chip, typename C::Type, C::kQueryTile, C::kBias, 2>>(
-        p);
-    return;
-  }
-  extern __shared__ __align__(1024) char shared[];
-  const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  const QueryRows rows = find_query_rows(p);
-  if (rows.kind == RaggedKind::kEmpty) return;
-  const Sequence& seq = rows.seq;
-  const QueryBlock block{rows.head, rows.first};
-  char* to = const_cast<char*>(
-      rows_of(p.grad_query, p, p.grad_query_strides, rows.batch, block.head, seq.token_q));
-  const int row_bytes = p.grad_query_strides.row_bytes();
-  if (rows.kind != RaggedKind::kBlock) {
-    fill_rows(to, row_bytes, block.first, min(block.first + C::kBlockQ, seq.len_q), p.head_dim,
-              rows.kind == RaggedKind::kRest ? 0 : C::Type::kNan);
-    return;
-  }
-  if (block.first >= seq.len_q) return;
-  BwdTask task;
-  task.round_row = workspace_row(p, seq, rows.batch) - round_rows(p);
-
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int row = warp / C::kQueryCols, col = warp % C::kQueryCols;
-#pragma unroll
-  for (int m = 0; m < C::kQueryM; ++m) {
-#pragma unroll
-    for (int n = 0; n < C::kQueryN; ++n) {
-      float x[4];
-      read_sums(x, query_sums<C>(task, block, n / C::kPartN, p), m * C::kPartN + n % C::kPartN);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int r = query_row<C>(row, m) + lane / 4 + 8 * half;
-        const int chunk = 2 * (n / 2 * C::kQueryCols + col) + n % 2;
-        ptx::st_shared_u32(smem + C::Layout::at(r, chunk) + lane % 4 * 4,
-                           C::Type::pack(x[2 * half] * p.scale, x[2 * half + 1] * p.scale));
-      }
-    }
-  }
-  __syncthreads();
-  store_tile<typename C::Layout, C::kBlockQ, C::kThreads>(smem, threadIdx.x, to, row_bytes,
-                                                          block.first, seq.len_q, p.head_dim);
 }
 
 }  // namespace flashmoe::cuda

@@ -3,6 +3,8 @@
 // and keys, dK and dV by keys and columns, dQ by queries and columns.
 #pragma once
 
+#include "cuda/attention/mma_sync/bwd_dq.cuh"
+#include "cuda/attention/mma_sync/bwd_guard.cuh"
 #include "cuda/attention/mma_sync/bwd_tile.cuh"
 
 namespace flashmoe::cuda {
@@ -93,21 +95,6 @@ __device__ __forceinline__ void store_bias_gradient(uint32_t sdS, const BwdTask&
   }
 }
 
-// Whether there is something that is not finite in Q, K, dO or V: S and dP show it.
-template <class C>
-__device__ __forceinline__ bool any_not_finite(const Scores<C>& s, const Scores<C>& dp) {
-  float zero = 0;
-#pragma unroll
-  for (int m = 0; m < C::kScoreM; ++m) {
-#pragma unroll
-    for (int i = 0; i < C::kScoreN * 4; ++i) {
-      zero += s[m][i / 4][i % 4] * 0.f;
-      zero += dp[m][i / 4][i % 4] * 0.f;
-    }
-  }
-  return !(zero == 0);
-}
-
 // 0 where a key is before the first that the row sees, or after the last.
 template <class C, Side kSide>
 __device__ __forceinline__ void mask_scores(Scores<C>& s, Scores<C>& dp, const Sequence& seq,
@@ -184,7 +171,7 @@ __device__ __forceinline__ bool bwd_block(BwdState<C>& t, uint32_t smem, int sta
         s, AlongA<Layout>{sQ + lanes.score_left()}, AlongB<Layout>{sK + lanes.score_right()});
     multiply<typename C::Type, C::kDim / 16, kUnroll<C, kLoop, C::kDim / 16>>(
         dp, AlongA<Layout>{sdO + lanes.score_left()}, AlongB<Layout>{sV + lanes.score_right()});
-    if (kGeneral && (each || !C::kBias)) contain = any_not_finite<C>(s, dp);
+    if (kGeneral && (each || !C::kBias)) contain = any_nonfinite(s, dp);
     if (each) {
       if constexpr (C::kBias) differentiate_any<C>(s, dp, terms, sBias, task, block, p);
     } else {

@@ -12,8 +12,8 @@
 //   where it is wanted.
 #pragma once
 
-#include "cuda/attention/mma_sync/bwd_tile.cuh"
-#include "cuda/attention/mma_sync/fwd.cuh"
+#include "cuda/attention/mma_sync/fwd_guard.cuh"
+#include "cuda/attention/mma_sync/fwd_tile.cuh"
 
 namespace flashmoe::cuda {
 
@@ -299,14 +299,7 @@ __device__ __forceinline__ void attention_bwd_query(const AttentionBwdParams& p)
     query_keys<C>(t, smem, task, contain, p);
     // Q and dO arrived, even if there was no key to wait for, and no warp still reads them.
     C::Chip::template wait<0>();
-    bool finite = true;
-    if (masked) {
-#pragma unroll
-      for (int i = 0; i < C::kRowTiles * C::kDimTiles * 4; ++i) {
-        finite &= isfinite(t.gQ[i / 4 / C::kDimTiles][i / 4 % C::kDimTiles][i % 4]);
-      }
-    }
-    if (!__syncthreads_or(!finite) || contain) break;
+    if (!__syncthreads_or(masked && !all_finite(t.gQ)) || contain) break;
     contain = true;
     if constexpr (C::kBias) {
       if (threadIdx.x == 0) task.bias = find_packed_bias(p, task.seq, task.batch, task.head);

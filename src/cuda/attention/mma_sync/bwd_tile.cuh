@@ -7,14 +7,14 @@
 
 #include "cuda/attention/bias.cuh"
 #include "cuda/attention/params.h"
+#include "cuda/attention/score.cuh"
 #include "cuda/attention/sequence.cuh"
 #include "cuda/attention/softmax.cuh"
 #include "cuda/attention/tiles.h"
-#include "cuda/ptx/memory.cuh"
 #include "cuda/ptx/shared.cuh"
+#include "cuda/tile/copy.cuh"
 #include "cuda/tile/dtype.cuh"
 #include "cuda/tile/product.cuh"
-#include "cuda/tile/sums.cuh"
 #include "cuda/tile/swizzle.cuh"
 
 namespace flashmoe::cuda {
@@ -210,111 +210,17 @@ struct BwdLanes {
   }
 };
 
-// The sums of a part of dQ of one block of queries, in the order of the accumulators.
-template <class C>
-__device__ __forceinline__ float* query_sums(const BwdTask& task, const QueryBlock& block, int part,
-                                             const AttentionBwdParams& p) {
-  const int64_t row = block.head * p.dq_accum_rows + task.round_row + block.first;
-  const int warp = ptx::opaque_thread() / 32;
-  return p.dq_accum + row * C::kDim +
-         (warp * C::kQueryParts + part) * (C::kQueryM * C::kPartN * 128);
-}
-
-// Deterministic: the blocks of keys take turns in adding to a block of queries. A turn is waited
-// for before the barrier in the middle of a block, and passed on after that of the next one, when
-// all sums of this one are known to be on their way. Thread 0 looks for its turn at the start of
-// the block: the answer takes as long as the first products. (Turns for 128 queries at once need
-// fewer fences, but cost more in waiting: 1.5-1.7 of the time for 1.4-1.5.)
-
-// From the last block of keys to the first, or the other way round.
-__device__ __forceinline__ bool descending(const AttentionBwdParams& p) {
-  return p.right < kNoLimit;
-}
-
-// By thread 0.
-__device__ __forceinline__ void pass_on_turn(const BwdTask& task) {
-  if (threadIdx.x == 0 && task.turn) ptx::st_release(task.turn, task.key_block + 1);
-}
-
-template <class C, bool kDeterministic>
-class Turn {
- public:
-  __device__ __forceinline__ Turn(const BwdTask& task, const QueryBlock& block,
-                                  const AttentionBwdParams& p) {
-    if (!takes_turns(p)) return;
-    const int before = key_block_before(task, p);
-    if (before < 0 || before * C::kBlockK >= task.seq.len_k) return;
-    const QueryRange<C> queries(task.seq, before, p);
-    if (queries.begin <= block.first && block.first < queries.end) {
-      seen_ = ptx::ld_acquire(address(task, block, p));
-    }
+// Fragment n of those that begin at `row`, times `scale`, as 16-bit rows in shared memory: dK, dV
+// or dQ of warp `col` of the kCols that share out the columns.
+template <class C, int kCols>
+__device__ __forceinline__ void store_fragment(uint32_t shared, int row, int n, int col,
+                                               const float (&x)[4], float scale) {
+  const int lane = threadIdx.x % 32, chunk = 2 * (n / 2 * kCols + col) + n % 2;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    ptx::st_shared_u32(shared + C::Layout::at(row + lane / 4 + 8 * half, chunk) + lane % 4 * 4,
+                       C::Type::pack(x[2 * half] * scale, x[2 * half + 1] * scale));
   }
-  __device__ __forceinline__ void wait(const BwdTask& task, const QueryBlock& block,
-                                       const AttentionBwdParams& p) const {
-    if (!takes_turns(p) || seen_ == kAnyones) return;
-    int seen = seen_;
-    while (seen != key_block_before(task, p) + 1) seen = ptx::ld_acquire(address(task, block, p));
-  }
-  // The one before.
-  __device__ __forceinline__ void pass_on(BwdTask& task, const QueryBlock& block,
-                                          const AttentionBwdParams& p) const {
-    if (!takes_turns(p)) return;
-    pass_on_turn(task);
-    task.turn = address(task, block, p);
-  }
-
- private:
-  static constexpr int kAnyones = -1;  // nobody adds before
-
-  // With a bias it is asked at run time: half the code to compile.
-  static __device__ __forceinline__ bool takes_turns(const AttentionBwdParams& p) {
-    return kDeterministic && threadIdx.x == 0 && (!C::kBias || p.deterministic);
-  }
-
-  static __device__ __forceinline__ int key_block_before(const BwdTask& task,
-                                                         const AttentionBwdParams& p) {
-    return task.key_block + (descending(p) ? 1 : -1);
-  }
-  static __device__ __forceinline__ int* address(const BwdTask& task, const QueryBlock& block,
-                                                 const AttentionBwdParams& p) {
-    const int64_t row = block.head * p.dq_accum_rows + task.round_row + block.first;
-    return p.dq_semaphore + row / C::kBlockQ;
-  }
-
-  int seen_ = kAnyones;  // in a register: nobody waits for it before it is needed
-};
-
-// A NaN or infinity in Q, K, V or dO must not reach what does not see it, but in a product a 0 of P
-// or dS times NaN is NaN. What is known of the rows of a block, lse in base 2 and delta, shows
-// whether there is one in Q or dO (see attention_bwd_preprocess), K and V are looked at when a CTA
-// begins. Blocks that have one are left to the loop for anything. Every warp finds the same.
-template <class C>
-__device__ __forceinline__ bool terms_not_finite(uint32_t sTerms) {
-  static_assert(C::kBlockQ <= 64);
-  const int lane = ptx::opaque_thread() % 32;
-  float4 two = {0, 0, 0, 0};
-  if (lane < C::kBlockQ / 2) two = ptx::ld_shared_v4_f32(sTerms + lane * 16);
-  const auto not_finite = [](float lse, float delta) {
-    return isnan(lse) || !(fabsf(delta) < INFINITY);
-  };
-  return __any_sync(0xffffffffu, not_finite(two.x, two.y) || not_finite(two.z, two.w));
-}
-// Where a pair may be hidden: by a mask, or by a bias.
-template <class C, Loop kLoop>
-__device__ __forceinline__ constexpr bool may_contain() {
-  return kLoop == Loop::kMasked || (C::kBias && kLoop == Loop::kPlain);
-}
-template <class C>
-__device__ __forceinline__ bool keys_not_finite(uint32_t smem) {
-  float zero = 0;
-#pragma unroll 1
-  for (uint32_t i = ptx::opaque_thread() * 16; i < 2 * C::kKeyBytes; i += C::kThreads * 16) {
-    const uint4 eight = ptx::ld_shared_v4(smem + C::kSmemK + i);
-    for (uint32_t two : {eight.x, eight.y, eight.z, eight.w}) {
-      zero += C::Type::unpack(two & 0xffff) * 0.f + C::Type::unpack(two >> 16) * 0.f;
-    }
-  }
-  return !(zero == 0);
 }
 
 // P and dS of one pair in place of S and dP, of any call with a bias. (query, key) is in the block;
@@ -344,122 +250,5 @@ inline constexpr int kUnroll = kLoop == Loop::kGeneral ||
                                        (C::kOwnKeys && (kLoop == Loop::kMasked || !ptx::kHopper))
                                    ? std::min(kSteps, 2)
                                    : std::min(kSteps, C::kBias ? 4 : 8);
-
-// dQ = dS K, added to its sums a part of the columns at a time; product(acc, part) computes it.
-template <class C>
-using QueryPart = float[C::kQueryM][C::kPartN][4];
-
-template <class C, class Product>
-__device__ __forceinline__ void add_query_gradient(const BwdTask& task, const QueryBlock& block,
-                                                   const AttentionBwdParams& p,
-                                                   const Product& product) {
-#pragma unroll 1
-  for (int part = 0; part < C::kQueryParts; ++part) {
-    QueryPart<C> acc;
-    set_zero(acc);
-    product(acc, part);
-    if (p.grad_query) add_sums(query_sums<C>(task, block, part, p), acc);
-  }
-}
-
-template <class C, Loop kLoop>
-__device__ __forceinline__ void query_gradient(QueryPart<C>& acc, int part, uint32_t left_lane,
-                                               uint32_t right_lane) {
-  using Left = std::conditional_t<C::kOwnKeys, AcrossA<typename C::OwnLayout, C::kQueryRows>,
-                                  AlongA<typename C::PairLayout>>;
-  // A part is a whole number of the groups that chunks are mixed in.
-  constexpr int kPartChunks = C::kQueryCols * C::kPartN;
-  static_assert(C::kQueryParts == 1 || kPartChunks % C::Layout::kGroup == 0);
-  const AcrossB<typename C::Layout, C::kQueryCols> right{right_lane + part * kPartChunks * 16};
-  multiply<typename C::Type, C::kBlockK / 16, kUnroll<C, kLoop, C::kBlockK / 16>>(
-      acc, Left{left_lane}, right);
-}
-
-// The same two products for a block with something not finite behind its mask, where a 0 of P or dS
-// must not meet it: pair by pair, masked ones left out. Slow, and rarely needed.
-template <class C>
-struct ContainedProducts {
-  const Sequence& seq;
-  int first_query, first_key;
-  const AttentionBwdParams& p;
-  BiasRows bias;
-
-  __device__ __forceinline__ bool allowed(int query, int key) const {
-    const int row = first_query + query, column = first_key + key;
-    if (column < seq.begin(row, p) || column >= seq.end(row, p)) return false;
-    return !C::kBias || (row < seq.len_q && !hidden<typename C::Type>(bias, row, column));
-  }
-  static __device__ __forceinline__ float pair(uint32_t tile, int query, int key) {
-    if constexpr (C::kOwnKeys) return number<typename C::OwnLayout>(tile, key, query);
-    return number<typename C::PairLayout>(tile, query, key);
-  }
-  template <class Layout>
-  static __device__ __forceinline__ float number(uint32_t tile, int row, int col) {
-    return C::Type::unpack(ptx::ld_shared_u16(tile + Layout::at(row, col / 8) + col % 8 * 2));
-  }
-
-  // Of the queries [begin, end) of the block.
-  __device__ __forceinline__ void accumulate_key(float (&acc)[C::kKeyM][C::kKeyN][4],
-                                                 uint32_t pairs, uint32_t rows, int begin,
-                                                 int end) const {
-    const int thread = ptx::opaque_thread(), warp = thread / 32, lane = thread % 32;
-    const int row = warp / C::kKeyCols, col = warp % C::kKeyCols;
-#pragma unroll 1
-    for (int query = begin; query < end; ++query) {
-      add_one(
-          acc,
-          [&](int m, int half) {
-            const int key = key_row<C>(row, m) + lane / 4 + 8 * half;
-            return Factor{allowed(query, key), pair(pairs, query, key)};
-          },
-          [&](int n, int c) {
-            const int column = 16 * (n / 2 * C::kKeyCols + col) + n % 2 * 8 + lane % 4 * 2 + c;
-            return number<typename C::Layout>(rows, query, column);
-          });
-    }
-  }
-  __device__ __forceinline__ void query_gradient(QueryPart<C>& acc, int part, uint32_t sdS,
-                                                 uint32_t sK) const {
-    const int thread = ptx::opaque_thread(), warp = thread / 32, lane = thread % 32;
-    const int row = warp / C::kQueryCols, col = warp % C::kQueryCols;
-#pragma unroll 1
-    for (int key = 0; key < C::kBlockK; ++key) {
-      add_one(
-          acc,
-          [&](int m, int half) {
-            const int query = query_row<C>(row, m) + lane / 4 + 8 * half;
-            return Factor{allowed(query, key), pair(sdS, query, key)};
-          },
-          [&](int n, int c) {
-            const int pair = (part * C::kPartN + n) / 2;
-            const int column = 16 * (pair * C::kQueryCols + col) + n % 2 * 8 + lane % 4 * 2 + c;
-            return number<typename C::Layout>(sK, key, column);
-          });
-    }
-  }
-
-  // One step of the depth: the products of a column of the left with a row of the right.
-  struct Factor {
-    bool allowed;
-    float value;
-  };
-  template <int kM, int kN, class Left, class Right>
-  static __device__ __forceinline__ void add_one(float (&acc)[kM][kN][4], const Left& left,
-                                                 const Right& right) {
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const Factor factor = left(m, half);
-        if (!factor.allowed) continue;
-#pragma unroll
-        for (int n = 0; n < kN; ++n) {
-          acc[m][n][2 * half] += factor.value * right(n, 0);
-          acc[m][n][2 * half + 1] += factor.value * right(n, 1);
-        }
-      }
-    }
-  }
-};
 
 }  // namespace flashmoe::cuda

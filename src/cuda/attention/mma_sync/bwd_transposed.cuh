@@ -4,6 +4,8 @@
 // and dV. At D = 64 on an H200 a fifth faster than attention_bwd_block.cuh.
 #pragma once
 
+#include "cuda/attention/mma_sync/bwd_dq.cuh"
+#include "cuda/attention/mma_sync/bwd_guard.cuh"
 #include "cuda/attention/mma_sync/bwd_tile.cuh"
 
 namespace flashmoe::cuda {
@@ -37,19 +39,6 @@ __device__ __forceinline__ void store_own_pairs(uint32_t lane, int first, const 
                          C::Type::pack(x[i / 2][n][i % 2 * 2], x[i / 2][n][i % 2 * 2 + 1]));
     }
   }
-}
-
-template <class C>
-__device__ __forceinline__ bool own_not_finite(const OwnScores<C>& s, const OwnScores<C>& dp) {
-  float zero = 0;
-#pragma unroll
-  for (int m = 0; m < C::kKeyM; ++m) {
-#pragma unroll
-    for (int i = 0; i < C::kOwnQueries / 2; ++i) {
-      zero += s[m][i / 4][i % 4] * 0.f + dp[m][i / 4][i % 4] * 0.f;
-    }
-  }
-  return !(zero == 0);
 }
 
 // P and dS in place of S and dP, of two columns of queries at a time.
@@ -199,7 +188,7 @@ __device__ __forceinline__ bool bwd_block_own(BwdState<C>& t, uint32_t smem, int
         AlongB<Layout>{sdO + rows + lanes.score_right()});
     // dK and dV are this warp's own affair.
     const bool mine =
-        kGeneral && (each || !C::kBias) && __any_sync(0xffffffffu, own_not_finite<C>(s, dp));
+        kGeneral && (each || !C::kBias) && __any_sync(0xffffffffu, any_nonfinite(s, dp));
     if (each) {
       if constexpr (C::kBias) {
         differentiate_own_any<C>(s, dp, first, sTerms, sBias, task, block, p);

@@ -3,11 +3,10 @@
 #pragma once
 
 #include "cuda/attention/score.cuh"
-#include "cuda/ptx/math.cuh"
 
 namespace flashmoe::cuda {
 
-// Over the four lanes that share a row.
+// The maximum and the sum over the four lanes that share a row of a fragment.
 __device__ __forceinline__ float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
@@ -17,7 +16,7 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// Over the warp.
+// The maximum and the sum over the warp.
 __device__ __forceinline__ float warp_max(float x) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
@@ -31,8 +30,8 @@ __device__ __forceinline__ float warp_sum(float x) {
 
 // Output and sums are brought to a new reference only when the maximum has outgrown the old one by
 // this much (an idea of FlashAttention-4): probabilities then reach 2^8, far from where fp16 ends,
-// and the final division makes the result the same. Rescaling at every new maximum costs a product
-// for each output accumulator and block of keys.
+// and the final division makes the result the same. Rescaling at every new maximum costs a
+// multiplication for each output accumulator and tile of keys.
 constexpr float kSlack = 8;
 
 // The two rows a lane holds of one m16 fragment. Probabilities are 2^(score - reference); `sum` is
@@ -62,9 +61,9 @@ __device__ __forceinline__ void row_maxima(float (&top)[2], const float (&s)[kTi
   }
 }
 
-// The probabilities of two n8 fragments, in place, added to `sum`. Sums are kept per block of keys
-// and added up then: one chain over thousands of keys would lose the last digits of lse. A NaN
-// score did not raise the maximum, but is a NaN probability and so reaches the sum.
+// The probabilities of two n8 fragments, in place, added to `sum`. Sums are kept per tile of keys
+// and added up then: one chain over thousands of keys would lose the last digits of the LSE. A NaN
+// score does not raise the maximum, but is a NaN probability and so reaches the sum.
 template <class Rule>
 __device__ __forceinline__ void probabilities(float (&left)[4], float (&right)[4], float (&sum)[2],
                                               const Rule& rule, const float (&reference)[2]) {

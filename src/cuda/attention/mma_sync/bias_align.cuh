@@ -1,4 +1,5 @@
-// al
+// Copies a bias that many share, and whose rows are not whole chunks of 16 bytes (odd lengths,
+// other strides), to rows that are. The copy is small beside what shares it. Bound by memory.
 #pragma once
 
 #include "cuda/attention/params.h"
@@ -6,7 +7,7 @@
 
 namespace flashmoe::cuda {
 
-// The grid is (len_q, heads, batch) of the bias.
+// The kernel: one CTA for each row, grid (len_q, heads, batch) of the bias.
 __device__ __forceinline__ void attention_bias_align(const BiasAlignParams& p) {
   const int64_t row = blockIdx.x, head = blockIdx.y;
   int64_t batch = blockIdx.z, from = row * p.strides.row + head * p.strides.head;

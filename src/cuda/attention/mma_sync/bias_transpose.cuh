@@ -1,4 +1,9 @@
-// tr
+// Copies the bias of a ragged batch from (pairs, heads) to (heads, pairs), or its gradient back:
+// the caller's has its heads side by side, and a kernel that takes one head would use two bytes of
+// every sector it reads. Bound by memory.
+//
+//   a tile of kBiasTilePairs pairs x kBiasTileHeads heads through shared memory, a row for each
+//   head
 #pragma once
 
 #include "cuda/attention/params.h"
@@ -6,7 +11,7 @@
 
 namespace flashmoe::cuda {
 
-// Four heads of one pair, of which `count` exist, to `four` or from there.
+// Moves four heads of one pair, of which `count` exist, to `four`, or back from there.
 template <bool kBack>
 __device__ __forceinline__ void move_four(uint16_t* packed, int64_t stride, int count,
                                           uint16_t (&four)[4]) {
@@ -27,7 +32,7 @@ __device__ __forceinline__ void move_four(uint16_t* packed, int64_t stride, int 
 
 using BiasHeadsTile = uint16_t[kBiasTileHeads][kBiasTilePitch];
 
-// A tile of pairs and heads through shared memory, so that threads that are neighbours take what is
+// Moves a tile of pairs and heads through shared memory, so that neighbouring threads take what is
 // neighbouring in memory on either side. The grid is (pairs, heads) in tiles.
 template <bool kBack>
 __device__ __forceinline__ void move_heads(BiasHeadsTile& tile, const BiasTransposeParams& p) {
@@ -53,7 +58,7 @@ __device__ __forceinline__ void move_heads(BiasHeadsTile& tile, const BiasTransp
     }
   };
   // Rows of the copy are whole chunks, and have room for one more number: its reader takes two at
-  // once. What is after the last pair does not matter.
+  // once. What lies after the last pair does not matter.
   const bool last = first + kPairs >= p.pairs;
   const auto move_by_head = [&] {
 #pragma unroll 4
@@ -78,6 +83,7 @@ __device__ __forceinline__ void move_heads(BiasHeadsTile& tile, const BiasTransp
   }
 }
 
+// The kernel.
 __device__ __forceinline__ void attention_bias_transpose(const BiasTransposeParams& p) {
   extern __shared__ __align__(16) char shared[];
   static_assert(sizeof(BiasHeadsTile) == kBiasTransposeSharedBytes);

@@ -1,4 +1,13 @@
-// dQ
+// dQ in the backward pass with mma.sync, in the way that each need asks for:
+//   - Long sequences: every tile of keys adds its share to fp32 accumulators in the workspace,
+//   which
+//     the preprocess kernel has cleared. They lie in the order of the registers, so that a warp's
+//     addresses are consecutive. The kernel attention_bwd_dq converts them to rows in the output's
+//     dtype, times the scale. (CTAs with tiles of queries of their own would have to add
+//     up dK and dV instead: twice as much.)
+//   - Deterministic: the same, but the tiles of keys add in a fixed order, by SumOrder.
+//   - Short sequences: no accumulators. attention_bwd_dq computes S and dP once more
+//     (bwd_dq_short.cuh): for one or two tiles of keys, clearing, adding and converting cost more.
 #pragma once
 
 #include <type_traits>
@@ -10,116 +19,119 @@
 
 namespace flashmoe::cuda {
 
-// The sums of a part of dQ of one block of queries, in the order of the accumulators.
+// The accumulators of the warp's part of dQ of one tile of queries.
 template <class C>
-__device__ __forceinline__ float* query_sums(const BwdTask& task, const QueryBlock& block, int part,
-                                             const AttentionBwdParams& p) {
-  const int64_t row = block.head * p.dq_accum_rows + task.round_row + block.first;
+__device__ __forceinline__ float* dq_accum_of(const BwdTask& task, const QueryTile& tile, int part,
+                                              const AttentionBwdParams& p) {
+  const int64_t row = tile.head * p.dq_accum_rows + task.slice_row + tile.first;
   const int warp = ptx::opaque_thread() / 32;
   return p.dq_accum + row * C::kDim +
          (warp * C::kQueryParts + part) * (C::kQueryM * C::kPartN * 128);
 }
 
-// dQ = dS K, added to its sums a part of the columns at a time; product(acc, part) computes it.
+// The columns of dQ that are computed at once.
 template <class C>
-using QueryPart = float[C::kQueryM][C::kPartN][4];
+using DqPart = float[C::kQueryM][C::kPartN][4];
 
+// Adds dQ = dS K to its accumulators, part by part; product(acc, part) computes it.
 template <class C, class Product>
-__device__ __forceinline__ void add_query_gradient(const BwdTask& task, const QueryBlock& block,
-                                                   const AttentionBwdParams& p,
-                                                   const Product& product) {
+__device__ __forceinline__ void add_dq(const BwdTask& task, const QueryTile& tile,
+                                       const AttentionBwdParams& p, const Product& product) {
 #pragma unroll 1
   for (int part = 0; part < C::kQueryParts; ++part) {
-    QueryPart<C> acc;
+    DqPart<C> acc;
     set_zero(acc);
     product(acc, part);
-    if (p.grad_query) add_sums(query_sums<C>(task, block, part, p), acc);
+    if (p.grad_query) add_sums(dq_accum_of<C>(task, tile, part, p), acc);
   }
 }
 
+// One part of dQ = dS K.
 template <class C, Loop kLoop>
-__device__ __forceinline__ void query_gradient(QueryPart<C>& acc, int part, uint32_t left_lane,
-                                               uint32_t right_lane) {
-  using Left = std::conditional_t<C::kOwnKeys, AcrossA<typename C::OwnLayout, C::kQueryRows>,
-                                  AlongA<typename C::PairLayout>>;
-  // A part is a whole number of the groups that chunks are mixed in.
+__device__ __forceinline__ void dq_product(DqPart<C>& acc, int part, uint32_t left_lane,
+                                           uint32_t right_lane) {
+  using Left =
+      std::conditional_t<C::kTransposed, AcrossA<typename C::TransposedLayout, C::kQueryRows>,
+                         AlongA<typename C::PackedLayout>>;
+  // A part has whole runs of the chunks that are mixed.
   constexpr int kPartChunks = C::kQueryCols * C::kPartN;
-  static_assert(C::kQueryParts == 1 || kPartChunks % C::Layout::kGroup == 0);
+  static_assert(C::kQueryParts == 1 || kPartChunks % C::Layout::kSwizzle == 0);
   const AcrossB<typename C::Layout, C::kQueryCols> right{right_lane + part * kPartChunks * 16};
   multiply<typename C::Type, C::kBlockK / 16, kUnroll<C, kLoop, C::kBlockK / 16>>(
       acc, Left{left_lane}, right);
 }
 
-// Deterministic: the blocks of keys take turns in adding to a block of queries. A turn is waited
-// for before the barrier in the middle of a block, and passed on after that of the next one, when
-// all sums of this one are known to be on their way. Thread 0 looks for its turn at the start of
-// the block: the answer takes as long as the first products. (Turns for 128 queries at once need
-// fewer fences, but cost more in waiting: 1.5-1.7 of the time for 1.4-1.5.)
-
-// From the last block of keys to the first, or the other way round.
+// Whether the tiles of keys add to dQ from the last to the first: where later queries see more
+// keys.
 __device__ __forceinline__ bool descending(const AttentionBwdParams& p) {
   return p.right < kNoLimit;
 }
 
-// By thread 0.
-__device__ __forceinline__ void pass_on_turn(const BwdTask& task) {
-  if (threadIdx.x == 0 && task.turn) ptx::st_release(task.turn, task.key_block + 1);
+// Releases the semaphore of the last tile of queries that this CTA added to. Done by thread 0.
+__device__ __forceinline__ void release_semaphore(const BwdTask& task) {
+  if (threadIdx.x == 0 && task.semaphore) ptx::st_release(task.semaphore, task.key_tile + 1);
 }
 
+// The order in which tiles of keys add to a tile of queries, deterministic: a semaphore for each
+// tile of queries holds the number of the tile of keys that added last, plus 1. A CTA waits for its
+// predecessor before the barrier in the middle of a tile, and releases the semaphore after the
+// middle barrier of its next tile, when all of its own additions are known to be done. Thread 0
+// reads the semaphore at the start of the tile: the answer takes as long as the first products.
+// (One semaphore for 128 queries needs fewer fences but costs more in waiting: 1.5-1.7 of the time
+// without an order, for 1.4-1.5.)
 template <class C, bool kDeterministic>
-class Turn {
+class SumOrder {
  public:
-  __device__ __forceinline__ Turn(const BwdTask& task, const QueryBlock& block,
-                                  const AttentionBwdParams& p) {
-    if (!takes_turns(p)) return;
-    const int before = key_block_before(task, p);
+  __device__ __forceinline__ SumOrder(const BwdTask& task, const QueryTile& tile,
+                                      const AttentionBwdParams& p) {
+    if (!is_ordered(p)) return;
+    const int before = key_tile_before(task, p);
     if (before < 0 || before * C::kBlockK >= task.seq.len_k) return;
     const QueryRange<C> queries(task.seq, before, p);
-    if (queries.begin <= block.first && block.first < queries.end) {
-      seen_ = ptx::ld_acquire(address(task, block, p));
+    if (queries.begin <= tile.first && tile.first < queries.end) {
+      seen_ = ptx::ld_acquire(address(task, tile, p));
     }
   }
-  __device__ __forceinline__ void wait(const BwdTask& task, const QueryBlock& block,
+  __device__ __forceinline__ void wait(const BwdTask& task, const QueryTile& tile,
                                        const AttentionBwdParams& p) const {
-    if (!takes_turns(p) || seen_ == kAnyones) return;
+    if (!is_ordered(p) || seen_ == kNobodyBefore) return;
     int seen = seen_;
-    while (seen != key_block_before(task, p) + 1) seen = ptx::ld_acquire(address(task, block, p));
+    while (seen != key_tile_before(task, p) + 1) seen = ptx::ld_acquire(address(task, tile, p));
   }
-  // The one before.
-  __device__ __forceinline__ void pass_on(BwdTask& task, const QueryBlock& block,
-                                          const AttentionBwdParams& p) const {
-    if (!takes_turns(p)) return;
-    pass_on_turn(task);
-    task.turn = address(task, block, p);
+  // Releases the semaphore taken for the previous tile of queries.
+  __device__ __forceinline__ void release_previous(BwdTask& task, const QueryTile& tile,
+                                                   const AttentionBwdParams& p) const {
+    if (!is_ordered(p)) return;
+    release_semaphore(task);
+    task.semaphore = address(task, tile, p);
   }
 
  private:
-  static constexpr int kAnyones = -1;  // nobody adds before
+  static constexpr int kNobodyBefore = -1;  // this CTA is the first to add
 
-  // With a bias it is asked at run time: half the code to compile.
-  static __device__ __forceinline__ bool takes_turns(const AttentionBwdParams& p) {
+  // Kernels with a bias ask at run time, which halves their code.
+  static __device__ __forceinline__ bool is_ordered(const AttentionBwdParams& p) {
     return kDeterministic && threadIdx.x == 0 && (!C::kBias || p.deterministic);
   }
 
-  static __device__ __forceinline__ int key_block_before(const BwdTask& task,
-                                                         const AttentionBwdParams& p) {
-    return task.key_block + (descending(p) ? 1 : -1);
+  static __device__ __forceinline__ int key_tile_before(const BwdTask& task,
+                                                        const AttentionBwdParams& p) {
+    return task.key_tile + (descending(p) ? 1 : -1);
   }
-  static __device__ __forceinline__ int* address(const BwdTask& task, const QueryBlock& block,
+  static __device__ __forceinline__ int* address(const BwdTask& task, const QueryTile& tile,
                                                  const AttentionBwdParams& p) {
-    const int64_t row = block.head * p.dq_accum_rows + task.round_row + block.first;
+    const int64_t row = tile.head * p.dq_accum_rows + task.slice_row + tile.first;
     return p.dq_semaphore + row / C::kBlockQ;
   }
 
-  int seen_ = kAnyones;  // in a register: nobody waits for it before it is needed
+  int seen_ = kNobodyBefore;  // what the semaphore held; not waited for before it is needed
 };
 
-// dQ of one block of queries of one (batch, head): from its sums or, with short sequences, from the
-// keys once more.
+// The kernel for dQ: one CTA for a tile of queries of one (batch, head).
 template <class C>
 __device__ __forceinline__ void attention_bwd_dq(const AttentionBwdParams& p) {
   if constexpr (C::kShort) {
-    attention_bwd_query<FwdConfig<typename C::Chip, typename C::Type, C::kQueryTile, C::kBias, 2>>(
+    attention_bwd_dq_short<FwdConfig<typename C::Chip, typename C::Type, C::kDqTile, C::kBias, 2>>(
         p);
     return;
   }
@@ -128,18 +140,18 @@ __device__ __forceinline__ void attention_bwd_dq(const AttentionBwdParams& p) {
   const QueryRows rows = find_query_rows(p);
   if (rows.kind == RaggedKind::kEmpty) return;
   const Sequence& seq = rows.seq;
-  const QueryBlock block{rows.head, rows.first};
+  const QueryTile tile{rows.head, rows.first};
   char* to = const_cast<char*>(
-      rows_of(p.grad_query, p, p.grad_query_strides, rows.batch, block.head, seq.token_q));
+      rows_of(p.grad_query, p, p.grad_query_strides, rows.batch, tile.head, seq.token_q));
   const int row_bytes = p.grad_query_strides.row_bytes();
   if (rows.kind != RaggedKind::kBlock) {
-    fill_rows(to, row_bytes, block.first, min(block.first + C::kBlockQ, seq.len_q), p.head_dim,
+    fill_rows(to, row_bytes, tile.first, min(tile.first + C::kBlockQ, seq.len_q), p.head_dim,
               rows.kind == RaggedKind::kRest ? 0 : C::Type::kNan);
     return;
   }
-  if (block.first >= seq.len_q) return;
+  if (tile.first >= seq.len_q) return;
   BwdTask task;
-  task.round_row = workspace_row(p, seq, rows.batch) - round_rows(p);
+  task.slice_row = workspace_row(p, seq, rows.batch) - round_rows(p);
 
   const int warp = threadIdx.x / 32;
 #pragma unroll
@@ -147,14 +159,14 @@ __device__ __forceinline__ void attention_bwd_dq(const AttentionBwdParams& p) {
 #pragma unroll
     for (int n = 0; n < C::kQueryN; ++n) {
       float x[4];
-      read_sums(x, query_sums<C>(task, block, n / C::kPartN, p), m * C::kPartN + n % C::kPartN);
+      read_sums(x, dq_accum_of<C>(task, tile, n / C::kPartN, p), m * C::kPartN + n % C::kPartN);
       store_fragment<C, C::kQueryCols>(smem, query_row<C>(warp / C::kQueryCols, m), n,
                                        warp % C::kQueryCols, x, p.scale);
     }
   }
   __syncthreads();  // the tile is written
   store_tile<typename C::Layout, C::kBlockQ, C::kThreads>(smem, threadIdx.x, to, row_bytes,
-                                                          block.first, seq.len_q, p.head_dim);
+                                                          tile.first, seq.len_q, p.head_dim);
 }
 
 }  // namespace flashmoe::cuda

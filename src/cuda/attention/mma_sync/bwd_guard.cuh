@@ -8,28 +8,31 @@
 
 namespace flashmoe::cuda {
 
-// A NaN or infinity in Q, K, V or dO must not reach what does not see it, but in a product a 0 of P
-// or dS times NaN is NaN. What is known of the rows of a block, lse in base 2 and delta, shows
-// whether there is one in Q or dO (see attention_bwd_preprocess), K and V are looked at when a CTA
-// begins. Blocks that have one are left to the loop for anything. Every warp finds the same.
+// Whether Q or dO of a tile of queries has something that is not finite: LSE and delta show it
+// (bwd_preprocess.cuh sees to that). Every warp finds the same. Such tiles are left to the general
+// loop.
 template <class C>
-__device__ __forceinline__ bool terms_not_finite(uint32_t sTerms) {
+__device__ __forceinline__ bool rows_nonfinite(uint32_t sLseDelta) {
   static_assert(C::kBlockQ <= 64);
   const int lane = ptx::opaque_thread() % 32;
   float4 two = {0, 0, 0, 0};
-  if (lane < C::kBlockQ / 2) two = ptx::ld_shared_v4_f32(sTerms + lane * 16);
-  const auto not_finite = [](float lse, float delta) {
+  if (lane < C::kBlockQ / 2) two = ptx::ld_shared_v4_f32(sLseDelta + lane * 16);
+  const auto nonfinite = [](float lse, float delta) {
     return isnan(lse) || !(fabsf(delta) < INFINITY);
   };
-  return __any_sync(0xffffffffu, not_finite(two.x, two.y) || not_finite(two.z, two.w));
+  return __any_sync(0xffffffffu, nonfinite(two.x, two.y) || nonfinite(two.z, two.w));
 }
-// Where a pair may be hidden: by a mask, or by a bias.
+
+// Whether a loop leaves tiles to the general one: where a pair may be hidden, by a mask or by a
+// bias.
 template <class C, Loop kLoop>
-__device__ __forceinline__ constexpr bool may_contain() {
+__device__ __forceinline__ constexpr bool may_need_guard() {
   return kLoop == Loop::kMasked || (C::kBias && kLoop == Loop::kPlain);
 }
+
+// Whether K or V has something that is not finite, which a CTA asks once.
 template <class C>
-__device__ __forceinline__ bool keys_not_finite(uint32_t smem) {
+__device__ __forceinline__ bool keys_nonfinite(uint32_t smem) {
   float zero = 0;
 #pragma unroll 1
   for (uint32_t i = ptx::opaque_thread() * 16; i < 2 * C::kKeyBytes; i += C::kThreads * 16) {
@@ -41,32 +44,33 @@ __device__ __forceinline__ bool keys_not_finite(uint32_t smem) {
   return !(zero == 0);
 }
 
-// The same two products for a block with something not finite behind its mask, where a 0 of P or dS
-// must not meet it: pair by pair, masked ones left out. Slow, and rarely needed.
+// The products that follow S and dP, pair by pair, with hidden pairs left out.
 template <class C>
-struct ContainedProducts {
+struct GuardedProducts {
   const Sequence& seq;
   int first_query, first_key;
   const AttentionBwdParams& p;
   BiasRows bias;
 
+  // One number of a tile of P or dS.
   __device__ __forceinline__ GuardedFactor factor(uint32_t tile, int query, int key) const {
     return {sees<typename C::Type, C::kBias>(first_query + query, first_key + key, seq, bias, p),
             pair(tile, query, key)};
   }
   static __device__ __forceinline__ float pair(uint32_t tile, int query, int key) {
-    if constexpr (C::kOwnKeys) return number<typename C::OwnLayout>(tile, key, query);
-    return number<typename C::PairLayout>(tile, query, key);
+    if constexpr (C::kTransposed) return number<typename C::TransposedLayout>(tile, key, query);
+    return number<typename C::PackedLayout>(tile, query, key);
   }
   template <class Layout>
   static __device__ __forceinline__ float number(uint32_t tile, int row, int col) {
-    return C::Type::unpack(ptx::ld_shared_u16(tile + Layout::at(row, col / 8) + col % 8 * 2));
+    return C::Type::unpack(ptx::ld_shared_u16(tile + Layout::at_element(row, col)));
   }
 
-  // Of the queries [begin, end) of the block.
-  __device__ __forceinline__ void accumulate_key(float (&acc)[C::kKeyM][C::kKeyN][4],
-                                                 uint32_t pairs, uint32_t rows, int begin,
-                                                 int end) const {
+  // dV += P^T dO, or dK += dS^T Q, over the queries [begin, end) of the tile. `packed` is the tile
+  // of P or dS, `rows` that of dO or Q.
+  __device__ __forceinline__ void add_key_gradient(float (&acc)[C::kKeyM][C::kKeyN][4],
+                                                   uint32_t packed, uint32_t rows, int begin,
+                                                   int end) const {
     const int thread = ptx::opaque_thread(), warp = thread / 32, lane = thread % 32;
     const int row = warp / C::kKeyCols, col = warp % C::kKeyCols;
 #pragma unroll 1
@@ -75,7 +79,7 @@ struct ContainedProducts {
           acc,
           [&](int m, int half) {
             const int key = key_row<C>(row, m) + lane / 4 + 8 * half;
-            return factor(pairs, query, key);
+            return factor(packed, query, key);
           },
           [&](int n, int c) {
             const int column = 16 * (n / 2 * C::kKeyCols + col) + n % 2 * 8 + lane % 4 * 2 + c;
@@ -83,8 +87,9 @@ struct ContainedProducts {
           });
     }
   }
-  __device__ __forceinline__ void query_gradient(QueryPart<C>& acc, int part, uint32_t sdS,
-                                                 uint32_t sK) const {
+  // One part of dQ = dS K.
+  __device__ __forceinline__ void dq_product(DqPart<C>& acc, int part, uint32_t sdS,
+                                             uint32_t sK) const {
     const int thread = ptx::opaque_thread(), warp = thread / 32, lane = thread % 32;
     const int row = warp / C::kQueryCols, col = warp % C::kQueryCols;
 #pragma unroll 1
@@ -103,7 +108,7 @@ struct ContainedProducts {
     }
   }
 
-  // One step of the depth: the products of a column of the left with a row of the right.
+  // Adds one step of the depth: a column of the left operand times a row of the right.
   template <int kM, int kN, class Left, class Right>
   static __device__ __forceinline__ void add_one(float (&acc)[kM][kN][4], const Left& left,
                                                  const Right& right) {

@@ -1,4 +1,7 @@
-// pre
+// The kernel before the backward pass: LSE in base 2 and delta = out.dO - grad_lse of every row,
+// and zeros where dQ is added up. It goes row by row and is bound by memory.
+//
+// One CTA takes a tile of queries of preprocess_heads heads; 2 to 8 lanes share a row.
 #pragma once
 
 #include "cuda/attention/params.h"
@@ -9,10 +12,10 @@
 
 namespace flashmoe::cuda {
 
-// How many threads a row has, each with chunks of 16 bytes: up to 128 bytes at once.
+// How many lanes share a row, each with chunks of 16 bytes: up to 128 bytes at once.
 __device__ __forceinline__ int row_lanes(int dim) { return dim > 32 ? 8 : dim > 16 ? 4 : 2; }
 
-// The sum of the products of two rows, over the threads of the row.
+// The dot product of two rows, in all lanes of the row.
 template <class T>
 __device__ __forceinline__ float row_product(const char* left, const char* right, int dim, int lane,
                                              int lanes) {
@@ -29,8 +32,8 @@ __device__ __forceinline__ float row_product(const char* left, const char* right
       }
     } else {
       for (int i = chunk * 8; i < dim; ++i) {
-        sum += T::unpack(reinterpret_cast<const uint16_t*>(left)[i]) *
-               T::unpack(reinterpret_cast<const uint16_t*>(right)[i]);
+        sum += T::unpack(reinterpret_cast<const typename T::Storage*>(left)[i]) *
+               T::unpack(reinterpret_cast<const typename T::Storage*>(right)[i]);
       }
     }
   }
@@ -39,8 +42,7 @@ __device__ __forceinline__ float row_product(const char* left, const char* right
   return sum;
 }
 
-// lse in base 2 and delta = out.dO - grad_lse of every row, and zeros where dQ will be summed. The
-// grid is that of attention_bwd_dq, of preprocess_heads heads at once: see find_query_rows().
+// The kernel: see find_query_rows() for the grid.
 template <class T>
 __device__ __forceinline__ void attention_bwd_preprocess(const AttentionBwdParams& p) {
   if (p.deterministic && blockIdx.x + blockIdx.y + blockIdx.z + threadIdx.x == 0)
@@ -64,36 +66,36 @@ __device__ __forceinline__ void attention_bwd_preprocess(const AttentionBwdParam
 #pragma unroll 4
   for (int i = threadIdx.x / lanes; i < p.block_q * heads; i += kRowThreads / lanes) {
     const int r = i / heads, head = i % heads;
-    const int64_t row = min(first + r, seq.len_q - 1);  // past the end, the last once more
+    const int64_t row = min(first + r, seq.len_q - 1);  // past the end, the last row again
     float delta = 0;
     if (p.grad_out) {
-      delta =
-          row_product<T>(gO + at(p.out_strides, row, head) * 2,
-                         gdO + at(p.grad_out_strides, row, head) * 2, p.head_dim_v, lane, lanes);
+      delta = row_product<T>(gO + at(p.out_strides, row, head) * T::kBytes,
+                             gdO + at(p.grad_out_strides, row, head) * T::kBytes, p.head_dim_v,
+                             lane, lanes);
     }
     if (grad_lse) delta -= grad_lse[at(p.grad_lse_strides, row, head)];
     const float natural = lse[at(p.lse_strides, row, head)];
-    // A row that sees no key has probabilities 2^(s - inf) = 0. Where lse and delta would not show
-    // that its Q is not finite, a NaN does.
-    float2 terms = {natural == -INFINITY ? INFINITY : natural * kLog2e, delta};
+    // A row that sees no key has probabilities 2^(s - inf) = 0. Where its LSE and delta do not show
+    // that its Q is not finite, delta becomes NaN, so that bwd_guard.cuh sees it.
+    float2 lse_delta = {natural == -INFINITY ? INFINITY : natural * kLog2e, delta};
     if (__any_sync(0xffffffffu, natural == -INFINITY)) {
-      const char* q = gQ + at(p.query_strides, row, head) * 2;
+      const char* q = gQ + at(p.query_strides, row, head) * T::kBytes;
       const float square = row_product<T>(q, q, p.head_dim, lane, lanes);
-      if (natural == -INFINITY && !(square < INFINITY)) terms.y = NAN;
+      if (natural == -INFINITY && !(square < INFINITY)) lse_delta.y = NAN;
     }
-    if (natural == INFINITY) terms.y = NAN;
-    if (first + r >= seq.len_q) terms = {INFINITY, 0};
+    if (natural == INFINITY) lse_delta.y = NAN;
+    if (first + r >= seq.len_q) lse_delta = {INFINITY, 0};
     if (lane == 0) {
       reinterpret_cast<float2*>(p.lse_delta)[(first_head + head) * p.rows + sequence_row + r] =
-          terms;
+          lse_delta;
     }
   }
   if (!p.dq_accum) return;
   for (int head = first_head; head < first_head + heads; ++head) {
-    const int64_t round_row = head * p.dq_accum_rows + sequence_row - round_rows(p);
-    float4* sums = reinterpret_cast<float4*>(p.dq_accum + round_row * p.dim);
+    const int64_t slice_row = head * p.dq_accum_rows + sequence_row - round_rows(p);
+    float4* sums = reinterpret_cast<float4*>(p.dq_accum + slice_row * p.dim);
     for (int i = threadIdx.x; i < p.block_q * p.dim / 4; i += kRowThreads) sums[i] = {0, 0, 0, 0};
-    if (p.deterministic && threadIdx.x == 0) p.dq_semaphore[round_row / p.block_q] = 0;
+    if (p.deterministic && threadIdx.x == 0) p.dq_semaphore[slice_row / p.block_q] = 0;
   }
 }
 

@@ -1,24 +1,29 @@
-// Attention forward with mma.sync, for every chip from Turing on; what differs between them is in
-// Chip and in the tile.
+// Attention forward with mma.sync, for every chip from Turing on; what differs from chip to chip is
+// in Chip and in the tile.
 //
-// One CTA takes one block of queries of one (batch, head) and goes through the keys, last block
-// first, so that the blocks that need a mask (the end of the keys, the causal diagonal) come first
+//   O = softmax(S) V      S as score.cuh has it      LSE = log of the softmax's denominator
+//
+// One CTA takes one tile of queries of one (batch, head) and goes through the keys, last tile
+// first, so that the tiles that need a mask (the end of the keys, the causal diagonal) come first
 // and the loop after them has none.
 //
 //               keys ->                         shared memory, 16-bit, swizzled:
-//            ┌──────┬──────┬──────┐               sQ  block_q x D, and then the output
-//   queries  │ full │ full │masked│               sK  stages x block_k x D
-//     |      └──────┴──────┴──────┘               sV  stages x block_k x D
+//            ┌──────┬──────┬──────┐               sQ     block_q x D, and then the output
+//   queries  │ full │ full │masked│               sK     stages x block_k x D
+//     |      └──────┴──────┴──────┘               sV     stages x block_k x D
 //     v        <──────── order                    sBias  2 x block_q x block_k, if there is one
 //
 // Each warp owns 16 or 32 rows as m16 fragments and all columns: softmax needs no other warp, and P
 // goes from the accumulators of S = Q K^T straight into the operands of O += P V. With 32 rows each
-// fragment of K and V read from shared memory feeds two products. While a block is computed, the
-// next ones are copied to the other stages; one barrier a block keeps a stage from being
-// overwritten while it is read. With one stage K and V take turns instead, and there are two.
+// fragment of K and V read from shared memory feeds two MMAs. All warps load and all compute: while
+// a tile is computed, the next ones are copied to the other stages; one barrier a tile keeps a
+// stage from being overwritten while it is read. With one stage K arrives while V is used and the
+// other way round, and there are two barriers.
 //
-// Head dims between the buckets are padded with zeros in shared memory. Where the grid would leave
-// most of the chip idle, the keys are split over several CTAs, and attention_small.cuh adds up.
+// Head dims that lie between the compiled ones are padded with zeros in shared memory. Where the
+// grid would leave most of the chip idle, the keys are split over several CTAs, and fwd_combine.cuh
+// makes one result of theirs. Registers: up to 255, so many CTAs on an SM as the tile says. Rate:
+// 335 TFLOP/s at D = 64, 328 at D = 256 (H200, 2026-11-15; kernels/sm80.h has the tiles).
 #pragma once
 
 #include <type_traits>
@@ -30,8 +35,7 @@
 
 namespace flashmoe::cuda {
 
-// What comes between the product and the scale for few calls: a softcap, or a scale that is not
-// positive.
+// Does what few calls need between product and scale: a softcap, or a scale that is not positive.
 template <class C, class Rule>
 __device__ __forceinline__ void transform_scores(float (&s)[C::kRowTiles][C::kKeyTiles][4],
                                                  const Rule& rule) {
@@ -44,7 +48,7 @@ __device__ __forceinline__ void transform_scores(float (&s)[C::kRowTiles][C::kKe
   });
 }
 
-// References of the rows that outgrew theirs are moved, and their output and sum with them.
+// Moves the references of rows whose maximum outgrew theirs, and their output and sum with them.
 template <class C>
 __device__ __forceinline__ void update_references(FwdState<C>& t,
                                                   float (&s)[C::kRowTiles][C::kKeyTiles][4],
@@ -124,12 +128,12 @@ __device__ __forceinline__ void accumulate(FwdState<C>& t,
   }
 }
 
-// What a bias needs pair by pair: to be added late, which gives scores in base 2, or, already
-// added, that what it hides is hidden.
+// Applies the bias pair by pair: adds one that comes late, which gives scores in base 2; and hides
+// what it hides, which one that is in the accumulators from the start does only to finite scores.
 template <class C, class Rule>
-__device__ __forceinline__ void each_bias(float (&s)[C::kRowTiles][C::kKeyTiles][4], uint32_t sBias,
-                                          int first_key, bool late, const FwdTask& task,
-                                          const Rule& rule) {
+__device__ __forceinline__ void apply_bias_by_pair(float (&s)[C::kRowTiles][C::kKeyTiles][4],
+                                                   uint32_t sBias, int first_key, bool bias_is_late,
+                                                   const FwdTask& task, const Rule& rule) {
   const int lane = ptx::opaque_thread() % 32, row = warp_row<C>() + lane / 4;
 #pragma unroll
   for (int m = 0; m < C::kRowTiles; ++m) {
@@ -139,105 +143,106 @@ __device__ __forceinline__ void each_bias(float (&s)[C::kRowTiles][C::kKeyTiles]
           C::Bias::read(sBias, task.bias, row + 16 * m + i % 4 / 2 * 8,
                         i / 4 * 8 + lane % 4 * 2 + i % 2, task.first_row, first_key, task.seq);
       float& score = s[m][i / 4][i % 4];
-      if (late) score = rule.score(score, bias);
+      if (bias_is_late) score = rule.score(score, bias);
       if (bias == -INFINITY) score = bias;  // the score behind a mask may be NaN
     }
   }
 }
 
-// One block of keys, already in shared memory. `between` is called when the keys are done with and
-// before the values are needed.
-template <class C, Loop kLoop, class Between>
-__device__ __forceinline__ void fwd_block(FwdState<C>& t, const FwdLanes<C>& lanes, uint32_t smem,
-                                          int stage, const FwdTask& task, int first_key,
-                                          Contain<C> contain, const AttentionFwdParams& p,
-                                          const Between& between) {
+// One tile of keys, already in shared memory. `after_scores` is called when K is done with and
+// before V is needed.
+template <class C, Loop kLoop, class AfterScores>
+__device__ __forceinline__ void fwd_step(FwdState<C>& t, const FwdLanes<C>& lanes, uint32_t smem,
+                                         int stage, const FwdTask& task, int first_key,
+                                         GuardFlag<C> guarded, const AttentionFwdParams& p,
+                                         const AfterScores& after_scores) {
   const uint32_t sQ = smem + C::kSmemQ, sK = smem + C::kSmemK + stage * C::kTileBytes;
   const uint32_t sV = smem + C::kSmemV + stage * C::kTileBytes;
   const int row = task.first_row + warp_row<C>();
   // Rows past the end, whole warps of them, would cost as much as the others.
-  const bool idle = !contain && row >= task.seq.len_q;
+  const bool past_end = !guarded && row >= task.seq.len_q;
   float s[C::kRowTiles][C::kKeyTiles][4];
   constexpr bool kGeneral = kLoop == Loop::kGeneral;
-  const uint32_t sBias = bias_place<C>(smem, first_key / C::kBlockK, task);
-  const bool late = C::kBias && kGeneral && late_bias(p);  // it comes after other things
-  if (!idle) {
-    if (C::kBias && !late) {
+  const uint32_t sBias = bias_address<C>(smem, first_key / C::kBlockK, task);
+  const bool bias_is_late = C::kBias && kGeneral && late_bias(p);
+  if (!past_end) {
+    if (C::kBias && !bias_is_late) {
       C::Bias::start(s, sBias, warp_row<C>(), 0, p.bias_scale);
     } else {
       set_zero(s);
     }
     add_scores<C>(s, t.rQ, sQ + ptx::opaque(lanes.q), sK + ptx::opaque(lanes.k));
   }
-  between();
-  if (idle) return;
+  after_scores();
+  if (past_end) return;
   ScoreRule rule(p);
   if (kGeneral && rule.transforms()) transform_scores<C>(s, rule);
   if constexpr (C::kBias && kGeneral) {
-    if (late || contain) each_bias<C>(s, sBias, first_key, late, task, rule);
+    if (bias_is_late || guarded)
+      apply_bias_by_pair<C>(s, sBias, first_key, bias_is_late, task, rule);
   }
-  rule.has_bias = late;
+  rule.has_bias = bias_is_late;
   if (kLoop != Loop::kPlain) {
-    const int block = first_key / C::kBlockK;
-    if (block >= task.full_end) mask_scores<C, Side::kAfter>(s, row, first_key, task.seq, p);
-    if (block < task.full_begin) mask_scores<C, Side::kBefore>(s, row, first_key, task.seq, p);
+    const int tile = first_key / C::kBlockK;
+    if (tile >= task.full_end) mask_scores<C, Side::kAfter>(s, row, first_key, task.seq, p);
+    if (tile < task.full_begin) mask_scores<C, Side::kBefore>(s, row, first_key, task.seq, p);
   }
   update_references<C>(t, s, rule.scale_log2());
-  if (kGeneral && contain) drop_not_finite<C>(sV);
+  if (kGeneral && guarded) drop_nonfinite<C>(sV);
   accumulate<C>(t, s, rule, sV + ptx::opaque(lanes.v));
 }
 
-// The blocks of keys from n down to `last`. The first of them are on their way already, as the
-// first of what comes after them are when it returns.
+// Goes through the tiles of keys from n down to `last`. The first kAhead of them are on their way
+// already, and when it returns so are the first of those that follow.
 template <class C, Loop kLoop>
-__device__ __forceinline__ void fwd_blocks(FwdState<C>& t, uint32_t smem, int& n, int last,
-                                           const FwdTask& task, Contain<C> contain,
-                                           const AttentionFwdParams& p) {
+__device__ __forceinline__ void fwd_steps(FwdState<C>& t, uint32_t smem, int& n, int last,
+                                          const FwdTask& task, GuardFlag<C> guarded,
+                                          const AttentionFwdParams& p) {
   using Chip = typename C::Chip;
-  constexpr bool kMaybeOdd = kLoop == Loop::kGeneral;
+  constexpr bool kPartialChunks = kLoop == Loop::kGeneral;
   const FwdLanes<C> lanes;
 #pragma unroll 1
   for (; n >= last; --n) {
     Chip::template wait<C::kAhead - 1>();
-    __syncthreads();  // block n is there for everyone, and everyone is done with the stage before
+    __syncthreads();  // tile n is there for everyone, and everyone is done with its last stage
     const int coming = n - C::kAhead, stage = (task.key_end - 1 - n) % C::kStages;
-    if (C::kTurns) {
-      load_values<C, kMaybeOdd>(smem, 0, n, task, p);
+    if (C::kOneStage) {
+      load_values<C, kPartialChunks>(smem, 0, n, task, p);
     } else if (coming >= task.key_begin) {
       const int to = stage == 0 ? C::kStages - 1 : stage - 1;
-      load_keys<C, kMaybeOdd>(smem, to, coming, task, p);
-      load_values<C, kMaybeOdd>(smem, to, coming, task, p);
+      load_keys<C, kPartialChunks>(smem, to, coming, task, p);
+      load_values<C, kPartialChunks>(smem, to, coming, task, p);
     }
-    if constexpr (C::kBias) load_bias<C, kMaybeOdd || C::kShort>(smem, n - 1, task);
+    if constexpr (C::kBias) load_bias<C, kPartialChunks || C::kShort>(smem, n - 1, task);
     Chip::commit();
-    const auto between = [&] {
-      if (!C::kTurns) return;
+    const auto after_scores = [&] {
+      if (!C::kOneStage) return;
       Chip::template wait<0>();
       __syncthreads();  // V is there for everyone, and everyone is done with K
-      if (coming >= task.key_begin) load_keys<C, kMaybeOdd>(smem, 0, coming, task, p);
+      if (coming >= task.key_begin) load_keys<C, kPartialChunks>(smem, 0, coming, task, p);
       Chip::commit();
     };
-    fwd_block<C, kLoop>(t, lanes, smem, stage, task, n * C::kBlockK, contain, p, between);
+    fwd_step<C, kLoop>(t, lanes, smem, stage, task, n * C::kBlockK, guarded, p, after_scores);
   }
 }
 
-// O of all the keys of the task.
+// Accumulates O over all keys of the task.
 template <class C>
 __device__ __forceinline__ void fwd_keys(FwdState<C>& t, uint32_t smem, const FwdTask& task,
-                                         Contain<C> contain, const AttentionFwdParams& p) {
+                                         GuardFlag<C> guarded, const AttentionFwdParams& p) {
   using Layout = typename C::Layout;
   using Chip = typename C::Chip;
   const uint32_t sQ = smem + C::kSmemQ;
   const char* gQ = rows_of(p.query, p, p.query_strides, task.batch, task.head, task.seq.token_q);
-  load_tile<Chip, Layout, C::kBlockQ, C::kThreads>(sQ, gQ, p.query_strides.row_bytes(),
+  load_tile<Chip, Layout, C::kBlockQ, C::kThreads>(sQ, Rows{gQ, p.query_strides.row_bytes()},
                                                    task.first_row, task.seq.len_q, p.head_dim);
   if constexpr (C::kBias) load_bias<C>(smem, task.key_end - 1, task);
 #pragma unroll
   for (int ahead = 0; ahead < C::kAhead; ++ahead) {
-    const int block = task.key_end - 1 - ahead;
-    if (block >= task.key_begin) {
-      load_keys<C>(smem, ahead, block, task, p);
-      if (!C::kTurns) load_values<C>(smem, ahead, block, task, p);
+    const int tile = task.key_end - 1 - ahead;
+    if (tile >= task.key_begin) {
+      load_keys<C>(smem, ahead, tile, task, p);
+      if (!C::kOneStage) load_values<C>(smem, ahead, tile, task, p);
     }
     Chip::commit();
   }
@@ -256,38 +261,38 @@ __device__ __forceinline__ void fwd_keys(FwdState<C>& t, uint32_t smem, const Fw
   }
 
   int n = task.key_end - 1;
-  if (!task.plain || contain) {
-    fwd_blocks<C, Loop::kGeneral>(t, smem, n, task.key_begin, task, contain, p);
+  if (!task.plain || guarded) {
+    fwd_steps<C, Loop::kGeneral>(t, smem, n, task.key_begin, task, guarded, p);
     return;
   }
   if constexpr (C::kShort) {  // one loop for all: its code is run through once
-    fwd_blocks<C, Loop::kMasked>(t, smem, n, task.key_begin, task, false, p);
+    fwd_steps<C, Loop::kMasked>(t, smem, n, task.key_begin, task, false, p);
     return;
   }
-  // Masked blocks, full ones, and masked ones again where the window ends on the left.
+  // Masked tiles, full ones, and masked ones again where the window ends on the left.
   const bool some_full = task.full_begin < task.full_end;
 #pragma unroll 1
   while (n >= task.key_begin) {
     if (some_full && n < task.full_end && n >= task.full_begin) {
-      fwd_blocks<C, Loop::kPlain>(t, smem, n, task.full_begin, task, false, p);
+      fwd_steps<C, Loop::kPlain>(t, smem, n, task.full_begin, task, false, p);
     } else {
       const int last = some_full && n >= task.full_end ? task.full_end : task.key_begin;
-      fwd_blocks<C, Loop::kMasked>(t, smem, n, last, task, false, p);
+      fwd_steps<C, Loop::kMasked>(t, smem, n, last, task, false, p);
     }
   }
 }
 
-// Which block of queries this CTA takes, and which keys; found by one thread.
+// Finds the tile of queries of this CTA and its keys, by one thread.
 template <class C>
 __device__ __forceinline__ void find_task(FwdTask& task, const AttentionFwdParams& p) {
   Sequence seq;
   if (p.blocks) {
-    const RaggedBlock block = p.blocks[blockIdx.x / p.heads];
-    task.batch = block.sequence;
+    const RaggedBlock slot = p.blocks[blockIdx.x / p.heads];
+    task.batch = slot.sequence;
     task.head = p.first_head + blockIdx.x % p.heads;
-    task.kind = block.kind;
-    task.first_row = block.block * C::kBlockQ;
-    seq = find_sequence(block);
+    task.kind = slot.kind;
+    task.first_row = slot.block * C::kBlockQ;
+    seq = find_sequence(slot);
   } else {
     task.batch = p.first_batch + blockIdx.z;
     task.head = blockIdx.y;
@@ -297,18 +302,18 @@ __device__ __forceinline__ void find_task(FwdTask& task, const AttentionFwdParam
       seq.shift = seq.len_k - 1;
     }
     task.kind = seq.valid ? RaggedKind::kBlock : RaggedKind::kInvalid;
-    // Query blocks of one head follow each other, so that its keys stay in the second-level cache;
-    // where later rows see more keys, the block with the most comes first.
-    int block = blockIdx.x, blocks = gridDim.x;
+    // Tiles of one head follow each other, so that its keys stay in L2; where later rows see more
+    // keys, the tile with the most comes first.
+    int tile = blockIdx.x, tiles = gridDim.x;
     if (p.splits > 1) {
-      task.split = block % p.splits;
-      block /= p.splits;
-      blocks /= p.splits;
+      task.split = tile % p.splits;
+      tile /= p.splits;
+      tiles /= p.splits;
     }
-    task.first_row = (p.right < kNoLimit ? blocks - 1 - block : block) * C::kBlockQ;
+    task.first_row = (p.right < kNoLimit ? tiles - 1 - tile : tile) * C::kBlockQ;
   }
   task.seq = seq;
-  if (C::kDim == 256) task.contain = false;
+  if (C::kDim == 256) task.guarded = false;
   if (task.kind != RaggedKind::kBlock) return;
   find_keys<C>(task, p.splits, p);
   task.plain &= p.sign == 1;
@@ -330,22 +335,22 @@ __device__ __forceinline__ void attention_fwd(const AttentionFwdParams& p) {
   if (task.first_row >= task.seq.len_q) return;
 
   FwdState<C> t;
-  // Whether a block may have keys that some rows see and others do not, or that none sees.
+  // Whether a tile may have keys that some rows see and others do not, or that none sees.
   const bool masked = C::kBias || p.left < kNoLimit || (p.right < kNoLimit && !p.one_query);
   bool here = false;
-  std::conditional_t<C::kDim == 256, bool&, bool> contain =
-      *(C::kDim == 256 ? &task.contain : &here);
+  std::conditional_t<C::kDim == 256, bool&, bool> guarded =
+      *(C::kDim == 256 ? &task.guarded : &here);
   while (true) {
-    fwd_keys<C>(t, smem, task, contain, p);
-    // Q arrived, even if there was no key to wait for, and no warp still reads it.
+    fwd_keys<C>(t, smem, task, guarded, p);
+    // Q arrived, even if there was no key to wait for, and no warp reads it any more.
     C::Chip::template wait<0>();
-    if (!__syncthreads_or(masked && !all_finite(t.o)) || contain) break;
+    if (!__syncthreads_or(masked && !all_finite(t.o)) || guarded) break;
     if (C::kDim == 256) __syncthreads();  // everyone has looked
-    if (C::kDim != 256 || threadIdx.x == 0) contain = true;
+    if (C::kDim != 256 || threadIdx.x == 0) guarded = true;
     if (C::kDim == 256) __syncthreads();  // everyone knows
   }
-  if (contain) {
-    add_not_finite<C>(t.o, task.value, p.value_strides, p.head_dim_v, 1, task, p);
+  if (guarded) {
+    add_nonfinite<C>(t.o, task.template values<typename C::Type>(p), p.head_dim_v, 1, task, p);
   }
   if (p.splits > 1) {
     store_partial<C>(t, task, p);

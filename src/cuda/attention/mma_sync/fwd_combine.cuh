@@ -1,4 +1,5 @@
-// comb
+// The kernel after a split forward pass: makes one result of those that the splits left in the
+// workspace, O = sum of 2^(LSE_s - LSE) O_s. It goes row by row and is bound by memory.
 #pragma once
 
 #include "cuda/attention/params.h"
@@ -9,9 +10,9 @@
 
 namespace flashmoe::cuda {
 
-// The results of all splits as one: a CTA for each row, grid (len_q, heads, batch). Each warp goes
-// over all of lse, a lane for a split. Of the outputs it has 32 columns at a time: eight lanes take
-// four each, for a quarter of the splits.
+// The kernel: one CTA for each row, grid (len_q, heads, batch). Each warp goes over the LSE of all
+// splits, a lane for each, and over 32 columns of the outputs at a time: eight lanes take four
+// columns each, for a quarter of the splits.
 template <class T>
 __device__ __forceinline__ void attention_combine(const AttentionFwdParams& p) {
   constexpr int kLanes = 8, kQuarters = 32 / kLanes;
@@ -34,14 +35,15 @@ __device__ __forceinline__ void attention_combine(const AttentionFwdParams& p) {
         seq.valid ? lse * kLn2 : NAN;
   }
 
-  const char* to = rows_of(p.out, p, p.out_strides, batch, head, 0) + row * p.out_strides.row * 2;
+  const char* to =
+      rows_of(p.out, p, p.out_strides, batch, head, 0) + row * p.out_strides.row * T::kBytes;
   for (int first = warp * 4 * kLanes; first < p.dim; first += kRowThreads) {
     const int column = first + lane % kLanes * 4;
     float value[4] = {0, 0, 0, 0};
 #pragma unroll 8
     for (int s = lane / kLanes; s < p.splits; s += kQuarters) {
       const float part = lses[s * rows];
-      // No key of this split was for the row, or a column past the last.
+      // The row sees no key of this split, or the column is past the last.
       if (part == -INFINITY || column >= p.dim) continue;
       const float4 x =
           *reinterpret_cast<const float4*>(p.partial_out + (s * rows + mine) * p.dim + column);
@@ -59,8 +61,8 @@ __device__ __forceinline__ void attention_combine(const AttentionFwdParams& p) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (lane >= kLanes || column + i >= p.head_dim_v) continue;
-      const uint16_t rounded = T::pack(seq.valid ? value[i] : NAN, 0) & 0xffff;
-      reinterpret_cast<uint16_t*>(const_cast<char*>(to))[column + i] = rounded;
+      const typename T::Storage rounded = T::pack(seq.valid ? value[i] : NAN, 0) & 0xffff;
+      reinterpret_cast<typename T::Storage*>(const_cast<char*>(to))[column + i] = rounded;
     }
   }
 }

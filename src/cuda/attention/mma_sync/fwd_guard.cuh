@@ -8,17 +8,16 @@
 
 namespace flashmoe::cuda {
 
-// Whether something not finite is to be contained. At D = 256 there is no register for that: it is
-// read in shared memory.
+// Whether this is the guarded pass. At D = 256 there is no register for it: it is read in shared
+// memory.
 template <class C>
-using Contain = std::conditional_t<C::kDim == 256, const bool&, bool>;
+using GuardFlag = std::conditional_t<C::kDim == 256, const bool&, bool>;
 
-// A NaN or infinity in V must reach the rows that may see its key and no others, but in a product a
-// masked 0 times NaN is NaN. So blocks of queries that turned out not finite are computed a second
-// time, with zeros in place of what is not finite in V.
+// Puts zeros in place of what is not finite in a tile of V (of K, for dQ).
 template <class C>
-__device__ __forceinline__ void drop_not_finite(uint32_t sV) {
-  uint16_t* values = static_cast<uint16_t*>(__cvta_shared_to_generic(sV));
+__device__ __forceinline__ void drop_nonfinite(uint32_t sV) {
+  using Storage = typename C::Type::Storage;
+  Storage* values = static_cast<Storage*>(__cvta_shared_to_generic(sV));
 #pragma unroll 1
   for (int i = ptx::opaque_thread(); i < C::kBlockK * C::kDim; i += C::kThreads) {
     if ((values[i] & C::Type::kExponent) == C::Type::kExponent) values[i] = 0;
@@ -26,25 +25,25 @@ __device__ __forceinline__ void drop_not_finite(uint32_t sV) {
   __syncthreads();  // the tile is finite
 }
 
-// And then what was left out is added to the rows that see it, times `factor`.
+// Adds what drop_nonfinite() left out, times `factor`, to the rows that see it. `values` are the
+// rows it comes from, of `dim` elements.
 template <class C>
-__device__ __forceinline__ void add_not_finite(float (&o)[C::kRowTiles][C::kDimTiles][4],
-                                               const char* keys, const Strides& strides, int dim,
-                                               float factor, const FwdTask& task,
-                                               const AttentionParams& p) {
+__device__ __forceinline__ void add_nonfinite(float (&o)[C::kRowTiles][C::kDimTiles][4],
+                                              const KeyRows& values, int dim, float factor,
+                                              const FwdTask& task, const AttentionParams& p) {
   const Sequence& seq = task.seq;
   const int lane = ptx::opaque_thread() % 32, row = task.first_row + warp_row<C>() + lane / 4;
   const int end = min(task.key_end * C::kBlockK, seq.len_k);
 #pragma unroll 1
   for (int key = task.key_begin * C::kBlockK; key < end; ++key) {
-    const char* values = keys + int64_t{key} * strides.row_bytes();
+    const char* row_of_key = values.address(key);
 #pragma unroll
     for (int d = 0; d < C::kDimTiles; ++d) {
       const int column = 8 * d + lane % 4 * 2, there = dim - column;
       if (there <= 0) continue;
-      uint32_t two = *reinterpret_cast<const uint32_t*>(values + column * 2);
+      uint32_t two = *reinterpret_cast<const uint32_t*>(row_of_key + column * C::Type::kBytes);
       if (there == 1) two &= 0xffff;
-      if (!any_not_finite<typename C::Type>(two)) continue;
+      if (!has_nonfinite<typename C::Type>(two)) continue;
 #pragma unroll
       for (int m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll

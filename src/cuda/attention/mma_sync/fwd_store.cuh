@@ -14,9 +14,10 @@ struct FwdState {
   RowState rows[C::kRowTiles];
 };
 
-// What a row's sum and reference come to.
+// What a row's sum and reference make of its accumulators.
 struct RowResult {
-  float inverse, lse;  // of the sum; in base 2
+  float inverse;  // 1 / sum
+  float lse;      // in base 2
 };
 __device__ __forceinline__ RowResult row_result(const RowState& state, int half) {
   const float sum = quad_sum(state.sum[half]);
@@ -24,7 +25,7 @@ __device__ __forceinline__ RowResult row_result(const RowState& state, int half)
   return {1.f / sum, state.reference[half] + __log2f(sum)};
 }
 
-// O / sum, and lse.
+// Stores O / sum, and the LSE.
 template <class C>
 __device__ __forceinline__ void store_output(const FwdState<C>& t, uint32_t smem,
                                              const FwdTask& task, const AttentionFwdParams& p) {
@@ -42,7 +43,7 @@ __device__ __forceinline__ void store_output(const FwdState<C>& t, uint32_t smem
   store_rows<C>(t.o, inverse, smem, const_cast<char*>(gO), p.out_strides, p.head_dim_v, task);
 }
 
-// The result of one split, in fp32, to where the combining kernel looks for it.
+// Stores the result of one split, in fp32, where fwd_combine.cuh looks for it.
 template <class C>
 __device__ __forceinline__ void store_partial(FwdState<C>& t, const FwdTask& task,
                                               const AttentionFwdParams& p) {
@@ -67,7 +68,7 @@ __device__ __forceinline__ void store_partial(FwdState<C>& t, const FwdTask& tas
   }
 }
 
-// Rows that have no keys to look at: results of one value.
+// Sets the results of rows without keys to one value.
 template <class C>
 __device__ __forceinline__ void fill_output(const FwdTask& task, uint16_t out, float lse,
                                             const AttentionFwdParams& p) {

@@ -1,13 +1,12 @@
-// What the kernels have in common that go through the keys of a tile of queries, which are the
-// forward pass and dQ of short sequences: the task of a CTA, its tiles in shared memory, and their
-// way there and back.
+// What the kernels share that take a tile of queries and go through its keys, which are the forward
+// pass and dQ of short sequences: the task of a CTA, its tiles in shared memory, and their way
+// there and back.
 #pragma once
 
 #include "cuda/attention/bias.cuh"
 #include "cuda/attention/params.h"
 #include "cuda/attention/score.cuh"
 #include "cuda/attention/sequence.cuh"
-#include "cuda/attention/softmax.cuh"
 #include "cuda/attention/tiles.h"
 #include "cuda/tile/copy.cuh"
 #include "cuda/tile/dtype.cuh"
@@ -15,23 +14,32 @@
 
 namespace flashmoe::cuda {
 
-// The block of queries of one CTA. Kept in shared memory: the main loop has no registers to spare
+// The tile of queries of one CTA. Kept in shared memory: the main loop has no registers to spare
 // for what it rarely looks at.
 struct FwdTask {
   Sequence seq;
   int batch, head;
   int first_row;
   int split;
-  int key_begin, key_end;    // its keys, in blocks of block_k
-  int full_begin, full_end;  // of these, blocks that need no mask
-  bool plain;                // no block needs more than a mask
-  bool contain;              // something not finite may be hidden
+  int key_begin, key_end;    // its keys, in tiles of block_k
+  int full_begin, full_end;  // the tiles of these that need no mask
+  bool plain;                // whether no tile needs more than a mask
+  bool guarded;              // whether this is the guarded pass; only D = 256 has it here
   RaggedKind kind;
-  const char *key, *value;  // where the sequence's begin
+  const char *key, *value;  // the first rows of the sequence
   BiasRows bias;
+
+  template <class T>
+  __device__ __forceinline__ KeyRows keys(const AttentionParams& p) const {
+    return key_rows_at<T>(key, p.key_strides);
+  }
+  template <class T>
+  __device__ __forceinline__ KeyRows values(const AttentionParams& p) const {
+    return key_rows_at<T>(value, p.value_strides);
+  }
 };
 
-// kRowTensors: the queries alone, or also dO, as the gradient of the queries needs it.
+// kRowTensors counts the tensors with rows of queries: Q alone, or dO as well for dQ.
 template <class Chip_, class T, FwdTile kTile_, bool kBias_ = false, int kRowTensors = 1>
 struct FwdConfig {
   using Chip = Chip_;
@@ -46,12 +54,12 @@ struct FwdConfig {
   static constexpr int kDimTiles = kDim / 8;                    // n8 fragments of O
   static constexpr int kDimSteps = kDim / 16;                   // k16 steps of Q K^T
   static constexpr int kKeySteps = kBlockK / 16;                // k16 steps of P V
-  static constexpr uint32_t kTileBytes = kBlockK * kDim * 2;
-  using Layout = Swizzled<kDim>;
+  static constexpr uint32_t kTileBytes = kBlockK * kDim * T::kBytes;
+  using Layout = Swizzled<kDim, T::kBytes>;
 
   // Byte offsets in shared memory.
   static constexpr uint32_t kSmemQ = 0;
-  static constexpr uint32_t kRowBytes = kBlockQ * kDim * 2;
+  static constexpr uint32_t kRowBytes = kBlockQ * kDim * T::kBytes;
   static constexpr uint32_t kSmemK = kRowTensors * kRowBytes;
   static constexpr uint32_t kSmemV = kSmemK + kStages * kTileBytes;
   using Bias = BiasTile<T, kBlockQ, kBlockK, kThreads>;
@@ -60,13 +68,13 @@ struct FwdConfig {
   static_assert(kSmemTask + kTaskBytes == kTile.shared_bytes(kBias, kRowTensors));
   static_assert(sizeof(FwdTask) <= kTaskBytes);
   static_assert(kBlockQ % (16 * kTile.warps) == 0 && kBlockK % 16 == 0 && kDim % 16 == 0);
-  // With one stage K and V take turns: one arrives while the other is used.
-  static constexpr bool kTurns = kStages == 1;
-  static constexpr int kAhead = kTurns ? 1 : kStages - 1;  // blocks that are on their way
+  // With one stage K arrives while V is used, and the other way round.
+  static constexpr bool kOneStage = kStages == 1;
+  static constexpr int kAhead = kOneStage ? 1 : kStages - 1;  // tiles that are on their way
   static_assert(kStages >= 1 && kSmemK % 128 == 0 && kTileBytes % 128 == 0);
 };
 
-// The first row of this warp, in the block.
+// The first row of this warp in the tile.
 template <class C>
 __device__ __forceinline__ int warp_row() {
   return ptx::opaque_thread() / 32 * (C::kRowTiles * 16);
@@ -115,7 +123,7 @@ __device__ __forceinline__ void add_scores(float (&s)[C::kRowTiles][C::kKeyTiles
   }
 }
 
-// -inf where key `first_key` + column is before the first that the row sees, or after the last.
+// Sets scores to -inf where the key is before the first that the row sees, or after the last.
 template <class C, Side kSide>
 __device__ __forceinline__ void mask_scores(float (&s)[C::kRowTiles][C::kKeyTiles][4], int row,
                                             int first_key, const Sequence& seq,
@@ -124,37 +132,38 @@ __device__ __forceinline__ void mask_scores(float (&s)[C::kRowTiles][C::kKeyTile
       row, first_key, seq, p, [&](int m, int n, int i) { s[m][n][i] = -INFINITY; });
 }
 
-// One block of K or V to a stage.
-template <class C, bool kMaybeOdd = true>
-__device__ __forceinline__ void load_keys(uint32_t smem, int stage, int block, const FwdTask& task,
+// Loads a tile of K or V to a stage.
+template <class C, bool kPartialChunks = true>
+__device__ __forceinline__ void load_keys(uint32_t smem, int stage, int tile, const FwdTask& task,
                                           const AttentionParams& p) {
-  load_tile<typename C::Chip, typename C::Layout, C::kBlockK, C::kThreads, kMaybeOdd>(
-      smem + C::kSmemK + stage * C::kTileBytes, task.key, p.key_strides.row_bytes(),
-      block * C::kBlockK, task.seq.len_k, p.head_dim);
+  load_tile<typename C::Chip, typename C::Layout, C::kBlockK, C::kThreads, kPartialChunks>(
+      smem + C::kSmemK + stage * C::kTileBytes, task.template keys<typename C::Type>(p),
+      tile * C::kBlockK, task.seq.len_k, p.head_dim);
 }
-template <class C, bool kMaybeOdd = true>
-__device__ __forceinline__ void load_values(uint32_t smem, int stage, int block,
-                                            const FwdTask& task, const AttentionParams& p) {
-  load_tile<typename C::Chip, typename C::Layout, C::kBlockK, C::kThreads, kMaybeOdd>(
-      smem + C::kSmemV + stage * C::kTileBytes, task.value, p.value_strides.row_bytes(),
-      block * C::kBlockK, task.seq.len_k, p.head_dim_v);
+template <class C, bool kPartialChunks = true>
+__device__ __forceinline__ void load_values(uint32_t smem, int stage, int tile, const FwdTask& task,
+                                            const AttentionParams& p) {
+  load_tile<typename C::Chip, typename C::Layout, C::kBlockK, C::kThreads, kPartialChunks>(
+      smem + C::kSmemV + stage * C::kTileBytes, task.template values<typename C::Type>(p),
+      tile * C::kBlockK, task.seq.len_k, p.head_dim_v);
 }
 
-// Where the bias of a block of keys is: every other block has the same place.
+// Where the bias of a tile of keys lies: it has two stages.
 template <class C>
-__device__ __forceinline__ uint32_t bias_place(uint32_t smem, int block, const FwdTask& task) {
-  return smem + C::kSmemBias + (task.key_end - 1 - block) % 2 * C::Bias::kBytes;
+__device__ __forceinline__ uint32_t bias_address(uint32_t smem, int tile, const FwdTask& task) {
+  return smem + C::kSmemBias + (task.key_end - 1 - tile) % 2 * C::Bias::kBytes;
 }
 
-// The bias of a block of keys to its place.
-template <class C, bool kMaybeOdd = true>
-__device__ __forceinline__ void load_bias(uint32_t smem, int block, const FwdTask& task) {
-  if (block < task.key_begin) return;
-  C::Bias::template load<typename C::Chip, kMaybeOdd>(bias_place<C>(smem, block, task), task.bias,
-                                                      task.first_row, block * C::kBlockK, task.seq);
+// Loads the bias of a tile of keys.
+template <class C, bool kPartialChunks = true>
+__device__ __forceinline__ void load_bias(uint32_t smem, int tile, const FwdTask& task) {
+  if (tile < task.key_begin) return;
+  C::Bias::template load<typename C::Chip, kPartialChunks>(
+      bias_address<C>(smem, tile, task), task.bias, task.first_row, tile * C::kBlockK, task.seq);
 }
 
-// Rows times factor(m, half) through Q's place in shared memory to 16-byte stores.
+// Stores the warp's rows of O or dQ, times factor(m, half), rounded: through Q's place in shared
+// memory to 16-byte stores.
 template <class C, class Factor>
 __device__ __forceinline__ void store_rows(const float (&o)[C::kRowTiles][C::kDimTiles][4],
                                            const Factor& factor, uint32_t smem, char* to,
@@ -181,7 +190,7 @@ __device__ __forceinline__ void store_rows(const float (&o)[C::kRowTiles][C::kDi
                                             task.seq.len_q, dim);
 }
 
-// Which keys the task's rows see, and what that takes; of those, the share of one of `splits`.
+// Finds the keys that the task's rows see, or one split's share of them, and what their tiles need.
 template <class C>
 __device__ __forceinline__ void find_keys(FwdTask& task, int splits, const AttentionParams& p) {
   const Sequence& seq = task.seq;
@@ -193,17 +202,19 @@ __device__ __forceinline__ void find_keys(FwdTask& task, int splits, const Atten
     task.key_begin += task.split * share;
     task.key_end = min(task.key_end, task.key_begin + share);
   }
-  // All keys are there, and all rows see them.
+  // In full tiles all keys exist, and all rows see them.
   task.full_begin = max((seq.begin(last_row, p) + C::kBlockK - 1) / C::kBlockK, task.key_begin);
   task.full_end = min(max(seq.end(task.first_row, p), 0) / C::kBlockK, task.key_end);
-  task.plain = !p.softcap_scale && !odd_rows(p.head_dim) && !odd_rows(p.head_dim_v);
+  task.plain = !p.softcap_scale && !has_partial_chunk<typename C::Type>(p.head_dim) &&
+               !has_partial_chunk<typename C::Type>(p.head_dim_v);
   if constexpr (C::kBias) {
     task.bias = find_bias(p, seq, task.batch, task.head);
     task.plain &= plain_bias<C::kShort>(task.bias, p);
   }
   const int key_head = p.group == 1 ? task.head : task.head / p.group;
-  task.key = rows_of(p.key, p, p.key_strides, task.batch, key_head, seq.token_k);
-  task.value = rows_of(p.value, p, p.value_strides, task.batch, key_head, seq.token_k);
+  using Type = typename C::Type;
+  task.key = find_key_rows<Type>(p.key, p, p.key_strides, task.batch, key_head, seq).data;
+  task.value = find_key_rows<Type>(p.value, p, p.value_strides, task.batch, key_head, seq).data;
 }
 
 }  // namespace flashmoe::cuda

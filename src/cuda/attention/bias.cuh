@@ -1,14 +1,14 @@
 // A learned bias: one number for each pair of query and key, anywhere in memory.
 //
-// In 16 bits it comes to shared memory tile by tile, and from there into the accumulators of S
-// before the product begins: q.k is then added to it for nothing. Rows of 16-byte chunks come as Q,
-// K and V do, in the background; any other (odd lengths, other strides) number by number. A bias in
-// fp32 is read where it lies, by the loops that can do anything.
+// A bias in the inputs' dtype comes to shared memory tile by tile, and from there into the
+// accumulators of S before the product begins: q.k is then added to it for nothing. Rows of 16-byte
+// chunks come as Q, K and V do, in the background; any other (odd lengths, other strides) number by
+// number. A bias in fp32 is read where it lies, by the general loops.
 #pragma once
 
 #include "cuda/attention/params.h"
+#include "cuda/attention/score.cuh"
 #include "cuda/attention/sequence.cuh"
-#include "cuda/attention/softmax.cuh"
 #include "cuda/tile/copy.cuh"
 #include "cuda/tile/product.cuh"
 
@@ -16,18 +16,19 @@ namespace flashmoe::cuda {
 
 // The bias of one (batch, head), or its gradient.
 struct BiasRows {
-  char* data;           // of the first query and key
+  char* data;           // the number of the first query and key
   int64_t row, column;  // strides in elements
   bool is_fp32;
-  bool chunks;  // 16-bit, rows of 16-byte chunks
-  bool words;   // 16-bit, one after the other, and one more may be read after the last
+  bool chunks;  // whether it is 16-bit, in rows of 16-byte chunks
+  bool words;   // whether it is 16-bit, all keys side by side, and one more may be read at the end
 
+  __device__ __forceinline__ int element_bytes() const { return is_fp32 ? 4 : 2; }
   __device__ __forceinline__ char* at(int64_t row, int64_t key) const {
-    return data + (row * this->row + key * column) * (is_fp32 ? 4 : 2);
+    return data + (row * this->row + key * column) * element_bytes();
   }
 };
 
-// What begins at `where` of a bias, in elements.
+// The rows that begin at element `where` of a bias.
 __device__ __forceinline__ BiasRows bias_from(const void* bias, int64_t where, int64_t row,
                                               int64_t column, const AttentionParams& p) {
   BiasRows rows;
@@ -42,7 +43,7 @@ __device__ __forceinline__ BiasRows bias_from(const void* bias, int64_t where, i
   return rows;
 }
 
-// A ragged batch has its pairs one after the other.
+// The bias of one (batch, head). A ragged batch has its pairs one after the other.
 __device__ __forceinline__ BiasRows find_bias(const void* bias, const Strides& strides,
                                               int64_t column, const AttentionParams& p,
                                               const Sequence& seq, int batch, int head) {
@@ -56,7 +57,8 @@ __device__ __forceinline__ BiasRows find_bias(const AttentionParams& p, const Se
   rows.words = p.packed_bias;
   return rows;
 }
-// The bias itself, where the above may be a copy that its gradient has overwritten.
+// The bias as the caller gave it: find_bias() may lead to a copy, which the gradient overwrites
+// tile by tile.
 __device__ __forceinline__ BiasRows find_packed_bias(const AttentionParams& p, const Sequence& seq,
                                                      int batch, int head) {
   if (!p.packed_bias) return find_bias(p, seq, batch, head);
@@ -86,51 +88,42 @@ __device__ __forceinline__ void write_bias(const BiasRows& bias, int64_t row, in
   }
 }
 
-// Whether it cannot be in the accumulators from the start: it is fp32, or comes after a softcap, or
-// the scale is not one to divide by.
-__device__ __forceinline__ bool late_bias(const AttentionParams& p) {
-  return p.bias_is_fp32 || p.softcap_scale || p.bias_scale <= 0;
-}
-// A score in base 2 with its bias.
-__device__ __forceinline__ float add_bias(float score, float bias, float scale_log2) {
-  return score * scale_log2 + bias * kLog2e;
-}
-
-// Whether the loops for plain calls can take it: there from the start and, except for short
-// sequences, whole chunks.
+// Whether the plain and masked loops can take the bias: it is in the accumulators from the start
+// and, except for short sequences, comes in whole chunks.
 template <bool kShort>
 __device__ __forceinline__ bool plain_bias(const BiasRows& bias, const AttentionParams& p) {
   const bool whole = p.bias_padded || (p.blocks ? bias.row : p.len_k) % 8 == 0;
   return (kShort || (bias.chunks && whole)) && !late_bias(p);
 }
 
-// Pairs of a ragged batch that belong to no valid sequence, from where `grad` begins.
+// Sets the gradient of `count` pairs of a ragged batch, from where `grad` begins: those that belong
+// to no valid sequence.
 template <class T>
 __device__ __forceinline__ void fill_pairs(const BiasRows& grad, int64_t count, float value) {
   for (int64_t i = threadIdx.x; i < count; i += blockDim.x) write_bias<T>(grad, 0, i, value);
 }
 
-// -inf is a mask.
+// Whether the bias hides the key from the row: -inf is a mask.
 template <class T>
 __device__ __forceinline__ bool hidden(const BiasRows& bias, int row, int key) {
   return read_bias<T>(bias, row, key) == -INFINITY;
 }
 
-// A tile of kRows queries x kKeys keys in shared memory.
+// A tile of the bias in shared memory: kRows queries x kKeys keys.
 template <class T, int kRows, int kKeys, int kThreads>
 struct BiasTile {
   using Layout = Swizzled<kKeys>;
-  static constexpr uint32_t kBytes = kRows * kKeys * 2;
+  static constexpr uint32_t kBytes = kRows * kKeys * T::kBytes;
 
-  // Numbers past the last row or key become 0, and are not read. Without kMaybeOdd rows are whole
-  // chunks; else an fp32 bias stays where it is.
-  template <class Chip, bool kMaybeOdd = true>
+  // Loads the tile that begins at (first_row, first_key). Numbers past the last row or key become 0
+  // and are not read. Without kPartialChunks rows are whole chunks. An fp32 bias stays where it is.
+  template <class Chip, bool kPartialChunks = true>
   static __device__ __forceinline__ void load(uint32_t shared, const BiasRows& bias, int first_row,
                                               int first_key, const Sequence& seq) {
-    if (!kMaybeOdd || bias.chunks) {
-      load_tile<Chip, Layout, kRows, kThreads, kMaybeOdd>(shared, bias.data + first_key * 2,
-                                                          static_cast<int>(bias.row) * 2, first_row,
-                                                          seq.len_q, seq.len_k - first_key);
+    if (!kPartialChunks || bias.chunks) {
+      const Rows rows{bias.data + first_key * T::kBytes, static_cast<int>(bias.row) * T::kBytes};
+      load_tile<Chip, Layout, kRows, kThreads, kPartialChunks>(shared, rows, first_row, seq.len_q,
+                                                               seq.len_k - first_key);
     } else if (bias.words) {
       load_words(shared, bias, first_row, first_key, seq);
     } else if (!bias.is_fp32) {
@@ -138,8 +131,8 @@ struct BiasTile {
     }
   }
 
-  // What a lane holds of the tile, for kM m16 fragments of rows and kN n8 fragments of keys that
-  // begin at (row, key): of each fragment two neighbouring keys of two rows.
+  // Reads what a lane holds of kM m16 fragments of rows and kN n8 fragments of keys that begin at
+  // (row, key): two neighbouring keys of two rows of each fragment.
   template <int kM, int kN>
   static __device__ __forceinline__ void read(uint32_t (&two)[kM][kN][2], uint32_t shared, int row,
                                               int key) {
@@ -157,7 +150,7 @@ struct BiasTile {
       if constexpr (kN % 2) ptx::ldmatrix_x2(two[m][kN - 1], Layout::along(lane, kN - 1) + rows);
     }
   }
-  // The accumulators of scores that are yet to be scaled: bias * inverse.
+  // Starts the accumulators of scores that are yet to be scaled: bias * inverse.
   static __device__ __forceinline__ void start(float (&s)[4], const uint32_t (&two)[2],
                                                float inverse) {
     unpack(s, 0, two[0], inverse);
@@ -171,10 +164,10 @@ struct BiasTile {
 #pragma unroll
     for (int i = 0; i < kM * kN; ++i) start(s[i / kN][i % kN], two[i / kN][i % kN], inverse);
   }
-  // And as keys x queries: kM m16 fragments of keys and kN n8 fragments of rows.
+  // start() for keys x queries: kM m16 fragments of keys and kN n8 fragments of rows.
   template <int kM, int kN>
-  static __device__ __forceinline__ void start_across(float (&s)[kM][kN][4], uint32_t shared,
-                                                      int row, int key, float inverse) {
+  static __device__ __forceinline__ void start_transposed(float (&s)[kM][kN][4], uint32_t shared,
+                                                          int row, int key, float inverse) {
     static_assert(kN % 2 == 0);
     const uint32_t lane = lane_cols<Layout>(shared, row, key / 8);
 #pragma unroll
@@ -195,7 +188,7 @@ struct BiasTile {
                                                int key, int first_row, int first_key,
                                                const Sequence& seq) {
     if (!bias.is_fp32) {
-      return T::unpack(ptx::ld_shared_u16(shared + Layout::at(row, key / 8) + key % 8 * 2));
+      return T::unpack(ptx::ld_shared_u16(shared + Layout::at_element(row, key)));
     }
     const bool exists = first_row + row < seq.len_q && first_key + key < seq.len_k;
     return exists ? read_bias<T>(bias, first_row + row, first_key + key) : 0.f;
@@ -208,7 +201,7 @@ struct BiasTile {
     s[2 * half + 1] = T::unpack(two >> 16) * inverse;
   }
 
-  // Eight neighbouring keys of a row at a time, from as many words as hold them.
+  // Loads eight neighbouring keys of a row at a time, from the words of 32 bits that hold them.
   static __device__ __forceinline__ void load_words(uint32_t shared, const BiasRows& bias,
                                                     int first_row, int first_key,
                                                     const Sequence& seq) {
@@ -218,7 +211,8 @@ struct BiasTile {
     const int there = seq.len_k - first_key - 8 * chunk;
     const char* from = bias.at(first_row + thread / kChunks, first_key + 8 * chunk);
 #pragma unroll 2
-    for (int row = thread / kChunks; row < kRows; row += kStep, from += kStep * bias.row * 2) {
+    for (int row = thread / kChunks; row < kRows;
+         row += kStep, from += kStep * bias.row * T::kBytes) {
       const auto address = reinterpret_cast<uintptr_t>(from);
       const bool odd = address & 2;
       const auto* words = reinterpret_cast<const uint32_t*>(address & ~uintptr_t{3});
@@ -232,9 +226,9 @@ struct BiasTile {
     }
   }
 
-  // Two neighbouring keys of a row at a time. Neighbouring threads take what is neighbouring in
-  // memory, along the rows or across them; from one pair to a thread's next it is always as far.
-  // Small tiles have registers to wait for several at once.
+  // Loads two neighbouring keys of a row at a time. Neighbouring threads take what is neighbouring
+  // in memory, along the rows or across them; a thread's steps are all equal. Small tiles have
+  // registers to wait for several numbers at once.
   static __device__ __forceinline__ void load_numbers(uint32_t shared, const BiasRows& bias,
                                                       int first_row, int first_key,
                                                       const Sequence& seq) {
@@ -248,7 +242,7 @@ struct BiasTile {
     const int rows = across ? 0 : kThreads / kPairs, keys = across ? 2 * (kThreads / kRows) : 0;
     const char* from = bias.at(first_row + row, first_key + key);
     const int64_t next = bias.at(rows, keys) - bias.data;
-    const int64_t right = bias.column * 2;
+    const int64_t right = bias.column * T::kBytes;
 #pragma unroll 1
     for (int i = 0; i < kEach; i += kAtOnce) {
       uint32_t two[kAtOnce];
@@ -264,13 +258,13 @@ struct BiasTile {
       }
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j, row += rows, key += keys) {
-        ptx::st_shared_u32(shared + Layout::at(row, key / 8) + key % 8 * 2, two[j]);
+        ptx::st_shared_u32(shared + Layout::at_element(row, key), two[j]);
       }
     }
   }
 };
 
-// Eight neighbouring keys of one row of the gradient, as packed, of which `keys` exist.
+// Stores the gradient of eight neighbouring keys of one row, 16-bit, of which `keys` exist.
 __device__ __forceinline__ void store_eight(const BiasRows& grad, int row, int key, int keys,
                                             const uint4& packed) {
   char* to = grad.at(row, key);

@@ -39,7 +39,6 @@ const Image* find_image(const char* name) {
   return nullptr;
 }
 
-constexpr int kRowThreads = 128;  // any/attention_small.cuh
 
 class Lister {
  public:

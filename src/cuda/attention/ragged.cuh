@@ -8,7 +8,7 @@
 // cu_seqlens holds, no token has two sequences then, and there are at most tokens / block + batch
 // + 1 blocks, which the host knows. Where cu_seqlens says something else, the sequence is invalid.
 //
-// grid is (CTAs, lists). Each CTA goes over all sequences up to its share of the slots, so that
+// The grid is (CTAs, lists). Each CTA goes over all sequences up to its share of the slots, so that
 // nobody waits for anybody: first where each begins (a running maximum of ends), then its first
 // slot (a running sum).
 #pragma once
@@ -19,22 +19,22 @@
 
 namespace flashmoe::cuda {
 
-inline constexpr int kRaggedEach = 2;  // sequences of a thread at a time
+inline constexpr int kSequencesPerThread = 2;  // at a time
 
 // Two running numbers, 0 at first.
-struct RaggedTwo {
+struct Int64x2 {
   int64_t x, y;
 };
 
-// `mine` of all threads before this one, joined; `all` becomes that of all threads. `warps` has
-// room for 32, and is free again after the next barrier.
+// Returns `mine` of all threads before this one, joined; `all` becomes that of all threads. `warps`
+// has room for 32, and is free again after the next barrier.
 template <class Join>
-__device__ __forceinline__ RaggedTwo join_before(RaggedTwo mine, RaggedTwo* warps, RaggedTwo& all,
-                                                 const Join& join) {
+__device__ __forceinline__ Int64x2 join_before(Int64x2 mine, Int64x2* warps, Int64x2& all,
+                                               const Join& join) {
   static_assert(kRaggedThreads == 32 * 32);  // a lane for each warp
   constexpr uint32_t kEveryone = 0xffffffffu;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const auto scan = [&](RaggedTwo& two) {
+  const auto scan = [&](Int64x2& two) {
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const int64_t x = __shfl_up_sync(kEveryone, two.x, step);
@@ -42,17 +42,17 @@ __device__ __forceinline__ RaggedTwo join_before(RaggedTwo mine, RaggedTwo* warp
       if (lane >= step) two = {join(two.x, x), join(two.y, y)};
     }
   };
-  const auto from = [&](const RaggedTwo& two, int other) {
-    return RaggedTwo{__shfl_sync(kEveryone, two.x, other), __shfl_sync(kEveryone, two.y, other)};
+  const auto from = [&](const Int64x2& two, int other) {
+    return Int64x2{__shfl_sync(kEveryone, two.x, other), __shfl_sync(kEveryone, two.y, other)};
   };
   scan(mine);
   if (lane == 31) warps[warp] = mine;
   __syncthreads();  // every warp's is there
-  RaggedTwo sums = warps[lane];
+  Int64x2 sums = warps[lane];
   scan(sums);
   all = from(sums, 31);
-  const RaggedTwo warps_before = from(sums, max(warp - 1, 0)), left = from(mine, max(lane - 1, 0));
-  RaggedTwo before = {0, 0};
+  const Int64x2 warps_before = from(sums, max(warp - 1, 0)), left = from(mine, max(lane - 1, 0));
+  Int64x2 before = {0, 0};
   if (warp > 0) before = warps_before;
   if (lane > 0) before = {join(before.x, left.x), join(before.y, left.y)};
   return before;
@@ -67,7 +67,7 @@ __device__ __forceinline__ int64_t ragged_end(const RaggedSide& side, int64_t i,
   return min(max(end, int64_t{0}), side.tokens);
 }
 
-// What the sequences before one come to.
+// What the sequences before a sequence add up to.
 struct RaggedBefore {
   int64_t reach_q, reach_k;  // where they end
   int64_t pair;              // queries x keys of all
@@ -111,7 +111,7 @@ __device__ __forceinline__ RaggedBefore after(const RaggedBefore& before, const 
           before.slot + s.blocks};
 }
 
-// Of block n of a sequence, in the order of the list.
+// The entry of block n of a sequence, in the order of the list.
 __device__ __forceinline__ RaggedBlock ragged_block(const RaggedBefore& before, int64_t i,
                                                     const RaggedSequence& s, int64_t n,
                                                     const RaggedList& list, const RaggedParams& p) {
@@ -147,43 +147,43 @@ __device__ __forceinline__ RaggedBlock ragged_block(const RaggedBefore& before, 
 
 __device__ __forceinline__ void attention_ragged_blocks(const RaggedParams& p) {
   extern __shared__ __align__(16) char shared[];
-  RaggedTwo* const warps = reinterpret_cast<RaggedTwo*>(shared);
-  static_assert(2 * 32 * sizeof(RaggedTwo) == kRaggedSharedBytes);
+  Int64x2* const warps = reinterpret_cast<Int64x2*>(shared);
+  static_assert(2 * 32 * sizeof(Int64x2) == kRaggedSharedBytes);
   const RaggedList list = p.lists[blockIdx.y];
   if (p.tile_counter && blockIdx.x + blockIdx.y + threadIdx.x == 0) *p.tile_counter = 0;
   const int64_t share = (list.slots + gridDim.x - 1) / gridDim.x;
   const int64_t begin = blockIdx.x * share, end = min(begin + share, int64_t{list.slots});
 
   RaggedBefore before = {0, 0, 0, 0};  // the first sequence of a round; the same for all threads
-  constexpr int64_t kRound = kRaggedThreads * kRaggedEach;
+  constexpr int64_t kRound = kRaggedThreads * kSequencesPerThread;
 #pragma unroll 1
   for (int64_t round = 0; round < p.batch && before.slot < end; round += kRound) {
-    const int64_t first = round + threadIdx.x * kRaggedEach;
-    RaggedTwo reach = {0, 0};
+    const int64_t first = round + threadIdx.x * kSequencesPerThread;
+    Int64x2 reach = {0, 0};
 #pragma unroll
-    for (int i = 0; i < kRaggedEach; ++i) {
+    for (int i = 0; i < kSequencesPerThread; ++i) {
       if (first + i < p.batch) {
         reach = {max(reach.x, ragged_end(p.query, first + i, p)),
                  max(reach.y, ragged_end(p.key, first + i, p))};
       }
     }
     const auto larger = [](int64_t a, int64_t b) { return max(a, b); };
-    RaggedTwo reach_all, sums_all;
+    Int64x2 reach_all, sums_all;
     reach = join_before(reach, warps, reach_all, larger);
     RaggedBefore mine = {max(before.reach_q, reach.x), max(before.reach_k, reach.y), 0, 0};
     RaggedBefore next = mine;
-    RaggedSequence found[kRaggedEach] = {};  // past the last one there is nothing
+    RaggedSequence found[kSequencesPerThread] = {};  // past the last one there is nothing
 #pragma unroll
-    for (int i = 0; i < kRaggedEach; ++i) {
+    for (int i = 0; i < kSequencesPerThread; ++i) {
       if (first + i < p.batch) found[i] = find_ragged(next, first + i, list, p);
       next = after(next, found[i]);
     }
     const auto sum = [](int64_t a, int64_t b) { return a + b; };
-    const RaggedTwo sums = join_before({next.pair, next.slot}, warps + 32, sums_all, sum);
+    const Int64x2 sums = join_before({next.pair, next.slot}, warps + 32, sums_all, sum);
     mine.pair = before.pair + sums.x;
     mine.slot = before.slot + sums.y;
 #pragma unroll
-    for (int i = 0; i < kRaggedEach; ++i) {
+    for (int i = 0; i < kSequencesPerThread; ++i) {
       const RaggedSequence& s = found[i];
       const int64_t last = min(int64_t{s.blocks}, end - mine.slot);
 #pragma unroll 1

@@ -1,21 +1,23 @@
-// One sequence of the batch: where it lies, how long it is, and which keys its rows may see.
+// One sequence of the batch: where its rows lie, how long it is, and which keys a row sees.
 #pragma once
 
 #include "cuda/attention/params.h"
+#include "cuda/tile/rows.cuh"
 
 namespace flashmoe::cuda {
 
-// What a block of queries x keys needs: products and softmax alone, a mask as well, or anything
-// that a call can ask for (softcap, a scale that is not positive, rows that end within a chunk, a
-// bias that is fp32 or whose rows are not chunks, a NaN to be contained). Kernels have a loop for
-// each: even as branches never taken, what is not needed costs a tenth of the speed, and long ways
-// around it cost fetching.
+// What a tile of queries x keys needs: products and softmax alone, a mask as well, or anything that
+// a call can ask for (softcap, a scale that is not positive, rows that end within a chunk, a bias
+// that is fp32 or whose rows are not chunks, the guarded path). Kernels with mma.sync have a loop
+// for each: even as branches never taken, what is not needed costs a tenth of the speed, and long
+// ways around it cost fetching.
 enum class Loop { kPlain, kMasked, kGeneral };
 
-// Keys that a row does not see are masked one side at a time: few blocks need both, and both at
-// once take more registers than there are.
+// Keys that a row does not see are masked one side at a time: few tiles need both, and both at once
+// take more registers than there are.
 enum class Side { kBefore, kAfter };  // the first key it sees, the last
 
+// Whether a key is on that side of the row's limit.
 template <Side kSide>
 __device__ __forceinline__ bool masked(int key, int limit) {
   return kSide == Side::kBefore ? key < limit : key >= limit;
@@ -27,8 +29,8 @@ struct Sequence {
   int len_q = 0, len_k = 0;
   int shift = 0;     // the key position of row 0
   int16_t step = 1;  // key positions from one row to the next
-  // False where lengths on the device contradict what the host was told. Nobody can be told then
-  // without waiting for the device; the sequence's results become NaN.
+  // False where lengths on the device contradict what the host was told. The host cannot hear of it
+  // without waiting for the device, so the sequence's results become NaN.
   bool valid = true;
 
   // Row `row` sees the keys [begin, end), none where begin >= end.
@@ -44,9 +46,10 @@ struct Sequence {
   }
 };
 
-__device__ __forceinline__ int64_t read_length(const void* lengths, int64_t index, bool wide) {
-  return wide ? static_cast<const int64_t*>(lengths)[index]
-              : static_cast<const int32_t*>(lengths)[index];
+// A length that only the device knows.
+__device__ __forceinline__ int64_t read_length(const void* lengths, int64_t index, bool is_int64) {
+  return is_int64 ? static_cast<const int64_t*>(lengths)[index]
+                  : static_cast<const int32_t*>(lengths)[index];
 }
 
 // Where a batch index leads in a tensor with these batch strides, in elements.
@@ -62,7 +65,7 @@ __device__ __forceinline__ int64_t batch_offset(const AttentionParams& p,
   return offset + batch * strides[0];
 }
 
-// Of a dense batch.
+// The sequence of a dense batch.
 __device__ __forceinline__ Sequence find_sequence(const AttentionParams& p, int batch) {
   Sequence s;
   s.len_q = p.len_q;
@@ -77,7 +80,7 @@ __device__ __forceinline__ Sequence find_sequence(const AttentionParams& p, int 
   return s;
 }
 
-// Of a ragged batch.
+// The sequence of a ragged batch that a block belongs to.
 __device__ __forceinline__ Sequence find_sequence(const RaggedBlock& block) {
   Sequence s;
   s.token_q = block.token_q;
@@ -96,11 +99,29 @@ __device__ __forceinline__ int64_t offset(const AttentionParams& p, const Stride
   const int64_t where = p.blocks ? token * strides.row : batch_offset(p, strides.batch, batch);
   return where + head * strides.head;
 }
-// And as a pointer, to 16-bit elements.
+// The address of a sequence's first row, in a tensor whose elements have kElementBytes.
+template <int kElementBytes = 2>
 __device__ __forceinline__ const char* rows_of(const void* tensor, const AttentionParams& p,
                                                const Strides& strides, int batch, int head,
                                                int64_t token) {
-  return static_cast<const char*>(tensor) + offset(p, strides, batch, head, token) * 2;
+  return static_cast<const char*>(tensor) + offset(p, strides, batch, head, token) * kElementBytes;
+}
+
+// The keys or values of one sequence and head, the only way kernels with mma.sync reach them. Dense
+// and ragged tensors are rows at equal distances; a paged cache will be a type with the functions
+// of Rows.
+using KeyRows = Rows;
+
+template <class T>
+__device__ __forceinline__ KeyRows key_rows_at(const char* first, const Strides& strides) {
+  return {first, static_cast<int>(strides.row) * T::kBytes};
+}
+template <class T>
+__device__ __forceinline__ KeyRows find_key_rows(const void* tensor, const AttentionParams& p,
+                                                 const Strides& strides, int batch, int key_head,
+                                                 const Sequence& seq) {
+  return key_rows_at<T>(rows_of<T::kBytes>(tensor, p, strides, batch, key_head, seq.token_k),
+                        strides);
 }
 
 // Where a sequence's first row is in the workspace of a backward pass, in which every sequence has
@@ -111,19 +132,21 @@ __device__ __forceinline__ int64_t workspace_row(const AttentionBwdParams& p, co
   return int64_t{batch} * ((p.len_q + p.block_q - 1) / p.block_q) * p.block_q;
 }
 
-// The rows before this round's, for which the sums have no room.
+// Rows of the workspace before those of this launch: where the accumulator of dQ has room for a
+// slice of the batch only, the backward pass is launched once for each slice.
 __device__ __forceinline__ int64_t round_rows(const AttentionBwdParams& p) {
   const int64_t heads = p.first_head * p.group * p.dq_accum_rows;
   return p.blocks ? heads : heads + workspace_row(p, {}, p.first_batch);
 }
 
-// The block of queries of a CTA before or after the backward pass, whose grid is (blocks of block_q
-// rows, heads, batch), or ragged (slots x heads).
-// Ragged, a CTA may have several heads: this is the first.
+// The tile of queries of a CTA of the kernels before and after the backward pass, whose grid is
+// (tiles of block_q rows, heads, batch), or ragged (slots x heads).
 struct QueryRows {
   Sequence seq;
   RaggedKind kind;
-  int batch, head, first;
+  int batch;
+  int head;   // the first, where a CTA of a ragged batch has several
+  int first;  // row of the sequence
 };
 __device__ __forceinline__ QueryRows find_query_rows(const AttentionBwdParams& p,
                                                      int heads_of_cta = 1) {
@@ -147,7 +170,7 @@ __device__ __forceinline__ QueryRows find_query_rows(const AttentionBwdParams& p
   return r;
 }
 
-// The rows [first, end) of 16-bit numbers set to `value`.
+// Sets the rows [first, end) of 16-bit elements to `value`.
 __device__ __forceinline__ void fill_rows(char* rows, int64_t row_bytes, int first, int end,
                                           int dim, uint16_t value) {
   for (int row = first; row < end; ++row) {

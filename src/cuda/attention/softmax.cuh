@@ -2,14 +2,11 @@
 // r and r + 8, with r = lane / 4 and c = lane % 4), in base 2.
 #pragma once
 
-#include "cuda/ptx/math.cuh"
+#include "cuda/attention/score.cuh"
 
 namespace flashmoe::cuda {
 
-constexpr float kLn2 = 0.6931471805599453f;
-constexpr float kLog2e = 1.4426950408889634f;
-
-// Over the four lanes that share a row.
+// The maximum and the sum over the four lanes that share a row of a fragment.
 __device__ __forceinline__ float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
@@ -19,7 +16,7 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// Over the warp.
+// The maximum and the sum over the warp.
 __device__ __forceinline__ float warp_max(float x) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
@@ -33,8 +30,8 @@ __device__ __forceinline__ float warp_sum(float x) {
 
 // Output and sums are brought to a new reference only when the maximum has outgrown the old one by
 // this much (an idea of FlashAttention-4): probabilities then reach 2^8, far from where fp16 ends,
-// and the final division makes the result the same. Rescaling at every new maximum costs a product
-// for each output accumulator and block of keys.
+// and the final division makes the result the same. Rescaling at every new maximum costs a
+// multiplication for each output accumulator and tile of keys.
 constexpr float kSlack = 8;
 
 // The two rows a lane holds of one m16 fragment. Probabilities are 2^(score - reference); `sum` is
@@ -64,36 +61,21 @@ __device__ __forceinline__ void row_maxima(float (&top)[2], const float (&s)[kTi
   }
 }
 
-// The probabilities of two n8 fragments, in place, added to `sum`. Sums are kept per block of keys
-// and added up then: one chain over thousands of keys would lose the last digits of lse. A NaN
-// score did not raise the maximum, but is a NaN probability and so reaches the sum.
+// The probabilities of two n8 fragments, in place, added to `sum`. Sums are kept per tile of keys
+// and added up then: one chain over thousands of keys would lose the last digits of the LSE. A NaN
+// score does not raise the maximum, but is a NaN probability and so reaches the sum.
+template <class Rule>
 __device__ __forceinline__ void probabilities(float (&left)[4], float (&right)[4], float (&sum)[2],
-                                              float scale_log2, const float (&reference)[2]) {
+                                              const Rule& rule, const float (&reference)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
     for (int c = 2 * half; c < 2 * half + 2; ++c) {
-      left[c] = ptx::ex2_approx_ftz(left[c] * scale_log2 - reference[half]);
-      right[c] = ptx::ex2_approx_ftz(right[c] * scale_log2 - reference[half]);
+      left[c] = rule.probability(left[c], reference[half]);
+      right[c] = rule.probability(right[c], reference[half]);
     }
     sum[half] += (left[2 * half] + left[2 * half + 1]) + (right[2 * half] + right[2 * half + 1]);
   }
-}
-
-// tanh and its derivative, each with a relative error of a few 1e-7: the first also where it is all
-// but x (a large softcap multiplies its error), the second also where it is all but 0.
-struct Tanh {
-  float value, derivative;
-};
-__device__ __forceinline__ Tanh tanh_and_derivative(float x) {
-  const float e = ptx::ex2_approx_ftz(-2 * kLog2e * fabsf(x));  // e^(-2|x|)
-  const float inverse = __fdividef(1.f, 1 + e);
-  // Below 0.3 the series: its next term is 1382/155925 x^11.
-  const float y = x * x;
-  const float series =
-      x + x * y * (-1.f / 3 + y * (2.f / 15 + y * (-17.f / 315 + y * (62.f / 2835))));
-  const float value = fabsf(x) < 0.3f ? series : copysignf((1 - e) * inverse, x);
-  return {value, 4 * e * inverse * inverse};
 }
 
 }  // namespace flashmoe::cuda

@@ -10,6 +10,9 @@ inline constexpr int kTaskBytes = 256;
 // The kernel that lists the blocks of a ragged batch: threads, and shared memory for their sums.
 inline constexpr int kRaggedThreads = 1024, kRaggedSharedBytes = 1024;
 
+// Kernels that go row by row, bound by memory: preprocess, combine and the copies of a bias.
+inline constexpr int kRowThreads = 128;
+
 // The kernel that copies the bias of a ragged batch between (pairs, heads) and (heads, pairs): its
 // tile in shared memory, a row for each head.
 inline constexpr int kBiasTilePairs = 256, kBiasTileHeads = 16;

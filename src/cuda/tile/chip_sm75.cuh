@@ -1,4 +1,4 @@
-// What the kernels of any/ need to know of Turing.
+// What kernels with mma.sync need to know of Turing.
 #pragma once
 
 #include "cuda/ptx/shared.cuh"
@@ -7,12 +7,12 @@
 namespace flashmoe::cuda::sm75 {
 
 struct Chip {
-  // 16 bytes to shared memory, at once: there is no copying in the background. Zeros where nothing
-  // is to be read.
+  // Copies 16 bytes to shared memory, at once: Turing does not copy in the background. Writes zeros
+  // where nothing is to be read.
   static __device__ __forceinline__ void copy_16(uint32_t shared, const char* global, bool read) {
     ptx::st_shared_v4(shared, read ? *reinterpret_cast<const uint4*>(global) : uint4{0, 0, 0, 0});
   }
-  // Zeros after the first `bytes`, beyond which nothing is read.
+  // Copies `bytes` bytes, an even number, and fills the 16 up with zeros. Nothing is read beyond.
   static __device__ __forceinline__ void copy_part(uint32_t shared, const char* global, int bytes) {
     uint32_t words[4] = {0, 0, 0, 0};
 #pragma unroll

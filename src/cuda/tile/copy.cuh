@@ -1,9 +1,10 @@
-// Tiles of 16-bit rows between global and shared memory, 16 bytes at a time. Rows in global memory
-// begin at multiples of 16 bytes; their last chunk may be a part of one.
+// Tiles between global and shared memory, 16 bytes at a time. Rows in global memory begin at
+// multiples of 16 bytes; their last chunk may be a part of one.
 #pragma once
 
 #include "cuda/ptx/shared.cuh"
 #include "cuda/ptx/special_registers.cuh"
+#include "cuda/tile/rows.cuh"
 #include "cuda/tile/swizzle.cuh"
 
 namespace flashmoe::cuda {
@@ -30,50 +31,54 @@ struct RowWalk {
   __device__ __forceinline__ bool has(int i) const {
     return chunk < Layout::kChunks && (kRows % kStep == 0 || row + i * kStep < kRows);
   }
-  // How much of the chunk there is in rows of `dim` elements.
+  // How many bytes of the chunk exist in rows of `dim` elements.
   __device__ __forceinline__ int bytes(int dim) const {
-    return max(min(2 * dim - 16 * chunk, 16), 0);
+    return max(min(Layout::kElementBytes * dim - 16 * chunk, 16), 0);
   }
 };
 
-// Whether rows of `dim` elements end within a chunk.
-__device__ __forceinline__ bool odd_rows(int dim) { return dim % 8 != 0; }
+// Whether rows of `dim` elements of type T end within a chunk of 16 bytes.
+template <class T>
+__device__ __forceinline__ bool has_partial_chunk(int dim) {
+  return dim % (16 / T::kBytes) != 0;
+}
 
 // Rows [first, first + kRows) of a (len, dim) matrix to shared memory. What is past the end of
 // columns or rows becomes zeros, so that nothing is read beyond the tensor and nothing but zeros
-// meets a probability of 0. Without kMaybeOdd rows must not be odd: a loop without the branch.
-template <class Chip, class Layout, int kRows, int kThreads, bool kMaybeOdd = true>
-__device__ __forceinline__ void load_tile(uint32_t shared, const char* global, int row_bytes,
-                                          int first, int len, int dim) {
+// meets a probability of 0. Without kPartialChunks rows end with a whole chunk: a loop without the
+// branch.
+template <class Chip, class Layout, int kRows, int kThreads, bool kPartialChunks = true, class From>
+__device__ __forceinline__ void load_tile(uint32_t shared, const From& rows, int first, int len,
+                                          int dim) {
   const RowWalk<Layout, kRows, kThreads> walk(ptx::opaque_thread());
-  const char* from = global + int64_t{first + walk.row} * row_bytes + walk.chunk * 16;
   // Past the end nothing is read, wherever the address leads.
-  const int rows = len - first, bytes = walk.bytes(dim);
-  if (kMaybeOdd && odd_rows(dim)) {
+  auto from = rows.walk(first + walk.row, walk.kStep, walk.chunk * 16);
+  const int there = len - first, bytes = walk.bytes(dim);
+  if (kPartialChunks && dim % (16 / Layout::kElementBytes) != 0) {
 #pragma unroll 1
-    for (int i = 0; i < walk.kSteps; ++i) {
+    for (int i = 0; i < walk.kSteps; ++i, from.next()) {
       const int row = walk.row + i * walk.kStep;
       if (walk.has(i)) {
-        Chip::copy_part(shared + Layout::at(row, walk.chunk), from, row < rows ? bytes : 0);
+        Chip::copy_part(shared + Layout::at(row, walk.chunk), from.address,
+                        row < there ? bytes : 0);
       }
-      from += int64_t{walk.kStep} * row_bytes;
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < walk.kSteps; ++i) {
+    for (int i = 0; i < walk.kSteps; ++i, from.next()) {
       const int row = walk.row + i * walk.kStep;
       if (walk.has(i)) {
-        Chip::copy_16(shared + Layout::at(row, walk.chunk), from, bytes > 0 && row < rows);
+        Chip::copy_16(shared + Layout::at(row, walk.chunk), from.address, bytes > 0 && row < there);
       }
-      from += int64_t{walk.kStep} * row_bytes;
     }
   }
 }
 
-// And back, those of kRows rows that lie before `len`.
+// Stores rows [first, min(first + kRows, len)) of a tile in shared memory.
 template <class Layout, int kRows, int kThreads>
 __device__ __forceinline__ void store_tile(uint32_t shared, int thread, char* global, int row_bytes,
                                            int first, int len, int dim) {
+  static_assert(Layout::kElementBytes == 2, "parts of a chunk are stored in elements of 16 bits");
   const RowWalk<Layout, kRows, kThreads> walk(thread);
   const int bytes = walk.bytes(dim);
 #pragma unroll

@@ -1,5 +1,5 @@
-// The 16-bit types as kernels see them: registers of two, a product and a rounding. No kernel needs
-// more, so no half type is ever named.
+// The 16-bit types as kernels see them: how many bytes an element has in memory, a product, and the
+// way to registers of two and back. No kernel needs more, so no half type is ever named.
 #pragma once
 
 #include "cuda/ptx/math.cuh"
@@ -8,6 +8,8 @@
 namespace flashmoe::cuda {
 
 struct Fp16 {
+  using Storage = uint16_t;
+  static constexpr int kBytes = sizeof(Storage);
   static constexpr uint32_t kExponent = 0x7c00;  // all ones: infinity or NaN
   static constexpr uint32_t kNan = 0x7e00;
   // d = a b + c
@@ -18,10 +20,12 @@ struct Fp16 {
   static __device__ __forceinline__ uint32_t pack(float low, float high) {
     return ptx::cvt_rn_f16x2(high, low);
   }
-  static __device__ __forceinline__ float unpack(uint16_t x) { return ptx::cvt_f32_f16(x); }
+  static __device__ __forceinline__ float unpack(Storage x) { return ptx::cvt_f32_f16(x); }
 };
 
 struct Bf16 {
+  using Storage = uint16_t;
+  static constexpr int kBytes = sizeof(Storage);
   static constexpr uint32_t kExponent = 0x7f80;
   static constexpr uint32_t kNan = 0x7fc0;
   // d = a b + c
@@ -32,12 +36,12 @@ struct Bf16 {
   static __device__ __forceinline__ uint32_t pack(float low, float high) {
     return ptx::cvt_rn_bf16x2(high, low);
   }
-  static __device__ __forceinline__ float unpack(uint16_t x) { return __uint_as_float(x << 16); }
+  static __device__ __forceinline__ float unpack(Storage x) { return __uint_as_float(x << 16); }
 };
 
 // Whether one of a register's two numbers is not finite.
 template <class T>
-__device__ __forceinline__ bool any_not_finite(uint32_t two) {
+__device__ __forceinline__ bool has_nonfinite(uint32_t two) {
   return (two & T::kExponent) == T::kExponent || (two >> 16 & T::kExponent) == T::kExponent;
 }
 

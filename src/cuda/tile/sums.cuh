@@ -1,6 +1,6 @@
-// fp32 sums in global memory that several CTAs add accumulators to. They lie in the accumulators'
-// own order, so that the addresses of a warp are consecutive: fragment after fragment, 128 floats
-// each.
+// fp32 accumulators in global memory that several CTAs add to. They lie in the order of the
+// registers they come from, so that the addresses of a warp are consecutive: fragment after
+// fragment, 128 floats each.
 #pragma once
 
 #include "cuda/ptx/memory.cuh"
@@ -8,7 +8,7 @@
 
 namespace flashmoe::cuda {
 
-// Hopper adds four floats of a lane at once; before it, lanes take turns over single ones.
+// Hopper adds four floats of a lane at once; before it, the 32 lanes add one float each.
 inline constexpr bool kVectorSums = ptx::kHopper;
 
 template <int kM, int kN>
@@ -26,6 +26,7 @@ __device__ __forceinline__ void add_sums(float* sums, const float (&acc)[kM][kN]
   }
 }
 
+// One fragment of what add_sums() added up.
 __device__ __forceinline__ void read_sums(float (&x)[4], const float* sums, int fragment) {
   const int lane = ptx::opaque_thread() % 32;
   if constexpr (kVectorSums) {

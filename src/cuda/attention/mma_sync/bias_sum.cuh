@@ -1,43 +1,37 @@
 // The gradient of a bias that was broadcast: dBias = sum of P * (dP - delta) over all that shared
 // it.
 //
-// One CTA takes one tile of the gradient and goes through the batches, heads and blocks that share
-// it, in their order: no atomics, and always the same bits. S and dP are computed once more for
-// that; the tile's bias and its sums stay in registers. Where there are few tiles, several CTAs
-// share the steps of one, leave their sums in the workspace, and a second launch adds those up in
-// their order. Where queries or keys share the bias, the tile is summed over them at the end.
+// One CTA takes one tile of the gradient and goes through the batches, heads and tiles of queries
+// and keys that share it, in a fixed order (bias_sum_steps.cuh): no atomics, and always the same
+// bits. S and dP are computed once more for that; the tile's bias and its sums stay in registers.
+// Where there are few tiles, several CTAs share the steps of one (split), leave their sums in the
+// workspace, and a second launch adds those up in their order. Where queries or keys share the
+// bias, the tile is summed over them at the end.
 //
-//   shared memory: sQ, sdO   stages x block_q x D
-//                  sK, sV    stages x block_k x D
-//                  sTerms    stages x block_q     lse and delta of the rows
-//                  sBias     block_q x block_k
-//                  steps     what is to be done next
+//   shared memory: sQ, sdO    stages x block_q x D
+//                  sK, sV     stages x block_k x D
+//                  sBias      block_q x block_k
+//                  sLseDelta  stages x block_q     LSE and delta of the rows
+//                  steps      what the next kKnownSteps steps read
 //                  task
-// At the end the tile itself, in fp32, takes the place of all but the task.
+// At the end the tile itself, in fp32, takes the place of all but the task. Registers: 123 to 255
+// (bf16, sm_80).
 #pragma once
 
 #include <type_traits>
 
 #include "cuda/attention/bias.cuh"
+#include "cuda/attention/guard.cuh"
+#include "cuda/attention/mma_sync/bias_sum_steps.cuh"
 #include "cuda/attention/params.h"
+#include "cuda/attention/score.cuh"
 #include "cuda/attention/sequence.cuh"
-#include "cuda/attention/softmax.cuh"
 #include "cuda/attention/tiles.h"
 #include "cuda/tile/copy.cuh"
 #include "cuda/tile/dtype.cuh"
 #include "cuda/tile/product.cuh"
 
 namespace flashmoe::cuda {
-
-// What one step adds, found by one thread and kept in shared memory.
-struct BiasStep {
-  Sequence seq;
-  int first_query, first_key;
-  bool seen;   // the queries see some of the keys
-  bool plain;  // all queries see all keys of the tile, and nothing unusual is asked
-  const char *query, *grad_out, *key, *value;
-  const float* terms;
-};
 
 template <class Chip_, class T, BiasSumTile kTile_>
 struct BiasSumConfig {
@@ -51,16 +45,17 @@ struct BiasSumConfig {
   static constexpr int kM = kBlockQ / kRows / 16, kN = kBlockK / kCols / 8;
   static_assert(kM * 16 * kRows == kBlockQ && kN * 8 * kCols == kBlockK);
 
-  using Layout = Swizzled<kDim>;
+  using Layout = Swizzled<kDim, T::kBytes>;
   using Bias = BiasTile<T, kBlockQ, kBlockK, kThreads>;
-  static constexpr uint32_t kQueryBytes = kBlockQ * kDim * 2, kKeyBytes = kBlockK * kDim * 2;
-  static constexpr uint32_t kTermBytes = kBlockQ * 8;
-  static constexpr uint32_t kSmemQ = 0, kSmemGradOut = kStages * kQueryBytes;
+  static constexpr uint32_t kQueryBytes = kBlockQ * kDim * T::kBytes;
+  static constexpr uint32_t kKeyBytes = kBlockK * kDim * T::kBytes;
+  static constexpr uint32_t kLseDeltaBytes = kBlockQ * 8;
+  static constexpr uint32_t kSmemQ = 0, kSmemdO = kStages * kQueryBytes;
   static constexpr uint32_t kSmemK = 2 * kStages * kQueryBytes;
   static constexpr uint32_t kSmemV = kSmemK + kStages * kKeyBytes;
   static constexpr uint32_t kSmemBias = kSmemV + kStages * kKeyBytes;
-  static constexpr uint32_t kSmemTerms = kSmemBias + Bias::kBytes;
-  static constexpr uint32_t kSmemSteps = kSmemTerms + kStages * kTermBytes;
+  static constexpr uint32_t kSmemLseDelta = kSmemBias + Bias::kBytes;
+  static constexpr uint32_t kSmemSteps = kSmemLseDelta + kStages * kLseDeltaBytes;
   static constexpr uint32_t kSmemTask = kTile.shared_bytes() - kTaskBytes;
   static_assert(sizeof(BiasStep) <= kStepBytes && kKnownSteps <= kThreads);
   static_assert(kSmemSteps + kKnownSteps * kStepBytes <= kSmemTask);
@@ -74,135 +69,34 @@ using BiasSums = float[C::kM][C::kN][4];
 template <class C>
 using PackedBias = uint32_t[C::kM][C::kN][2];
 
-// A tile of the gradient.
-struct SumTile {
-  int first_query, first_key;
-  int len_q, len_k;  // of what it is a tile of
-  int batch, head;   // one of those that share it
-};
-
-// What a CTA sums over: one step for each block that shares the tile.
-template <class C>
-class SharedSteps {
- public:
-  SharedSteps() = default;
-  // `slot` is null in a dense batch.
-  __device__ __forceinline__ SharedSteps(const AttentionBwdParams& p, const RaggedBlock* slot)
-      : slot_(slot),
-        own_queries_(slot || p.grad_bias_strides.row != 0),
-        own_keys_(slot || p.grad_bias_column != 0),
-        own_head_(p.grad_bias_strides.head != 0) {
-    query_blocks_ = own_queries_ ? 1 : blocks(p.len_q, C::kBlockQ);
-    key_blocks_ = own_keys_ ? 1 : blocks(p.len_k, C::kBlockK);
-    heads_ = own_head_ ? 1 : p.heads_q;
-    batches_ = 1;
-#pragma unroll 1
-    for (int i = 0; i < p.batch_dims && !slot; ++i) {
-      if (p.grad_bias_strides.batch[i] == 0) batches_ *= p.batch_sizes[i];
-    }
-  }
-  __device__ __forceinline__ int count() const {
-    return query_blocks_ * key_blocks_ * heads_ * batches_;
-  }
-  // Tile number `tile` of the gradient's matrix of this CTA.
-  __device__ __forceinline__ SumTile tile(int tile, const AttentionBwdParams& p) const {
-    if (slot_) {
-      return {tile * C::kBlockQ, slot_->block * C::kBlockK, slot_->len_q,
-              slot_->len_k,      slot_->sequence,           0};
-    }
-    const int in_row = own_keys_ ? blocks(p.len_k, C::kBlockK) : 1;
-    return {tile / in_row * C::kBlockQ,
-            tile % in_row * C::kBlockK,
-            p.len_q,
-            p.len_k,
-            join_batch(p, p.first_batch + blockIdx.z, 0),
-            static_cast<int>(blockIdx.y)};
-  }
-  __device__ __forceinline__ BiasStep find(int step, const SumTile& tile,
-                                           const AttentionBwdParams& p) const {
-    const int key_block = step % key_blocks_;
-    step /= key_blocks_;
-    const int query_block = step % query_blocks_;
-    step /= query_blocks_;
-    const int head = own_head_ ? tile.head : step % heads_;
-    const int batch = slot_ ? tile.batch : join_batch(p, p.first_batch + blockIdx.z, step / heads_);
-    BiasStep s;
-    s.seq = slot_ ? find_sequence(*slot_) : find_sequence(p, batch);
-    s.first_key = own_keys_ ? tile.first_key : key_block * C::kBlockK;
-    s.first_query = own_queries_ ? tile.first_query : query_block * C::kBlockQ;
-    // Row i sees key j when i + shift - left <= j <= i + shift + right.
-    const Sequence& seq = s.seq;
-    const int last_query = min(s.first_query + C::kBlockQ, seq.len_q) - 1;
-    const int last_key = min(s.first_key + C::kBlockK, seq.len_k) - 1;
-    s.seen = s.first_query <= last_query && s.first_key <= last_key &&
-             seq.begin(s.first_query, p) <= last_key && seq.end(last_query, p) > s.first_key;
-    // Of keys that the gradient does not have the sum does not matter.
-    const bool all_keys =
-        last_key - s.first_key + 1 == C::kBlockK || (own_keys_ && seq.len_k == tile.len_k);
-    s.plain = s.seen && seq.valid && !late_bias(p) && all_keys &&
-              seq.begin(last_query, p) <= s.first_key && seq.end(s.first_query, p) > last_key;
-    const int key_head = head / p.group;
-    s.query = rows_of(p.query, p, p.query_strides, batch, head, seq.token_q);
-    s.grad_out = rows_of(p.grad_out, p, p.grad_out_strides, batch, head, seq.token_q);
-    s.key = rows_of(p.key, p, p.key_strides, batch, key_head, seq.token_k);
-    s.value = rows_of(p.value, p, p.value_strides, batch, key_head, seq.token_k);
-    s.terms = p.lse_delta + 2 * (head * p.rows + workspace_row(p, seq, batch) + s.first_query);
-    return s;
-  }
-
- private:
-  // At least one: where there is nothing to sum, the sum is 0.
-  static __device__ __forceinline__ int blocks(int length, int block) {
-    return max((length + block - 1) / block, 1);
-  }
-  // The batch whose digits are those of `own` where the gradient has the dimension, and of `shared`
-  // where it is summed over it.
-  static __device__ __forceinline__ int join_batch(const AttentionBwdParams& p, int own,
-                                                   int shared) {
-    int batch = 0, unit = 1;
-#pragma unroll 1
-    for (int i = p.batch_dims - 1; i >= 0; --i) {
-      const int size = max(p.batch_sizes[i], 1);
-      const bool sums = p.grad_bias_strides.batch[i] == 0;
-      batch += (sums ? shared : own) % size * unit;
-      shared = sums ? shared / size : shared;
-      own = sums ? own : own / size;
-      unit *= size;
-    }
-    return batch;
-  }
-
-  const RaggedBlock* slot_;
-  bool own_queries_, own_keys_, own_head_;
-  int query_blocks_, key_blocks_, heads_, batches_;  // that share the tile
-};
-
-template <class C, bool kMaybeOdd>
+// Loads what a step reads to a stage.
+template <class C, bool kPartialChunks>
 __device__ __forceinline__ void load_step(uint32_t smem, int stage, const BiasStep& step,
                                           const AttentionBwdParams& p) {
   using Chip = typename C::Chip;
-  const auto load = [&](auto rows, uint32_t to, uint32_t bytes, const char* from,
-                        const Strides& strides, int first, int len, int dim) {
-    load_tile<Chip, typename C::Layout, decltype(rows)::value, C::kThreads, kMaybeOdd>(
-        smem + to + stage * bytes, from, strides.row_bytes(), first, len, dim);
+  using Type = typename C::Type;
+  const auto load = [&](auto count, uint32_t to, uint32_t bytes, const auto& rows, int first,
+                        int len, int dim) {
+    load_tile<Chip, typename C::Layout, decltype(count)::value, C::kThreads, kPartialChunks>(
+        smem + to + stage * bytes, rows, first, len, dim);
   };
   const std::integral_constant<int, C::kBlockQ> queries;
   const std::integral_constant<int, C::kBlockK> keys;
   const Sequence& seq = step.seq;
-  load(queries, C::kSmemQ, C::kQueryBytes, step.query, p.query_strides, step.first_query, seq.len_q,
-       p.head_dim);
-  load(queries, C::kSmemGradOut, C::kQueryBytes, step.grad_out, p.grad_out_strides,
+  load(queries, C::kSmemQ, C::kQueryBytes, Rows{step.query, p.query_strides.row_bytes()},
+       step.first_query, seq.len_q, p.head_dim);
+  load(queries, C::kSmemdO, C::kQueryBytes, Rows{step.grad_out, p.grad_out_strides.row_bytes()},
        step.first_query, p.grad_out ? seq.len_q : 0, p.head_dim_v);
-  load(keys, C::kSmemK, C::kKeyBytes, step.key, p.key_strides, step.first_key, seq.len_k,
-       p.head_dim);
-  load(keys, C::kSmemV, C::kKeyBytes, step.value, p.value_strides, step.first_key, seq.len_k,
-       p.head_dim_v);
-  // Of rows past the end nothing is known, and nothing needs to be: with a dO and a delta of 0 they
-  // add nothing. The workspace has whole blocks of 16 rows.
+  load(keys, C::kSmemK, C::kKeyBytes, key_rows_at<Type>(step.key, p.key_strides), step.first_key,
+       seq.len_k, p.head_dim);
+  load(keys, C::kSmemV, C::kKeyBytes, key_rows_at<Type>(step.value, p.value_strides),
+       step.first_key, seq.len_k, p.head_dim_v);
+  // Rows past the end have no LSE and delta, and need none: with a dO and a delta of 0 they add
+  // nothing. The workspace has whole tiles of 16 rows.
   const int thread = ptx::opaque_thread();
   if (thread < C::kBlockQ / 2) {
-    C::Chip::copy_16(smem + C::kSmemTerms + stage * C::kTermBytes + thread * 16,
-                     reinterpret_cast<const char*>(step.terms) + thread * 16,
+    C::Chip::copy_16(smem + C::kSmemLseDelta + stage * C::kLseDeltaBytes + thread * 16,
+                     reinterpret_cast<const char*>(step.lse_delta) + thread * 16,
                      step.first_query + 2 * thread < seq.len_q);
   }
 }
@@ -217,21 +111,21 @@ __device__ __forceinline__ int sum_col() {
   return ptx::opaque_thread() / 32 % C::kCols * (C::kN * 8);
 }
 
-// Rows and keys past the end would cost as much as the others.
+// Whether the warp's rows or keys are all past the end: they would cost as much as the others.
 template <class C>
-__device__ __forceinline__ bool sum_idle(const BiasStep& step) {
+__device__ __forceinline__ bool past_end(const BiasStep& step) {
   return step.first_query + sum_row<C>() >= step.seq.len_q ||
          step.first_key + sum_col<C>() >= step.seq.len_k;
 }
 
-// lse and delta of the two rows of a fragment that a lane holds.
+// LSE and delta of the two rows that a lane holds of a fragment.
 template <class C>
-__device__ __forceinline__ void load_sum_terms(float2 (&terms)[2], uint32_t smem, int stage,
+__device__ __forceinline__ void load_lse_delta(float2 (&lse_delta)[2], uint32_t smem, int stage,
                                                int row) {
-  const uint32_t from = smem + C::kSmemTerms + stage * C::kTermBytes;
+  const uint32_t from = smem + C::kSmemLseDelta + stage * C::kLseDeltaBytes;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    terms[half] =
+    lse_delta[half] =
         ptx::ld_shared_v2_f32(from + (row + 8 * half + ptx::opaque_thread() % 32 / 4) * 8);
   }
 }
@@ -244,33 +138,34 @@ struct SumOperands {
   AlongB<Layout> k, v;
   __device__ __forceinline__ SumOperands(uint32_t smem, int stage, int row, int key)
       : q{lane_rows<Layout>(smem + C::kSmemQ + stage * C::kQueryBytes, row, 0)},
-        dO{lane_rows<Layout>(smem + C::kSmemGradOut + stage * C::kQueryBytes, row, 0)},
+        dO{lane_rows<Layout>(smem + C::kSmemdO + stage * C::kQueryBytes, row, 0)},
         k{lane_cols<Layout>(smem + C::kSmemK + stage * C::kKeyBytes, key, 0)},
         v{lane_cols<Layout>(smem + C::kSmemV + stage * C::kKeyBytes, key, 0)} {}
 };
 
-// sums += P * (dP - delta) of one step, whose tiles are in shared memory: a fragment of 16 rows at
-// a time.
+// Adds P * (dP - delta) of one step, whose tiles are in shared memory: a fragment of 16 rows at a
+// time.
 template <class C>
 __device__ __forceinline__ void add_plain_step(BiasSums<C>& sums, const PackedBias<C>& bias,
                                                uint32_t smem, int stage, const BiasStep& step,
                                                const AttentionBwdParams& p) {
   using Type = typename C::Type;
   constexpr int kSteps = C::kDim / 16, kUnroll = kSteps < 4 ? kSteps : 4;
-  if (sum_idle<C>(step)) return;
+  if (past_end<C>(step)) return;
+  const ScoreRule rule(p);
 #pragma unroll
   for (int m = 0; m < C::kM; ++m) {
     const int row = sum_row<C>() + 16 * m;
     const SumOperands<C> operands(smem, stage, row, sum_col<C>());
-    float2 terms[2];
-    load_sum_terms<C>(terms, smem, stage, row);
+    float2 lse_delta[2];
+    load_lse_delta<C>(lse_delta, smem, stage, row);
     float minus_delta[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) minus_delta[i] = -terms[i / 2].y;
+    for (int i = 0; i < 4; ++i) minus_delta[i] = -lse_delta[i / 2].y;
     float s[1][C::kN][4], dp[1][C::kN][4];
 #pragma unroll
     for (int n = 0; n < C::kN; ++n) {
-      // Unpacked once and for all, it would take twice the registers.
+      // A bias that stayed unpacked would take twice the registers.
       const uint32_t two[2] = {ptx::opaque(bias[m][n][0]), ptx::opaque(bias[m][n][1])};
       C::Bias::start(s[0][n], two, p.bias_scale);
     }
@@ -279,29 +174,29 @@ __device__ __forceinline__ void add_plain_step(BiasSums<C>& sums, const PackedBi
         dp, operands.dO, operands.v, [&](int, int) -> const float(&)[4] { return minus_delta; });
 #pragma unroll
     for (int i = 0; i < C::kN * 4; ++i) {
-      const float weight =
-          ptx::ex2_approx_ftz(s[0][i / 4][i % 4] * p.scale_log2 - terms[i % 4 / 2].x);
-      sums[m][i / 4][i % 4] += weight * dp[0][i / 4][i % 4];
+      sums[m][i / 4][i % 4] +=
+          rule.probability(s[0][i / 4][i % 4], lse_delta[i % 4 / 2].x) * dp[0][i / 4][i % 4];
     }
   }
 }
 
-// The same for anything that a call can ask for, pair by pair. One fragment after the other, with
-// one code for all: it must not take registers or instruction cache from the step above.
+// Adds P * (dP - delta) of one step pair by pair, for anything that a call can ask for, and
+// guarded. One loop over the fragments: it must not take registers or instruction cache from the
+// plain step.
 template <class C>
-__device__ __forceinline__ void add_any_step(BiasSums<C>& sums, uint32_t smem, int stage,
-                                             const BiasStep& step, const BiasRows& bias,
-                                             const AttentionBwdParams& p) {
+__device__ __forceinline__ void add_general_step(BiasSums<C>& sums, uint32_t smem, int stage,
+                                                 const BiasStep& step, const BiasRows& bias,
+                                                 const AttentionBwdParams& p) {
   using Type = typename C::Type;
   const int lane = ptx::opaque_thread() % 32;
   const Sequence& seq = step.seq;
-  if (!step.seen || sum_idle<C>(step)) return;
+  if (!step.seen || past_end<C>(step)) return;
 #pragma unroll 1
   for (int i = 0; i < C::kM * C::kN; ++i) {
     const int row = sum_row<C>() + 16 * (i / C::kN), col = sum_col<C>() + 8 * (i % C::kN);
     const SumOperands<C> operands(smem, stage, row, col);
-    float2 terms[2];
-    load_sum_terms<C>(terms, smem, stage, row);
+    float2 lse_delta[2];
+    load_lse_delta<C>(lse_delta, smem, stage, row);
     float s[1][1][4], dp[1][1][4], gradient[4];
     set_zero(s);
     set_zero(dp);
@@ -311,17 +206,14 @@ __device__ __forceinline__ void add_any_step(BiasSums<C>& sums, uint32_t smem, i
     for (int e = 0; e < 4; ++e) {
       const int query = row + e / 2 * 8 + lane / 4, key = col + lane % 4 * 2 + e % 2;
       const int r = step.first_query + query, j = step.first_key + key;
-      float x = s[0][0][e];
-      if (p.softcap_scale) x = tanh_and_derivative(x * p.softcap_scale).value;
       const float b = C::Bias::read(smem + C::kSmemBias, bias, query, key, step.first_query,
                                     step.first_key, seq);
-      x = add_bias(x, b, p.scale_log2);
-      const float2 term = terms[e / 2];
-      const bool seen = r < seq.len_q && j >= seq.begin(r, p) && j < seq.end(r, p) &&
-                        b != -INFINITY && x != -INFINITY && term.x != INFINITY;
+      const PairScore pair = ScoreRule(p).pair(s[0][0][e], b, r, j, seq);
+      const float2 row_terms = lse_delta[e / 2];
       gradient[e] = !seq.valid ? NAN
-                    : seen     ? ptx::ex2_approx_ftz(x - term.x) * (dp[0][0][e] - term.y)
-                               : 0;
+                    : pair.seen && row_terms.x != INFINITY
+                        ? pair.probability(row_terms.x) * (dp[0][0][e] - row_terms.y)
+                        : 0;
     }
 #pragma unroll
     for (int f = 0; f < C::kM * C::kN; ++f) {
@@ -333,20 +225,20 @@ __device__ __forceinline__ void add_any_step(BiasSums<C>& sums, uint32_t smem, i
   }
 }
 
-// The tile of one CTA and its share of the steps. Kept in shared memory, like all tasks.
+// The tile of one CTA and its share of the steps. Kept in shared memory.
 template <class C>
 struct SumTask {
   SharedSteps<C> steps;
   SumTile tile;
   Sequence all;  // every query and key of the bias
   BiasRows bias, grad;
-  int number, split;  // of the tile, and of its splits
-  int begin, end;     // of the steps
-  int next;           // that is yet to be found
-  bool contain;       // something may be hidden that is not finite
+  int number, split;  // of the tile, and among its splits
+  int begin, end;     // its steps
+  int next;           // the first step that is yet to be found
+  bool guarded;       // whether all steps go pair by pair
 };
 
-// All steps of the task. What they are is found for many at a time, a thread for each.
+// Adds all steps of the task. They are found many at a time, a thread for each.
 template <class C>
 __device__ __forceinline__ void add_steps(BiasSums<C>& sums, const PackedBias<C>& bias,
                                           char* shared, SumTask<C>& task,
@@ -356,7 +248,8 @@ __device__ __forceinline__ void add_steps(BiasSums<C>& sums, const PackedBias<C>
   const auto known = [&](int i) -> BiasStep& {
     return *reinterpret_cast<BiasStep*>(shared + C::kSmemSteps + i * kStepBytes);
   };
-  const bool odd = odd_rows(p.head_dim) || odd_rows(p.head_dim_v);
+  const bool odd = has_partial_chunk<typename C::Type>(p.head_dim) ||
+                   has_partial_chunk<typename C::Type>(p.head_dim_v);
 #pragma unroll 1
   while (task.next < task.end) {
     const int count = min(task.end - task.next, kKnownSteps);
@@ -374,13 +267,13 @@ __device__ __forceinline__ void add_steps(BiasSums<C>& sums, const PackedBias<C>
     if (const int thread = ptx::opaque_thread(); thread < count) {
       known(thread) = task.steps.find(task.next + thread, task.tile, p);
     }
-    __syncthreads();  // these are known
+    __syncthreads();  // the next steps are known
     if (ptx::opaque_thread() == 0) task.next += count;
 #pragma unroll 1
     for (int i = 0; i < C::kAhead; ++i) load(i);
     int i = 0;
-    const auto plain = [&] { return known(i).plain && !task.contain; };
-    // The steps from this one on that are alike.
+    const auto plain = [&] { return known(i).plain && !task.guarded; };
+    // Adds the steps from this one on that are alike.
     const auto run = [&](auto constant) {
       constexpr bool kPlain = decltype(constant)::value;
       do {
@@ -391,7 +284,7 @@ __device__ __forceinline__ void add_steps(BiasSums<C>& sums, const PackedBias<C>
         if constexpr (kPlain) {
           add_plain_step<C>(sums, bias, smem, i % C::kStages, known(i), p);
         } else {
-          add_any_step<C>(sums, smem, i % C::kStages, known(i), task.bias, p);
+          add_general_step<C>(sums, smem, i % C::kStages, known(i), task.bias, p);
         }
         if (C::kStages == 1) {
           __syncthreads();  // everyone is done with its tiles
@@ -411,17 +304,17 @@ __device__ __forceinline__ void add_steps(BiasSums<C>& sums, const PackedBias<C>
   }
 }
 
-// The tile, in shared memory, to where it belongs: as it is, or summed over its rows or keys.
+// Stores the tile, which is in shared memory: as it is, or summed over its rows or keys.
 template <class C>
 __device__ __forceinline__ void store_sums(uint32_t sTile, const BiasRows& grad,
                                            const SumTile& tile) {
-  const bool dq_accum_rows = grad.row == 0, sum_keys = grad.column == 0;
-  const int rows = dq_accum_rows ? 1 : min(C::kBlockQ, tile.len_q - tile.first_query);
+  const bool sum_rows = grad.row == 0, sum_keys = grad.column == 0;
+  const int rows = sum_rows ? 1 : min(C::kBlockQ, tile.len_q - tile.first_query);
   const int keys = sum_keys ? 1 : min(C::kBlockK, tile.len_k - tile.first_key);
   for (int i = ptx::opaque_thread(); i < rows * keys; i += C::kThreads) {
     const int row = i / keys, key = i % keys;
     float sum = 0;
-    for (int r = row; r < (dq_accum_rows ? C::kBlockQ : row + 1); ++r) {
+    for (int r = row; r < (sum_rows ? C::kBlockQ : row + 1); ++r) {
       for (int k = key; k < (sum_keys ? C::kBlockK : key + 1); ++k) {
         sum += ptx::ld_shared_f32(sTile + r * C::kPitch + k * 4);
       }
@@ -430,7 +323,7 @@ __device__ __forceinline__ void store_sums(uint32_t sTile, const BiasRows& grad,
   }
 }
 
-// The sums of a split, in the order of the accumulators.
+// Where a split leaves its sums, in the order of the registers.
 template <class C>
 __device__ __forceinline__ float4* split_sums(int tile, int split, const AttentionBwdParams& p) {
   const int tiles = gridDim.x / (p.bias_sum_last ? 1 : p.bias_sum_splits);
@@ -443,7 +336,7 @@ template <class C>
 __device__ __forceinline__ void find_task(SumTask<C>& task, const AttentionBwdParams& p) {
   task.steps = SharedSteps<C>(p, p.blocks ? p.sum_blocks + blockIdx.x : nullptr);
   task.tile = task.steps.tile(task.number, p);
-  task.contain = false;
+  task.guarded = false;
   const int64_t count = task.steps.count();
   task.begin = static_cast<int>(count * task.split / p.bias_sum_splits);
   task.end = static_cast<int>(count * (task.split + 1) / p.bias_sum_splits);
@@ -455,7 +348,7 @@ __device__ __forceinline__ void find_task(SumTask<C>& task, const AttentionBwdPa
   task.grad = find_grad_bias(p, task.all, task.tile.batch, task.tile.head);
 }
 
-// The sum of one split over its steps.
+// Sums one split over its steps.
 template <class C>
 __device__ __forceinline__ void sum_split(BiasSums<C>& sums, char* shared, SumTask<C>& task,
                                           const AttentionBwdParams& p) {
@@ -471,23 +364,18 @@ __device__ __forceinline__ void sum_split(BiasSums<C>& sums, char* shared, SumTa
     set_zero(sums);
     add_steps<C>(sums, bias, shared, task, p);
     C::Chip::template wait<0>();
-    bool finite = true;
-#pragma unroll
-    for (int i = 0; i < C::kM * C::kN * 4; ++i) {
-      finite &= isfinite(sums[i / 4 / C::kN][i / 4 % C::kN][i % 4]);
-    }
-    // Something not finite may have been hidden: once more, pair by pair.
-    if (!__syncthreads_or(!finite) || task.contain) return;
+    // Something not finite may be hidden: the steps are added once more, guarded.
+    if (!__syncthreads_or(!all_finite(sums)) || task.guarded) return;
     __syncthreads();  // everyone has looked
     if (ptx::opaque_thread() == 0) {
-      task.contain = true;
+      task.guarded = true;
       task.next = task.begin;
     }
     __syncthreads();  // everyone knows
   }
 }
 
-// One tile, through shared memory to where it belongs, or to the workspace where it is split.
+// Sums one tile and stores it, through shared memory, or in the workspace where it is split.
 template <class C>
 __device__ __forceinline__ void sum_tile(char* shared, SumTask<C>& task,
                                          const AttentionBwdParams& p) {
@@ -533,7 +421,7 @@ __device__ __forceinline__ void sum_tile(char* shared, SumTask<C>& task,
 }
 
 // The grid is (tiles of the gradient x splits, its heads, its batches); the last of the two
-// launches of a split sum has one CTA for each tile. Ragged, it is one CTA for each block of keys.
+// launches of a split sum has one CTA for each tile. Ragged, it is one CTA for each tile of keys.
 template <class C>
 __device__ __forceinline__ void attention_bwd_bias_sum(const AttentionBwdParams& p) {
   extern __shared__ __align__(1024) char shared[];

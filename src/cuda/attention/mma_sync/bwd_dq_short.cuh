@@ -1,44 +1,43 @@
-// The gradient of the queries of short sequences, and that of their bias:
+// dQ of short sequences, and the gradient of their bias:
 //
 //   dS = P * (dO V^T - delta)      dQ = dS K
 //
-// Long sequences have dQ summed up by their blocks of keys (attention_bwd.cuh), in fp32 and in
-// memory. For a block or two of keys those sums, their zeros and their rounding cost more than
-// computing S and dP once more: one CTA takes one block of queries of one (batch, head), as the
-// forward pass does, and goes through the keys. Nothing is added in memory, so the bits are always
-// the same.
+// One CTA takes one tile of queries of one (batch, head), as the forward pass does, and goes
+// through the keys once more: bwd_dq.cuh tells why. Nothing is added up in memory, so the bits are
+// always the same.
 //
-//   shared memory: that of the forward pass, with dO after Q. dS leaves through the bias's place
-//   where it is wanted.
+//   shared memory: that of the forward pass, with dO after Q. dS leaves through the bias's stage
+//   where the bias has a gradient.
 #pragma once
 
-#include "cuda/attention/mma_sync/bwd_tile.cuh"
-#include "cuda/attention/mma_sync/fwd.cuh"
+#include "cuda/attention/mma_sync/fwd_guard.cuh"
+#include "cuda/attention/mma_sync/fwd_tile.cuh"
 
 namespace flashmoe::cuda {
 
-struct QueryTask : FwdTask {
+struct DqTask : FwdTask {
   BiasRows grad_bias;
-  int stored_keys;  // that have a gradient of the bias: also those past the sequence's length
+  int stored_keys;  // keys with a gradient of the bias: also those past the sequence's length
 };
 
-// What a warp keeps in registers.
+// The accumulators of one warp, and its rows' LSE in base 2 and delta.
 template <class C>
-struct QueryState {
-  float gQ[C::kRowTiles][C::kDimTiles][4];
-  float2 terms[C::kRowTiles][2];  // lse in base 2 and delta
+struct DqState {
+  float rdQ[C::kRowTiles][C::kDimTiles][4];
+  float2 lse_delta[C::kRowTiles][2];
 };
 
+// What a warp holds of S or dP - delta, later of dS.
 template <class C>
-using QueryScores = float[C::kRowTiles][C::kKeyTiles][4];
+using DqScores = float[C::kRowTiles][C::kKeyTiles][4];
 
-// dS in place of dP - delta, pair by pair, for anything that a call can ask for; and the bias's
-// gradient.
+// Puts dS in place of dP - delta and writes the bias's gradient, pair by pair, for anything that a
+// call can ask for.
 template <class C>
-__device__ __forceinline__ void differentiate_each(QueryScores<C>& s, QueryScores<C>& dp,
-                                                   const QueryState<C>& t, uint32_t sBias,
-                                                   int first_key, const QueryTask& task,
-                                                   const AttentionBwdParams& p) {
+__device__ __forceinline__ void differentiate_pairs(DqScores<C>& s, DqScores<C>& dp,
+                                                    const DqState<C>& t, uint32_t sBias,
+                                                    int first_key, const DqTask& task,
+                                                    const AttentionBwdParams& p) {
   const int lane = ptx::opaque_thread() % 32;
   const Sequence& seq = task.seq;
 #pragma unroll
@@ -48,35 +47,28 @@ __device__ __forceinline__ void differentiate_each(QueryScores<C>& s, QueryScore
       const int row = warp_row<C>() + 16 * m + i % 4 / 2 * 8 + lane / 4;
       const int key = i / 4 * 8 + lane % 4 * 2 + i % 2;
       const int r = task.first_row + row, j = first_key + key;
-      float x = s[m][i / 4][i % 4], slope = 1, bias = 0;
-      if (p.softcap_scale) {
-        const Tanh capped = tanh_and_derivative(x * p.softcap_scale);
-        x = capped.value;
-        slope = capped.derivative;
-      }
+      float bias = 0;
       if constexpr (C::kBias) {
         bias = C::Bias::read(sBias, task.bias, row, key, task.first_row, first_key, seq);
       }
-      x = add_bias(x, bias, p.scale_log2);
-      const bool seen = r < seq.len_q && j >= seq.begin(r, p) && j < seq.end(r, p) &&
-                        bias != -INFINITY && x != -INFINITY;
+      const PairScore pair = ScoreRule(p).pair(s[m][i / 4][i % 4], bias, r, j, seq);
       float& gradient = dp[m][i / 4][i % 4];
-      gradient = seen ? ptx::ex2_approx_ftz(x - t.terms[m][i % 4 / 2].x) * gradient : 0;
+      gradient = pair.seen ? pair.probability(t.lse_delta[m][i % 4 / 2].x) * gradient : 0;
       if constexpr (C::kBias) {
         if (p.grad_bias && r < seq.len_q && j < task.stored_keys) {
           write_bias<typename C::Type>(task.grad_bias, r, j, gradient);
         }
       }
-      if (seen) gradient *= slope;  // that of a hidden pair may be NaN
+      if (pair.seen) gradient *= pair.slope;  // that of a hidden pair may be NaN
     }
   }
 }
 
-// The warp's rows of dS are the gradient of the bias: through the bias's place to where they
-// belong.
+// Stores the warp's rows of dS as the gradient of the bias, through the bias's stage in shared
+// memory.
 template <class C>
-__device__ __forceinline__ void store_bias_gradient(const QueryScores<C>& dS, uint32_t sBias,
-                                                    int first_key, const QueryTask& task) {
+__device__ __forceinline__ void store_bias_gradient(const DqScores<C>& dS, uint32_t sBias,
+                                                    int first_key, const DqTask& task) {
   using Layout = typename C::Bias::Layout;
   constexpr int kChunks = C::kBlockK / 8;
   const int lane = ptx::opaque_thread() % 32, row = warp_row<C>();
@@ -102,33 +94,32 @@ __device__ __forceinline__ void store_bias_gradient(const QueryScores<C>& dS, ui
     }
     return;
   }
-  // A row at a time, its keys side by side.
+  // One row at a time, a lane for each key.
   static_assert(C::kBlockK == 32);
   char* to = grad.at(task.first_row + row, first_key + lane);
 #pragma unroll 4
-  for (int r = row; r < row + rows; ++r, to += grad.row * 2) {
+  for (int r = row; r < row + rows; ++r, to += grad.row * C::Type::kBytes) {
     if (first_key + lane < task.stored_keys) {
-      *reinterpret_cast<uint16_t*>(to) =
-          ptx::ld_shared_u16(sBias + Layout::at(r, lane / 8) + lane % 8 * 2);
+      *reinterpret_cast<typename C::Type::Storage*>(to) =
+          ptx::ld_shared_u16(sBias + Layout::at_element(r, lane));
     }
   }
 }
 
-// One block of keys, already in shared memory.
+// Adds one tile of keys, which is in shared memory.
 template <class C, Loop kLoop>
-__device__ __forceinline__ void query_block(QueryState<C>& t, const FwdLanes<C>& lanes,
-                                            uint32_t smem, int stage, const QueryTask& task,
-                                            int first_key, bool contain,
-                                            const AttentionBwdParams& p) {
+__device__ __forceinline__ void dq_step(DqState<C>& t, const FwdLanes<C>& lanes, uint32_t smem,
+                                        int stage, const DqTask& task, int first_key, bool guarded,
+                                        const AttentionBwdParams& p) {
   constexpr bool kGeneral = kLoop == Loop::kGeneral;
   const uint32_t sQ = smem + C::kSmemQ, sdO = sQ + C::kRowBytes;
   const uint32_t sK = smem + C::kSmemK + stage * C::kTileBytes;
   const uint32_t sV = smem + C::kSmemV + stage * C::kTileBytes;
-  const uint32_t sBias = bias_place<C>(smem, first_key / C::kBlockK, task);
+  const uint32_t sBias = bias_address<C>(smem, first_key / C::kBlockK, task);
   const int row = task.first_row + warp_row<C>();
   // Rows past the end, whole warps of them, would cost as much as the others.
-  if (!contain && row >= task.seq.len_q) return;
-  QueryScores<C> s, dp;
+  if (!guarded && row >= task.seq.len_q) return;
+  DqScores<C> s, dp;
   constexpr uint32_t kNoQ[C::kRowTiles][1][4] = {};
   if (C::kBias && !kGeneral) {
     C::Bias::start(s, sBias, warp_row<C>(), 0, p.bias_scale);
@@ -138,31 +129,31 @@ __device__ __forceinline__ void query_block(QueryState<C>& t, const FwdLanes<C>&
 #pragma unroll
   for (int m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
-    for (int i = 0; i < C::kKeyTiles * 4; ++i) dp[m][i / 4][i % 4] = -t.terms[m][i % 4 / 2].y;
+    for (int i = 0; i < C::kKeyTiles * 4; ++i) dp[m][i / 4][i % 4] = -t.lse_delta[m][i % 4 / 2].y;
   }
   add_scores<C>(s, kNoQ, sQ + ptx::opaque(lanes.q), sK + ptx::opaque(lanes.k));
   add_scores<C>(dp, kNoQ, sdO + ptx::opaque(lanes.q), sV + ptx::opaque(lanes.k));
   if constexpr (kGeneral) {
-    differentiate_each<C>(s, dp, t, sBias, first_key, task, p);
+    differentiate_pairs<C>(s, dp, t, sBias, first_key, task, p);
   } else {
-    const int block = first_key / C::kBlockK;
-    if (block >= task.full_end) mask_scores<C, Side::kAfter>(s, row, first_key, task.seq, p);
-    if (block < task.full_begin) mask_scores<C, Side::kBefore>(s, row, first_key, task.seq, p);
+    const ScoreRule rule(p);
+    const int tile = first_key / C::kBlockK;
+    if (tile >= task.full_end) mask_scores<C, Side::kAfter>(s, row, first_key, task.seq, p);
+    if (tile < task.full_begin) mask_scores<C, Side::kBefore>(s, row, first_key, task.seq, p);
 #pragma unroll
     for (int m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
       for (int i = 0; i < C::kKeyTiles * 4; ++i) {
-        dp[m][i / 4][i % 4] *=
-            ptx::ex2_approx_ftz(s[m][i / 4][i % 4] * p.scale_log2 - t.terms[m][i % 4 / 2].x);
+        rule.differentiate(s[m][i / 4][i % 4], dp[m][i / 4][i % 4], t.lse_delta[m][i % 4 / 2].x);
       }
     }
     if constexpr (C::kBias) {
       if (p.grad_bias) store_bias_gradient<C>(dp, sBias, first_key, task);
     }
   }
-  if (kGeneral && contain) {
+  if (kGeneral && guarded) {
     __syncthreads();  // everyone has S
-    drop_not_finite<C>(sK);
+    drop_nonfinite<C>(sK);
   }
   const AcrossB<typename C::Layout> k{sK + ptx::opaque(lanes.v)};
 #pragma unroll
@@ -182,44 +173,47 @@ __device__ __forceinline__ void query_block(QueryState<C>& t, const FwdLanes<C>&
       k.load(b, d / 2, step);
 #pragma unroll
       for (int m = 0; m < C::kRowTiles; ++m) {
-        C::Type::mma(t.gQ[m][d], a[m], b[0], b[1], t.gQ[m][d]);
-        C::Type::mma(t.gQ[m][d + 1], a[m], b[2], b[3], t.gQ[m][d + 1]);
+        C::Type::mma(t.rdQ[m][d], a[m], b[0], b[1], t.rdQ[m][d]);
+        C::Type::mma(t.rdQ[m][d + 1], a[m], b[2], b[3], t.rdQ[m][d + 1]);
       }
     }
   }
 }
 
+// Goes through all tiles of keys of the task.
 template <class C, Loop kLoop>
-__device__ __forceinline__ void query_blocks(QueryState<C>& t, uint32_t smem, const QueryTask& task,
-                                             bool contain, const AttentionBwdParams& p) {
+__device__ __forceinline__ void dq_steps(DqState<C>& t, uint32_t smem, const DqTask& task,
+                                         bool guarded, const AttentionBwdParams& p) {
   using Chip = typename C::Chip;
-  constexpr bool kMaybeOdd = kLoop == Loop::kGeneral;
+  constexpr bool kPartialChunks = kLoop == Loop::kGeneral;
   static_assert(C::kStages == 2);
   const FwdLanes<C> lanes;
 #pragma unroll 1
   for (int n = task.key_end - 1; n >= task.key_begin; --n) {
     Chip::template wait<0>();
-    __syncthreads();  // block n is there for everyone, and everyone is done with the one before
+    __syncthreads();  // tile n is there for everyone, and everyone is done with the one before
     const int stage = (task.key_end - 1 - n) % 2;
     if (n > task.key_begin) {
-      load_keys<C, kMaybeOdd>(smem, stage ^ 1, n - 1, task, p);
-      load_values<C, kMaybeOdd>(smem, stage ^ 1, n - 1, task, p);
+      load_keys<C, kPartialChunks>(smem, stage ^ 1, n - 1, task, p);
+      load_values<C, kPartialChunks>(smem, stage ^ 1, n - 1, task, p);
       if constexpr (C::kBias) load_bias<C>(smem, n - 1, task);
     }
     Chip::commit();
-    query_block<C, kLoop>(t, lanes, smem, stage, task, n * C::kBlockK, contain, p);
+    dq_step<C, kLoop>(t, lanes, smem, stage, task, n * C::kBlockK, guarded, p);
   }
 }
 
-// dQ of all the keys of the task.
+// Accumulates dQ over all keys of the task.
 template <class C>
-__device__ __forceinline__ void query_keys(QueryState<C>& t, uint32_t smem, const QueryTask& task,
-                                           bool contain, const AttentionBwdParams& p) {
+__device__ __forceinline__ void dq_keys(DqState<C>& t, uint32_t smem, const DqTask& task,
+                                        bool guarded, const AttentionBwdParams& p) {
   using Chip = typename C::Chip;
   const auto load = [&](uint32_t to, const void* tensor, const Strides& strides, int len, int dim) {
     load_tile<Chip, typename C::Layout, C::kBlockQ, C::kThreads>(
-        smem + to, rows_of(tensor, p, strides, task.batch, task.head, task.seq.token_q),
-        strides.row_bytes(), task.first_row, len, dim);
+        smem + to,
+        Rows{rows_of(tensor, p, strides, task.batch, task.head, task.seq.token_q),
+             strides.row_bytes()},
+        task.first_row, len, dim);
   };
   load(C::kSmemQ, p.query, p.query_strides, task.seq.len_q, p.head_dim);
   load(C::kSmemQ + C::kRowBytes, p.grad_out, p.grad_out_strides, p.grad_out ? task.seq.len_q : 0,
@@ -231,17 +225,17 @@ __device__ __forceinline__ void query_keys(QueryState<C>& t, uint32_t smem, cons
     if constexpr (C::kBias) load_bias<C>(smem, last, task);
   }
   Chip::commit();
-  set_zero(t.gQ);
-  if (!task.plain || contain) {
-    query_blocks<C, Loop::kGeneral>(t, smem, task, contain, p);
+  set_zero(t.rdQ);
+  if (!task.plain || guarded) {
+    dq_steps<C, Loop::kGeneral>(t, smem, task, guarded, p);
   } else {
-    query_blocks<C, Loop::kMasked>(t, smem, task, false, p);
+    dq_steps<C, Loop::kMasked>(t, smem, task, false, p);
   }
 }
 
-// The gradient of the bias of keys that the block does not see.
+// Sets the gradient of the bias of keys that the tile does not see to 0.
 template <class C>
-__device__ __forceinline__ void clear_bias_gradient(const QueryTask& task) {
+__device__ __forceinline__ void clear_bias_gradient(const DqTask& task) {
   const int first = task.key_begin * C::kBlockK, end = max(task.key_end * C::kBlockK, first);
   if (first == 0 && end >= task.stored_keys) return;
   for (int row = task.first_row; row < min(task.first_row + C::kBlockQ, task.seq.len_q); ++row) {
@@ -252,7 +246,7 @@ __device__ __forceinline__ void clear_bias_gradient(const QueryTask& task) {
 }
 
 template <class C>
-__device__ __forceinline__ void find_task(QueryTask& task, const AttentionBwdParams& p) {
+__device__ __forceinline__ void find_task(DqTask& task, const AttentionBwdParams& p) {
   const QueryRows rows = find_query_rows(p);
   task.seq = rows.seq;
   task.kind = rows.kind;
@@ -268,13 +262,13 @@ __device__ __forceinline__ void find_task(QueryTask& task, const AttentionBwdPar
   }
 }
 
-// The grid is that of attention_bwd_dq.
+// The kernel: see find_query_rows() for the grid.
 template <class C>
-__device__ __forceinline__ void attention_bwd_query(const AttentionBwdParams& p) {
+__device__ __forceinline__ void attention_bwd_dq_short(const AttentionBwdParams& p) {
   extern __shared__ __align__(1024) char shared[];
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  static_assert(sizeof(QueryTask) <= kTaskBytes);
-  QueryTask& task = *reinterpret_cast<QueryTask*>(shared + C::kSmemTask);
+  static_assert(sizeof(DqTask) <= kTaskBytes);
+  DqTask& task = *reinterpret_cast<DqTask*>(shared + C::kSmemTask);
   if (threadIdx.x == 0) find_task<C>(task, p);
   __syncthreads();
   if (task.kind == RaggedKind::kEmpty || task.first_row >= task.seq.len_q) return;
@@ -291,41 +285,35 @@ __device__ __forceinline__ void attention_bwd_query(const AttentionBwdParams& p)
     if (p.grad_bias) clear_bias_gradient<C>(task);
   }
 
-  QueryState<C> t;
+  DqState<C> t;
   const int lane = threadIdx.x % 32;
-  const auto* terms = reinterpret_cast<const float2*>(p.lse_delta) + task.head * p.rows +
-                      workspace_row(p, task.seq, task.batch) + task.first_row;
+  const auto* lse_delta = reinterpret_cast<const float2*>(p.lse_delta) + task.head * p.rows +
+                          workspace_row(p, task.seq, task.batch) + task.first_row;
 #pragma unroll
   for (int i = 0; i < C::kRowTiles * 2; ++i) {
-    t.terms[i / 2][i % 2] = terms[warp_row<C>() + 8 * i + lane / 4];
+    t.lse_delta[i / 2][i % 2] = lse_delta[warp_row<C>() + 8 * i + lane / 4];
   }
-  // Whether a block may have keys that some rows see and others do not, or that none sees.
+  // Whether a tile may have keys that some rows see and others do not, or that none sees.
   const bool masked = C::kBias || p.left < kNoLimit || p.right < kNoLimit;
-  bool contain = false;
+  bool guarded = false;
   while (true) {
-    query_keys<C>(t, smem, task, contain, p);
-    // Q and dO arrived, even if there was no key to wait for, and no warp still reads them.
+    dq_keys<C>(t, smem, task, guarded, p);
+    // Q and dO arrived, even if there was no key to wait for, and no warp reads them any more.
     C::Chip::template wait<0>();
-    bool finite = true;
-    if (masked) {
-#pragma unroll
-      for (int i = 0; i < C::kRowTiles * C::kDimTiles * 4; ++i) {
-        finite &= isfinite(t.gQ[i / 4 / C::kDimTiles][i / 4 % C::kDimTiles][i % 4]);
-      }
-    }
-    if (!__syncthreads_or(!finite) || contain) break;
-    contain = true;
+    if (!__syncthreads_or(masked && !all_finite(t.rdQ)) || guarded) break;
+    guarded = true;
     if constexpr (C::kBias) {
       if (threadIdx.x == 0) task.bias = find_packed_bias(p, task.seq, task.batch, task.head);
-      __syncthreads();  // everyone has the bias itself
+      __syncthreads();  // everyone reads the caller's bias
     }
   }
   if (!p.grad_query) return;
   // What a row sees of K that is not finite makes its dQ NaN: the score is not finite, and its
   // probability is NaN or 0, and 0 times infinity is NaN.
-  if (contain) add_not_finite<C>(t.gQ, task.key, p.key_strides, p.head_dim, 0, task, p);
+  if (guarded)
+    add_nonfinite<C>(t.rdQ, task.template keys<typename C::Type>(p), p.head_dim, 0, task, p);
   store_rows<C>(
-      t.gQ, [&](int, int) { return p.scale; }, smem, to, p.grad_query_strides, p.head_dim, task);
+      t.rdQ, [&](int, int) { return p.scale; }, smem, to, p.grad_query_strides, p.head_dim, task);
 }
 
 }  // namespace flashmoe::cuda

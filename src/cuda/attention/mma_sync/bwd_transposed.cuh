@@ -1,21 +1,23 @@
-// One block of queries x keys of the backward pass, each warp with keys of its own: S and dP are
-// computed as keys x queries, so that P and dS are in registers as dV and dK need them, and only dS
-// goes through shared memory, for dQ. For small head dims: a warp holds its keys' whole rows of dK
-// and dV. At D = 64 on an H200 a fifth faster than attention_bwd_block.cuh.
+// One tile of queries x keys of the backward pass, transposed: each warp has keys of its own and
+// computes S and dP as keys x queries, so that P and dS are in registers as dV and dK need them,
+// and only dS goes through shared memory, for dQ. For small head dims: a warp holds whole rows of
+// dK and dV. At D = 64 a fifth faster than bwd_step.cuh (H200, 2026-11-15).
 #pragma once
 
+#include "cuda/attention/mma_sync/bwd_dq.cuh"
+#include "cuda/attention/mma_sync/bwd_guard.cuh"
 #include "cuda/attention/mma_sync/bwd_tile.cuh"
 
 namespace flashmoe::cuda {
 
-// S and dP with own keys: keys x queries, kOwnQueries of the block's at a time.
+// What a warp holds of S or dP, later of P or dS: its keys x kQueriesAtOnce queries.
 template <class C>
-using OwnScores = float[C::kKeyM][C::kOwnQueries / 8][4];
+using TransposedScores = float[C::kKeyM][C::kQueriesAtOnce / 8][4];
 
-// P or dS as the left operand of a product: a fragment of 16 keys x 16 queries.
+// P or dS in registers as the left operand of a product: fragments of 16 keys x 16 queries.
 template <class C>
-struct OwnPairs {
-  const OwnScores<C>& x;
+struct PackedOperand {
+  const TransposedScores<C>& x;
   __device__ __forceinline__ void load(uint32_t (&a)[4], int m, int step) const {
     const auto &left = x[m][2 * step], &right = x[m][2 * step + 1];
     a[0] = C::Type::pack(left[0], left[1]);
@@ -25,12 +27,13 @@ struct OwnPairs {
   }
 };
 
-// To the block's columns from `first` on.
+// Writes P or dS to the packed tile, to the columns of the queries from `first` on.
 template <class C>
-__device__ __forceinline__ void store_own_pairs(uint32_t lane, int first, const OwnScores<C>& x) {
-  using Layout = typename C::OwnLayout;
+__device__ __forceinline__ void store_packed_transposed(uint32_t lane, int first,
+                                                        const TransposedScores<C>& x) {
+  using Layout = typename C::TransposedLayout;
 #pragma unroll
-  for (int n = 0; n < C::kOwnQueries / 8; ++n) {
+  for (int n = 0; n < C::kQueriesAtOnce / 8; ++n) {
 #pragma unroll
     for (int i = 0; i < 2 * C::kKeyM; ++i) {
       ptx::st_shared_u32(Layout::along(lane, first / 8 + n) + 8 * i * Layout::kRowBytes,
@@ -39,26 +42,16 @@ __device__ __forceinline__ void store_own_pairs(uint32_t lane, int first, const 
   }
 }
 
-template <class C>
-__device__ __forceinline__ bool own_not_finite(const OwnScores<C>& s, const OwnScores<C>& dp) {
-  float zero = 0;
-#pragma unroll
-  for (int m = 0; m < C::kKeyM; ++m) {
-#pragma unroll
-    for (int i = 0; i < C::kOwnQueries / 2; ++i) {
-      zero += s[m][i / 4][i % 4] * 0.f + dp[m][i / 4][i % 4] * 0.f;
-    }
-  }
-  return !(zero == 0);
-}
-
-// P and dS in place of S and dP, of two columns of queries at a time.
+// Puts P and dS in place of S and dP, two queries of a lane at a time.
 template <class C, Loop kLoop>
-__device__ __forceinline__ void differentiate_own(OwnScores<C>& s, OwnScores<C>& dp,
-                                                  uint32_t sTerms, const AttentionBwdParams& p) {
-  const uint32_t from = sTerms + ptx::opaque_thread() % 4 * 16;
+__device__ __forceinline__ void differentiate_transposed(TransposedScores<C>& s,
+                                                         TransposedScores<C>& dp,
+                                                         uint32_t sLseDelta,
+                                                         const AttentionBwdParams& p) {
+  const ScoreRule rule(p);
+  const uint32_t from = sLseDelta + ptx::opaque_thread() % 4 * 16;
 #pragma unroll
-  for (int n = 0; n < C::kOwnQueries / 8; ++n) {
+  for (int n = 0; n < C::kQueriesAtOnce / 8; ++n) {
     const float4 two = ptx::ld_shared_v4_f32(from + n * 64);
 #pragma unroll
     for (int m = 0; m < C::kKeyM; ++m) {
@@ -67,93 +60,84 @@ __device__ __forceinline__ void differentiate_own(OwnScores<C>& s, OwnScores<C>&
     }
     if (kLoop == Loop::kGeneral && p.softcap_scale) {
 #pragma unroll
-      for (int i = 0; i < C::kKeyM * 4; ++i) cap_score(s[i / 4][n][i % 4], dp[i / 4][n][i % 4], p);
+      for (int i = 0; i < C::kKeyM * 4; ++i) {
+        rule.differentiate_cap(s[i / 4][n][i % 4], dp[i / 4][n][i % 4]);
+      }
     }
 #pragma unroll
     for (int m = 0; m < C::kKeyM; ++m) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        s[m][n][i] = ptx::ex2_approx_ftz(s[m][n][i] * p.scale_log2 - (i % 2 ? two.z : two.x));
-        dp[m][n][i] *= s[m][n][i];
+        rule.differentiate(s[m][n][i], dp[m][n][i], i % 2 ? two.z : two.x);
       }
     }
   }
 }
 
-// 0 where a key is before the first that the row sees, or after the last.
+// Sets P and dS to 0 where the key is before the first that the row sees, or after the last.
 template <class C, Side kSide>
-__device__ __forceinline__ void mask_own(OwnScores<C>& s, OwnScores<C>& dp, const BwdTask& task,
-                                         int first_query, const AttentionBwdParams& p) {
-  const int thread = ptx::opaque_thread(), lane = thread % 32;
-  const int first_key = task.key_block * C::kBlockK + score_col<C>(thread) + lane / 4;
-#pragma unroll
-  for (int n = 0; n < C::kOwnQueries / 8; ++n) {
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const int query = first_query + 8 * n + lane % 4 * 2 + c;
-      const int limit = task.seq.limit<kSide>(query, p) - first_key;
-#pragma unroll
-      for (int i = 0; i < 2 * C::kKeyM; ++i) {
-        if (!masked<kSide>(8 * i, limit)) continue;
-        s[i / 2][n][i % 2 * 2 + c] = dp[i / 2][n][i % 2 * 2 + c] = 0;
-      }
-    }
-  }
+__device__ __forceinline__ void mask_transposed(TransposedScores<C>& s, TransposedScores<C>& dp,
+                                                const BwdTask& task, int first_query,
+                                                const AttentionBwdParams& p) {
+  const int first_key = task.key_tile * C::kBlockK + score_col<C>(ptx::opaque_thread());
+  for_each_masked_transposed<kSide, C::kKeyM, C::kQueriesAtOnce / 8>(
+      first_query, first_key, task.seq, p,
+      [&](int m, int n, int i) { s[m][n][i] = dp[m][n][i] = 0; });
 }
 
-// Whether the keys of this warp are past the end.
+// Whether all keys of this warp are past the end of the sequence.
 template <class C>
-__device__ __forceinline__ bool own_idle(const BwdTask& task) {
-  return task.key_block * C::kBlockK + score_col<C>(ptx::opaque_thread()) >= task.seq.len_k;
+__device__ __forceinline__ bool keys_past_end(const BwdTask& task) {
+  return task.key_tile * C::kBlockK + score_col<C>(ptx::opaque_thread()) >= task.seq.len_k;
 }
 
-// P and dS of any call with a bias.
+// Puts P and dS in place of S and dP, pair by pair, for any call with a bias.
 template <class C>
-__device__ __forceinline__ void differentiate_own_any(OwnScores<C>& s, OwnScores<C>& dp, int first,
-                                                      uint32_t sTerms, uint32_t sBias,
-                                                      const BwdTask& task, const QueryBlock& block,
-                                                      const AttentionBwdParams& p) {
+__device__ __forceinline__ void differentiate_pairs_transposed(
+    TransposedScores<C>& s, TransposedScores<C>& dp, int first, uint32_t sLseDelta, uint32_t sBias,
+    const BwdTask& task, const QueryTile& tile, const AttentionBwdParams& p) {
   const int thread = ptx::opaque_thread(), lane = thread % 32;
   const int key = score_col<C>(thread) + lane / 4, query = first + lane % 4 * 2;
 #pragma unroll
-  for (int n = 0; n < C::kOwnQueries / 8; ++n) {
-    const float4 two = ptx::ld_shared_v4_f32(sTerms + (query + 8 * n) * 8);
+  for (int n = 0; n < C::kQueriesAtOnce / 8; ++n) {
+    const float4 two = ptx::ld_shared_v4_f32(sLseDelta + (query + 8 * n) * 8);
 #pragma unroll
     for (int i = 0; i < C::kKeyM * 4; ++i) {
-      const float2 term = i % 2 ? float2{two.z, two.w} : float2{two.x, two.y};
-      differentiate_any<C>(s[i / 4][n][i % 4], dp[i / 4][n][i % 4], term, query + 8 * n + i % 2,
-                           key + i / 2 * 8, sBias, task, block, p);
+      const float2 lse_delta = i % 2 ? float2{two.z, two.w} : float2{two.x, two.y};
+      differentiate_pair<C>(s[i / 4][n][i % 4], dp[i / 4][n][i % 4], lse_delta,
+                            query + 8 * n + i % 2, key + i / 2 * 8, sBias, task, tile, p);
     }
   }
 }
 
-// dS is the gradient of the bias, too, where there is no softcap. It lies as keys x queries: each
-// matrix of eight rows takes the keys that make a lane's four registers eight neighbouring keys.
+// Stores dS as the gradient of the bias, which it is without a softcap. dS lies as keys x queries:
+// each matrix of eight rows takes the keys that make a lane's four registers eight neighbouring
+// keys.
 template <class C>
-__device__ __forceinline__ void store_own_bias_gradient(uint32_t sdS, const BwdTask& task,
-                                                        const QueryBlock& block,
-                                                        const AttentionBwdParams& p) {
+__device__ __forceinline__ void store_bias_gradient_transposed(uint32_t sdS, const BwdTask& task,
+                                                               const QueryTile& tile,
+                                                               const AttentionBwdParams& p) {
   constexpr int kGroups = C::kBlockQ / 8, kWarps = C::kThreads / 32;
   const int thread = ptx::opaque_thread(), lane = thread % 32;
-  const BiasRows grad = grad_bias_of(task, block, p);
+  const BiasRows grad = grad_bias_of(task, tile, p);
 #pragma unroll 1
   for (int i = thread / 32; i < kGroups * (C::kBlockK / 32); i += kWarps) {
     const int group = i % kGroups, keys = i / kGroups * 32;
     const int from = keys + lane % 8 / 2 * 8 + lane / 8 * 2 + lane % 2;
     uint32_t x[4];
-    ptx::ldmatrix_x4_trans(x, sdS + C::OwnLayout::at(from, group));
-    const int row = block.first + group * 8 + lane / 4;
-    const int key = task.key_block * C::kBlockK + keys + lane % 4 * 8;
+    ptx::ldmatrix_x4_trans(x, sdS + C::TransposedLayout::at(from, group));
+    const int row = tile.first + group * 8 + lane / 4;
+    const int key = task.key_tile * C::kBlockK + keys + lane % 4 * 8;
     if (row < task.seq.len_q && key < task.stored_keys) {
       store_eight(grad, row, key, task.stored_keys - key, {x[0], x[1], x[2], x[3]});
     }
   }
 }
 
-// dS of keys past the end, which nobody computes.
+// Clears dS of the warp's keys: those past the end are never computed.
 template <class C>
-__device__ __forceinline__ void clear_own_pairs(uint32_t sdS) {
-  using Layout = typename C::OwnLayout;
+__device__ __forceinline__ void clear_packed(uint32_t sdS) {
+  using Layout = typename C::TransposedLayout;
   const int thread = ptx::opaque_thread(), lane = thread % 32;
   const uint32_t from = sdS + score_col<C>(thread) * Layout::kRowBytes;
 #pragma unroll 1
@@ -162,40 +146,39 @@ __device__ __forceinline__ void clear_own_pairs(uint32_t sdS) {
   }
 }
 
-// bwd_block with own keys; in a block that needs anything a warp contains what is not finite by
-// itself.
-template <class C, Loop kLoop, class Turn, class Between>
-__device__ __forceinline__ bool bwd_block_own(BwdState<C>& t, uint32_t smem, int stage,
-                                              BwdTask& task, const QueryBlock& block,
-                                              const AttentionBwdParams& p, const Turn& turn,
-                                              const Between& between) {
+// bwd_step() transposed. In the general loop each warp guards its own dK and dV.
+template <class C, Loop kLoop, class Order, class AfterBias>
+__device__ __forceinline__ bool bwd_step_transposed(BwdState<C>& t, uint32_t smem, int stage,
+                                                    BwdTask& task, const QueryTile& tile,
+                                                    const AttentionBwdParams& p, const Order& order,
+                                                    const AfterBias& after_bias) {
   using Layout = typename C::Layout;
   using Type = typename C::Type;
   constexpr bool kMasked = kLoop != Loop::kPlain, kGeneral = kLoop == Loop::kGeneral;
-  const uint32_t sK = smem + C::kSmemK, sV = smem + C::kSmemV, sdS = smem + C::kSmemGradS;
+  const uint32_t sK = smem + C::kSmemK, sV = smem + C::kSmemV, sdS = smem + C::kSmemdS;
   const uint32_t sQ = smem + C::kSmemQ + stage * C::kQueryBytes;
-  const uint32_t sdO = smem + C::kSmemGradOut + stage * C::kQueryBytes;
-  const uint32_t sTerms = smem + C::kSmemTerms + stage * C::kTermBytes;
-  const uint32_t sBias = bias_place<C>(smem, stage);
-  const ContainedProducts<C> contained{task.seq, block.first, task.key_block * C::kBlockK, p,
-                                       packed_bias_of(task, block, p)};
-  if (may_contain<C, kLoop>() && terms_not_finite<C>(sTerms)) return false;
-  bool contain = false;
-  // With a bias, pair by pair: one that comes late, or that hides something not finite.
-  const bool each =
-      C::kBias && kGeneral && (late_bias(p) || task.contain || terms_not_finite<C>(sTerms));
-  // Queries and, for this warp, keys past the end would cost as much as the others. (At D = 64 full
-  // blocks have no register to count with.)
+  const uint32_t sdO = smem + C::kSmemdO + stage * C::kQueryBytes;
+  const uint32_t sLseDelta = smem + C::kSmemLseDelta + stage * C::kLseDeltaBytes;
+  const uint32_t sBias = bias_address<C>(smem, stage);
+  const GuardedProducts<C> guarded_products{task.seq, tile.first, task.key_tile * C::kBlockK, p,
+                                            packed_bias_of(task, tile, p)};
+  if (may_need_guard<C, kLoop>() && rows_nonfinite<C>(sLseDelta)) return false;
+  bool needs_guard = false;
+  // A bias that comes late, or that may hide something not finite, is applied pair by pair.
+  const bool by_pair =
+      C::kBias && kGeneral && (late_bias(p) || task.nonfinite_keys || rows_nonfinite<C>(sLseDelta));
+  // Queries past the end, and a warp's keys past the end, would cost as much as the others. (The
+  // plain loop at D = 64 has no register to count with.)
   int queries = C::kBlockQ;
-  if (kMasked || C::kDim < 64) queries = min(queries, task.seq.len_q - block.first);
-  if (kMasked && !each && own_idle<C>(task)) queries = 0;
+  if (kMasked || C::kDim < 64) queries = min(queries, task.seq.len_q - tile.first);
+  if (kMasked && !by_pair && keys_past_end<C>(task)) queries = 0;
 #pragma unroll 1
-  for (int first = 0; first < queries; first += C::kOwnQueries) {
+  for (int first = 0; first < queries; first += C::kQueriesAtOnce) {
     const uint32_t rows = first * Layout::kRowBytes;
     const BwdLanes<C> lanes;
-    OwnScores<C> s, dp;
-    if (C::kBias && !each) {
-      C::Bias::start_across(s, sBias, first, score_col<C>(lanes.thread), p.bias_scale);
+    TransposedScores<C> s, dp;
+    if (C::kBias && !by_pair) {
+      C::Bias::start_transposed(s, sBias, first, score_col<C>(lanes.thread), p.bias_scale);
     } else {
       set_zero(s);
     }
@@ -206,58 +189,56 @@ __device__ __forceinline__ bool bwd_block_own(BwdState<C>& t, uint32_t smem, int
     multiply<Type, C::kDim / 16, kUnroll<C, kLoop, C::kDim / 16>>(
         dp, AlongA<Layout>{sV + lanes.score_left()},
         AlongB<Layout>{sdO + rows + lanes.score_right()});
-    // dK and dV are this warp's own affair.
-    const bool mine =
-        kGeneral && (each || !C::kBias) && __any_sync(0xffffffffu, own_not_finite<C>(s, dp));
-    if (each) {
+    const bool guards_keys =
+        kGeneral && (by_pair || !C::kBias) && __any_sync(0xffffffffu, any_nonfinite(s, dp));
+    if (by_pair) {
       if constexpr (C::kBias) {
-        differentiate_own_any<C>(s, dp, first, sTerms, sBias, task, block, p);
+        differentiate_pairs_transposed<C>(s, dp, first, sLseDelta, sBias, task, tile, p);
       }
     } else {
-      differentiate_own<C, kLoop>(s, dp, sTerms + first * 8, p);
-      if (kMasked && block.first < task.full_begin) {
-        mask_own<C, Side::kAfter>(s, dp, task, block.first + first, p);
+      differentiate_transposed<C, kLoop>(s, dp, sLseDelta + first * 8, p);
+      if (kMasked && tile.first < task.full_begin) {
+        mask_transposed<C, Side::kAfter>(s, dp, task, tile.first + first, p);
       }
-      if (kMasked && block.first >= task.full_end) {
-        mask_own<C, Side::kBefore>(s, dp, task, block.first + first, p);
+      if (kMasked && tile.first >= task.full_end) {
+        mask_transposed<C, Side::kBefore>(s, dp, task, tile.first + first, p);
       }
     }
-    if (kGeneral && mine) {
-      contain = true;
-      store_own_pairs<C>(sdS + lanes.pairs(), first, s);
-      __syncwarp();  // P is written, in dS's place
-      contained.accumulate_key(t.gV, sdS, sdO, first, first + C::kOwnQueries);
-      __syncwarp();  // and read
-      store_own_pairs<C>(sdS + lanes.pairs(), first, dp);
+    if (kGeneral && guards_keys) {
+      needs_guard = true;
+      store_packed_transposed<C>(sdS + lanes.packed(), first, s);
+      __syncwarp();  // P is written where dS will be
+      guarded_products.add_key_gradient(t.rdV, sdS, sdO, first, first + C::kQueriesAtOnce);
+      __syncwarp();  // P is read
+      store_packed_transposed<C>(sdS + lanes.packed(), first, dp);
       __syncwarp();  // dS is written
-      contained.accumulate_key(t.gK, sdS, sQ, first, first + C::kOwnQueries);
+      guarded_products.add_key_gradient(t.rdK, sdS, sQ, first, first + C::kQueriesAtOnce);
     } else {
-      if (!C::kShort) store_own_pairs<C>(sdS + lanes.pairs(), first, dp);
-      multiply<Type, C::kOwnQueries / 16>(t.gV, OwnPairs<C>{s},
-                                          AcrossB<Layout>{sdO + rows + lanes.key_right()});
-      multiply<Type, C::kOwnQueries / 16>(t.gK, OwnPairs<C>{dp},
-                                          AcrossB<Layout>{sQ + rows + lanes.key_right()});
+      if (!C::kShort) store_packed_transposed<C>(sdS + lanes.packed(), first, dp);
+      multiply<Type, C::kQueriesAtOnce / 16>(t.rdV, PackedOperand<C>{s},
+                                             AcrossB<Layout>{sdO + rows + lanes.key_right()});
+      multiply<Type, C::kQueriesAtOnce / 16>(t.rdK, PackedOperand<C>{dp},
+                                             AcrossB<Layout>{sQ + rows + lanes.key_right()});
     }
   }
   if constexpr (C::kShort) return true;  // dQ has a kernel of its own
-  turn.wait(task, block, p);
-  // dS is written.
+  order.wait(task, tile, p);
   if (kGeneral) {
-    contain = __syncthreads_or(contain);
+    needs_guard = __syncthreads_or(needs_guard);  // dS is written
   } else {
-    __syncthreads();
+    __syncthreads();  // dS is written
   }
-  between();
-  turn.pass_on(task, block, p);
+  after_bias();
+  order.release_previous(task, tile, p);
   if constexpr (C::kBias) {
-    if (p.grad_bias && !each) store_own_bias_gradient<C>(sdS, task, block, p);
+    if (p.grad_bias && !by_pair) store_bias_gradient_transposed<C>(sdS, task, tile, p);
   }
   const BwdLanes<C> lanes;
-  add_query_gradient<C>(task, block, p, [&](QueryPart<C>& acc, int part) {
-    if (kGeneral && contain) {
-      contained.query_gradient(acc, part, sdS, sK);
+  add_dq<C>(task, tile, p, [&](DqPart<C>& acc, int part) {
+    if (kGeneral && needs_guard) {
+      guarded_products.dq_product(acc, part, sdS, sK);
     } else {
-      query_gradient<C, kLoop>(acc, part, sdS + lanes.query_left(), sK + lanes.query_right());
+      dq_product<C, kLoop>(acc, part, sdS + lanes.query_left(), sK + lanes.query_right());
     }
   });
   return true;

@@ -2,7 +2,7 @@
 // have the first alone.
 #pragma once
 
-#include "cuda/attention/mma_sync/small.cuh"
+#include "cuda/attention/mma_sync/bwd_preprocess.cuh"
 #include "cuda/attention/sequence.cuh"
 #include "cuda/attention/sm90/bwd_dq.cuh"
 #include "cuda/attention/sm90/params.h"

@@ -1,5 +1,7 @@
 #include "cuda/attention/mma_sync/bias_align.cuh"
-#include "cuda/attention/mma_sync/small.cuh"
+#include "cuda/attention/mma_sync/bias_transpose.cuh"
+#include "cuda/attention/mma_sync/bwd_preprocess.cuh"
+#include "cuda/attention/mma_sync/fwd_combine.cuh"
 #include "cuda/attention/ragged.cuh"
 #include "cuda/tile/chip_sm75.cuh"
 
@@ -20,12 +22,12 @@ extern "C" __global__ void __launch_bounds__(kRaggedThreads)
   attention_ragged_blocks(p);
 }
 
-extern "C" __global__ void __launch_bounds__(kBiasRowThreads)
+extern "C" __global__ void __launch_bounds__(kRowThreads)
     sm75_attention_bias_align_fp16(const __grid_constant__ BiasAlignParams p) {
   attention_bias_align(p);
 }
 
-extern "C" __global__ void __launch_bounds__(kBiasRowThreads)
+extern "C" __global__ void __launch_bounds__(kRowThreads)
     sm75_attention_bias_transpose_fp16(const __grid_constant__ BiasTransposeParams p) {
   attention_bias_transpose(p);
 }

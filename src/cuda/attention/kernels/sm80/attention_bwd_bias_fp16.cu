@@ -3,6 +3,7 @@
 #include "cuda/attention/kernels/sm80.h"
 #include "cuda/attention/mma_sync/bias_sum.cuh"
 #include "cuda/attention/mma_sync/bwd.cuh"
+#include "cuda/attention/mma_sync/bwd_dq.cuh"
 #include "cuda/tile/chip_sm80.cuh"
 
 #define KERNEL(D, BLOCK_Q, BLOCK_K, WARPS, STAGES, CTAS, S, GK, GQ)                                \

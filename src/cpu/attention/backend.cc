@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "attention/lengths.h"
+#include "core/numbers.h"
 #include "core/text.h"
 #include "cpu/attention/kernels.h"
 #include "cpu/threads.h"
@@ -22,13 +23,11 @@ constexpr size_t kAlign = 64;
 
 size_t align(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 
-int64_t div_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
-
 // Blocks of equal size, `most` or less, rather than full ones and a rest, rounded up to a multiple
 // of `step`.
 int64_t even_block(int64_t length, int64_t most, int64_t step) {
-  const int64_t blocks = std::max<int64_t>(div_up(length, most), 1);
-  return std::max(div_up(div_up(length, blocks), step) * step, step);
+  const int64_t blocks = std::max<int64_t>(ceil_div(length, most), 1);
+  return std::max(ceil_div(ceil_div(length, blocks), step) * step, step);
 }
 
 const Kernels& kernels(const AttentionProblem& problem) {
@@ -219,8 +218,8 @@ int64_t shared_bias_items(const Params& p) {
   for (int i = 0; i <= g.num_lead; ++i) {
     if (p.bias_own[i]) items *= i == g.num_lead ? g.heads_q : g.lead[i];
   }
-  if (p.bias_rows) items *= div_up(g.len_q, p.block_q);
-  if (p.bias_cols) items *= div_up(g.len_k, p.block_k);
+  if (p.bias_rows) items *= ceil_div(g.len_q, p.block_q);
+  if (p.bias_cols) items *= ceil_div(g.len_k, p.block_k);
   return items;
 }
 
@@ -234,8 +233,8 @@ void cut(AttentionPlan& plan) {
   plan.block_k = even_block(plan.len_k, k.block, k.key_step);
   const int64_t heads = plan.batch * (forward ? plan.heads_q : plan.heads_k);
   const int64_t blocks =
-      div_up(plan.len_q, plan.block_q) * (forward ? 1 : plan.heads_q / plan.heads_k);
-  const int64_t wanted = heads ? div_up(forward ? kForwardItems : kBackwardItems, heads) : 1;
+      ceil_div(plan.len_q, plan.block_q) * (forward ? 1 : plan.heads_q / plan.heads_k);
+  const int64_t wanted = heads ? ceil_div(forward ? kForwardItems : kBackwardItems, heads) : 1;
   plan.chunks = std::max<int64_t>(
       1, std::min(wanted, forward ? blocks : std::min(blocks / kBackwardBlocks, kBackwardChunks)));
   // An empty batch of any size is no work; without queries there are still dK = 0 and dV = 0 to
@@ -287,7 +286,7 @@ void run(const AttentionPlan& plan, const AttentionTensors& tensors, void* memor
   }
   p.partial = base + workspace.partial;
   phase(plan.work_items, k.backward);
-  if (p.chunks > 1) phase(g.batch * g.heads_k * div_up(g.len_k, p.block_k), k.reduce);
+  if (p.chunks > 1) phase(g.batch * g.heads_k * ceil_div(g.len_k, p.block_k), k.reduce);
   if (p.bias_grad == Params::BiasGrad::kShared) phase(shared_bias_items(p), k.bias_grad);
 }
 

@@ -3,33 +3,46 @@
 #
 # Both find or make a Python environment first (tools/environment.py) and can be repeated at no cost.
 # On a first run where nothing is installed, bench and test each take a few minutes.
+#
+# FLASHMOE_FAMILIES: which CUDA kernels to build. auto: those that this machine's GPUs can use, so none without a GPU;
+# all; none; or a list: sm80,sm90. A wheel, which is to be given away, has all of them unless asked for others.
+# FLASHMOE_FATBINS=DIR takes kernels compiled elsewhere.
 
 PYTHON3 ?= python3
+FLASHMOE_FAMILIES ?= $(if $(filter wheel,$(MAKECMDGOALS)),all,auto)
+JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 BUILD := build/release
 ASAN := build/asan
-ENV := build/environment.mk
-GOALS_WITHOUT_ENV := clean help
+comma := ,
+ENV := build/environment-$(subst $(comma),-,$(FLASHMOE_FAMILIES))$(if $(FLASHMOE_FATBINS),-fatbins).mk
+GOALS_WITHOUT_ENV := clean clean-cache help
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
-	@echo "make build | format | lint | docs | kernels | wheel | clean"
+	@echo "make build | format | lint | docs | kernels | wheel | clean | clean-cache"
 
 ifneq ($(filter-out $(GOALS_WITHOUT_ENV),$(MAKECMDGOALS)),)
 -include $(ENV)
 endif
-$(ENV): requirements-dev.txt tools/environment.py
-	@FLASHMOE_CUDA=$(FLASHMOE_CUDA) FLASHMOE_FATBINS=$(FLASHMOE_FATBINS) $(PYTHON3) tools/environment.py $@
+$(ENV): $(wildcard requirements-*.txt) tools/environment.py
+	@FLASHMOE_FAMILIES=$(FLASHMOE_FAMILIES) FLASHMOE_FATBINS=$(FLASHMOE_FATBINS) $(PYTHON3) tools/environment.py $@
 
 export PYTHONPATH := $(CURDIR)/python
 
-# FLASHMOE_CUDA=OFF builds without CUDA kernels; FLASHMOE_FATBINS=DIR takes kernels compiled elsewhere.
-CUDA_OPTIONS := $(if $(FLASHMOE_CUDA),-DFLASHMOE_CUDA=$(FLASHMOE_CUDA)) $(if $(FLASHMOE_FATBINS),-DFLASHMOE_FATBINS=$(FLASHMOE_FATBINS))
+# Configured again when another choice of kernels is asked for.
+CUDA_OPTIONS := -DFLASHMOE_FAMILIES=$(FLASHMOE_FAMILIES) -DFLASHMOE_FATBINS=$(FLASHMOE_FATBINS)
+OPTIONS_FILE := $(BUILD)/options
+$(OPTIONS_FILE): FORCE
+	@mkdir -p $(@D)
+	@echo '$(CUDA_OPTIONS)' | cmp -s - $@ || echo '$(CUDA_OPTIONS)' > $@
 
-$(BUILD)/build.ninja: $(ENV) CMakeLists.txt $(wildcard cmake/*.cmake)
+$(BUILD)/build.ninja: $(ENV) $(OPTIONS_FILE) CMakeLists.txt $(wildcard cmake/*.cmake)
 	@cmake -S . -B $(BUILD) -G Ninja -DPython3_EXECUTABLE=$(PYTHON) -DFLASHMOE_TORCH=ON -DFLASHMOE_TESTS=ON -DFLASHMOE_INPLACE=ON $(CUDA_OPTIONS)
+	@touch $@
 
 $(ASAN)/build.ninja: $(ENV) CMakeLists.txt $(wildcard cmake/*.cmake)
-	@cmake -S . -B $(ASAN) -G Ninja -DFLASHMOE_TESTS=ON -DFLASHMOE_CUDA=OFF -DFLASHMOE_SANITIZE=address,undefined
+	@cmake -S . -B $(ASAN) -G Ninja -DFLASHMOE_TESTS=ON -DFLASHMOE_FAMILIES=none -DFLASHMOE_SANITIZE=address,undefined
+	@touch $@
 
 # What the kernels were compiled from goes with them, for measurements on a machine without the repository.
 build: $(BUILD)/build.ninja
@@ -37,14 +50,18 @@ build: $(BUILD)/build.ninja
 	@[ -n "$(FLASHMOE_FATBINS)" ] || [ ! -d $(BUILD)/fatbins ] || git describe --always --abbrev=40 --dirty \
 	  > $(BUILD)/fatbins/commit 2>/dev/null || rm -f $(BUILD)/fatbins/commit
 
+asan: $(ASAN)/build.ninja
+	@cmake --build $(ASAN)
+
 bench: build
 	@$(PYTHON) -m flashmoe_science bench $(ARGS)
 
-test: build $(ASAN)/build.ninja
-	@cmake --build $(ASAN)
-	@ctest --test-dir $(BUILD) --output-on-failure
-	@ctest --test-dir $(ASAN) --output-on-failure
-	@$(PYTHON) -m pytest $(ARGS)
+# Both builds beside each other: one links or configures while the other compiles.
+test: $(ENV)
+	@$(MAKE) --no-print-directory -j2 build asan
+	@ctest --test-dir $(BUILD) --output-on-failure -j $(JOBS)
+	@ctest --test-dir $(ASAN) --output-on-failure -j $(JOBS)
+	@$(PYTHON) -m pytest $(PYTEST_PARALLEL) $(ARGS)
 
 format: $(ENV)
 	@git ls-files '*.h' '*.cc' '*.c' '*.cuh' '*.cu' | xargs clang-format -i
@@ -60,9 +77,15 @@ kernels: build
 	@$(PYTHON) tools/kernel_report.py
 
 wheel: $(ENV)
-	@$(PYTHON) -m pip wheel --no-build-isolation --no-deps -w dist .
+	@FLASHMOE_FAMILIES=$(FLASHMOE_FAMILIES) FLASHMOE_FATBINS=$(FLASHMOE_FATBINS) \
+	  $(PYTHON) -m pip wheel --no-build-isolation --no-deps -w dist .
 
 clean:
 	rm -rf build dist python/flashmoe_science/lib
 
-.PHONY: help build bench test format lint docs kernels wheel clean
+# The images that every build of this user has compiled.
+clean-cache:
+	@$(PYTHON3) cmake/compile_image.py clear
+
+FORCE:
+.PHONY: help build asan bench test format lint docs kernels wheel clean clean-cache FORCE

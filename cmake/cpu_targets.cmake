@@ -22,13 +22,17 @@ else()
   set(flashmoe_flags_generic "")
 endif()
 
+set(flashmoe_optimise -O3)
+if(FLASHMOE_SANITIZE)
+  set(flashmoe_optimise -O1)
+endif()
 foreach(target IN LISTS flashmoe_cpu_targets)
   add_library(flashmoe_cpu_${target} OBJECT src/cpu/attention/kernels.cc)
   target_include_directories(flashmoe_cpu_${target} PRIVATE include src)
   target_compile_definitions(flashmoe_cpu_${target} PRIVATE FLASHMOE_CPU_TARGET=${target})
   # Contracting a*b+c to one FMA is wanted; reordering or assuming away NaN is not.
   target_compile_options(flashmoe_cpu_${target} PRIVATE ${flashmoe_flags_${target}}
-    -O3 -ffp-contract=fast -fno-math-errno -fno-trapping-math -fno-exceptions)
+    ${flashmoe_optimise} -ffp-contract=fast -fno-math-errno -fno-trapping-math -fno-exceptions)
   target_sources(flashmoe PRIVATE $<TARGET_OBJECTS:flashmoe_cpu_${target}>)
   string(TOUPPER ${target} macro)
   list(APPEND flashmoe_target_macros FLASHMOE_HAS_${macro})

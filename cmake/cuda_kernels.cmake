@@ -1,9 +1,9 @@
 # Device code as data: nvcc compiles each kernel file to a fatbin, and the fatbins are embedded in the library as bytes.
 # The host compiler never sees CUDA, and a machine that is given the fatbins (FLASHMOE_FATBINS) needs no nvcc.
-set(FLASHMOE_CUDA "AUTO" CACHE STRING "CUDA kernels: ON, OFF, or AUTO (where there is an nvcc, or FLASHMOE_FATBINS)")
+set(flashmoe_families sm75 sm80 sm90)
+set(FLASHMOE_FAMILIES "auto" CACHE STRING
+  "Families of CUDA kernels: auto (those that this machine's GPUs can use), all, none, or a list: sm80,sm90")
 set(FLASHMOE_FATBINS "" CACHE PATH "Folder of fatbins compiled elsewhere from these sources; empty: compile them here")
-set(FLASHMOE_CUDA_FAMILIES "sm75;sm80;sm90" CACHE STRING "Chip families to build kernels for")
-set_property(CACHE FLASHMOE_CUDA PROPERTY STRINGS AUTO ON OFF)
 
 # Which chips each family is compiled for. An sm_80 image runs on 8.6 and 8.9 as it is; PTX is for chips to come.
 set(flashmoe_chips_sm80
@@ -26,10 +26,54 @@ target_sources(flashmoe PRIVATE
   src/cuda/attention/workspace.cc)
 target_link_libraries(flashmoe PRIVATE ${CMAKE_DL_LIBS})
 
-if(FLASHMOE_CUDA STREQUAL "OFF")
-  return()
+# Writes the families to build to `result`.
+function(flashmoe_choose_families result)
+  string(REPLACE "," ";" families "${FLASHMOE_FAMILIES}")
+  if(families STREQUAL "none")
+    set(families "")
+  elseif(families STREQUAL "all")
+    set(families ${flashmoe_families})
+  elseif(families STREQUAL "auto")
+    set(families "")
+    if(FLASHMOE_FATBINS)  # those that were compiled
+      get_filename_component(folder ${FLASHMOE_FATBINS} ABSOLUTE BASE_DIR ${PROJECT_SOURCE_DIR})
+      foreach(family IN LISTS flashmoe_families)
+        file(GLOB found ${folder}/${family}_*.fatbin)
+        if(found)
+          list(APPEND families ${family})
+        endif()
+      endforeach()
+    elseif(Python3_EXECUTABLE)
+      execute_process(COMMAND ${Python3_EXECUTABLE} ${PROJECT_SOURCE_DIR}/cmake/gpus.py
+        OUTPUT_VARIABLE gpus OUTPUT_STRIP_TRAILING_WHITESPACE)
+      string(REPLACE "\n" ";" gpus "${gpus}")
+      foreach(gpu IN LISTS gpus)  # "9.0"
+        if(gpu VERSION_GREATER_EQUAL 8.0)
+          list(APPEND families sm80)
+        elseif(gpu VERSION_GREATER_EQUAL 7.5)
+          list(APPEND families sm75)
+        endif()
+        if(gpu VERSION_EQUAL 9.0)
+          list(APPEND families sm90)
+        endif()
+      endforeach()
+      list(REMOVE_DUPLICATES families)
+    endif()
+  endif()
+  foreach(family IN LISTS families)
+    if(NOT family IN_LIST flashmoe_families)
+      message(FATAL_ERROR "FLASHMOE_FAMILIES is '${FLASHMOE_FAMILIES}'; it must be auto, all, none, or a list of: "
+        "${flashmoe_families}")
+    endif()
+  endforeach()
+  set(${result} "${families}" PARENT_SCOPE)
+endfunction()
+
+if(NOT FLASHMOE_FAMILIES STREQUAL "none")
+  find_package(Python3 QUIET COMPONENTS Interpreter)
 endif()
-if(NOT FLASHMOE_FATBINS)
+flashmoe_choose_families(families)
+if(families AND NOT FLASHMOE_FATBINS)
   # From the machine, or from NVIDIA's compiler wheels beside the Python that runs the build.
   if(Python3_EXECUTABLE)
     execute_process(COMMAND ${Python3_EXECUTABLE} -c "import sysconfig; print(sysconfig.get_path('purelib'))"
@@ -37,15 +81,22 @@ if(NOT FLASHMOE_FATBINS)
   endif()
   find_program(FLASHMOE_NVCC nvcc HINTS ENV CUDA_HOME ENV CUDA_PATH /usr/local/cuda ${site_packages}/nvidia/cu13
     PATH_SUFFIXES bin DOC "NVIDIA's compiler")
-  if(NOT FLASHMOE_NVCC)
-    if(FLASHMOE_CUDA STREQUAL "ON")
-      message(FATAL_ERROR "FLASHMOE_CUDA=ON, but there is no nvcc. Install the CUDA toolkit 13.0, or "
-        "`pip install -r requirements-cuda.txt`, or pass FLASHMOE_FATBINS.")
+  if(NOT FLASHMOE_NVCC OR NOT Python3_EXECUTABLE)
+    if(NOT FLASHMOE_FAMILIES STREQUAL "auto")
+      message(FATAL_ERROR "FLASHMOE_FAMILIES=${FLASHMOE_FAMILIES} needs nvcc and a python3. Install the CUDA toolkit "
+        "13.0, or `pip install -r requirements-cuda.txt`, or pass FLASHMOE_FATBINS.")
     endif()
-    message(STATUS "flashmoe: no nvcc, building without CUDA kernels")
-    return()
+    message(WARNING "This machine has a GPU, but no nvcc and python3 to compile kernels for it: install the CUDA "
+      "toolkit 13.0, or `pip install -r requirements-cuda.txt`, or pass FLASHMOE_FATBINS.")
+    set(families "")
   endif()
 endif()
+if(NOT families)
+  message(STATUS "flashmoe: no CUDA kernels (FLASHMOE_FAMILIES=${FLASHMOE_FAMILIES}); only the CPU will compute")
+  return()
+endif()
+list(JOIN families ", " listed)
+message(STATUS "flashmoe: CUDA kernels of ${listed} (FLASHMOE_FAMILIES=${FLASHMOE_FAMILIES})")
 
 # Fatbins and sources must belong together: the hash of all device sources goes with the fatbins.
 file(GLOB_RECURSE device_sources RELATIVE ${PROJECT_SOURCE_DIR} CONFIGURE_DEPENDS
@@ -76,13 +127,12 @@ set(images "")
 function(flashmoe_add_image family file image)
   set(fatbin ${fatbin_dir}/${image}.fatbin)
   if(NOT FLASHMOE_FATBINS)
-    # The log has registers, spills and warnings of every kernel.
     add_custom_command(OUTPUT ${fatbin}
-      COMMAND sh ${PROJECT_SOURCE_DIR}/cmake/logged.sh ${fatbin_dir}/${image}.log
-        ${FLASHMOE_NVCC} -fatbin -std=c++20 -O3 --Wno-deprecated-gpu-targets -I${PROJECT_SOURCE_DIR}/src
-        ${flashmoe_chips_${family}} ${ARGN} -Xptxas -v -MD -MF ${fatbin}.d -MT ${fatbin}
-        -o ${fatbin} ${PROJECT_SOURCE_DIR}/src/cuda/attention/kernels/${family}/${file}
-      DEPENDS src/cuda/attention/kernels/${family}/${file} DEPFILE ${fatbin}.d VERBATIM COMMENT "nvcc ${image}")
+      COMMAND ${Python3_EXECUTABLE} ${PROJECT_SOURCE_DIR}/cmake/compile_image.py compile --root ${PROJECT_SOURCE_DIR}/src
+        --source ${PROJECT_SOURCE_DIR}/src/cuda/attention/kernels/${family}/${file} --output ${fatbin} --
+        ${FLASHMOE_NVCC} -fatbin -std=c++20 -O3 --Wno-deprecated-gpu-targets -Xptxas -v ${flashmoe_chips_${family}} ${ARGN}
+      DEPENDS src/cuda/attention/kernels/${family}/${file} cmake/compile_image.py DEPFILE ${fatbin}.d VERBATIM
+      COMMENT "nvcc ${image}")
   endif()
   set(assembly ${PROJECT_BINARY_DIR}/images/${image}.S)
   file(CONFIGURE OUTPUT ${assembly} @ONLY CONTENT
@@ -102,10 +152,7 @@ flashmoe_image_@image@_end:
   set(images "${images}X(${image})\n" PARENT_SCOPE)
 endfunction()
 
-foreach(family IN LISTS FLASHMOE_CUDA_FAMILIES)
-  if(NOT DEFINED flashmoe_chips_${family})
-    message(FATAL_ERROR "FLASHMOE_CUDA_FAMILIES has '${family}'; the families are: sm75, sm80, sm90")
-  endif()
+foreach(family IN LISTS families)
   file(GLOB kernel_files RELATIVE ${PROJECT_SOURCE_DIR}/src/cuda/attention/kernels/${family} src/cuda/attention/kernels/${family}/*.cu)
   foreach(file IN LISTS kernel_files)
     get_filename_component(stem ${file} NAME_WE)

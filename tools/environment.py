@@ -2,7 +2,7 @@
 
 The python3 at hand is used in place when it already has everything (a GPU server without a network
 is the usual case). Otherwise a virtual environment is made in .venv, and requirements-dev.txt is
-installed there.
+installed there, with NVIDIA's compiler where kernels are to be compiled and there is no nvcc.
 """
 
 import importlib.metadata
@@ -11,12 +11,18 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 REQUIREMENTS = ROOT / "requirements-dev.txt"
 CUDA_REQUIREMENTS = ROOT / "requirements-cuda.txt"
+CUOBJDUMP_REQUIREMENTS = ROOT / "requirements-cuobjdump.txt"
+sys.path.insert(0, str(ROOT / "cmake"))
+
+import gpus  # noqa: E402
+
 MODULES = ["numpy", "pytest", "hypothesis", "rich", "matplotlib", "scikit_build_core"]
 COMMANDS = ["cmake", "ninja"]
 
@@ -35,16 +41,19 @@ def missing_here() -> list[str]:
     return missing
 
 
-def has_kernel_compiler() -> bool:
-    """Whether the build will find nvcc, or is told that it needs none."""
-    if os.environ.get("FLASHMOE_CUDA") == "OFF" or os.environ.get("FLASHMOE_FATBINS"):
-        return True
+def missing_for_kernels() -> list[Path]:
+    """Requirements for compiling kernels and reading them, as far as the machine has neither."""
+    families = os.environ.get("FLASHMOE_FAMILIES") or "auto"
+    if families == "none" or (families == "auto" and not gpus.compute_capabilities()):
+        return []
     homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")] + ["/usr/local/cuda"]
+    homes += [os.path.join(sysconfig.get_path("purelib"), "nvidia", "cu13")]
     places = [os.path.join(home, "bin") for home in homes if home]
-    return (
-        shutil.which("nvcc", path=os.pathsep.join([os.environ.get("PATH", ""), *places]))
-        is not None
-    )
+    path = os.pathsep.join([os.environ.get("PATH", ""), *places])
+    commands = {"cuobjdump": CUOBJDUMP_REQUIREMENTS}
+    if not os.environ.get("FLASHMOE_FATBINS"):
+        commands["nvcc"] = CUDA_REQUIREMENTS
+    return [file for name, file in commands.items() if shutil.which(name, path=path) is None]
 
 
 def make_venv() -> Path:
@@ -59,7 +68,7 @@ def make_venv() -> Path:
                 "cannot make a virtual environment with this python3. On Debian and Ubuntu install "
                 "python3-venv, or activate any environment that has pip and torch >= 2.10."
             )
-    files = [REQUIREMENTS] if has_kernel_compiler() else [REQUIREMENTS, CUDA_REQUIREMENTS]
+    files = [REQUIREMENTS, *missing_for_kernels()]
     names = " and ".join(file.name for file in files)
     print(f"installing {names} into .venv", file=sys.stderr, flush=True)
     command = [str(python), "-m", "pip", "install", "--disable-pip-version-check"]
@@ -77,13 +86,20 @@ def main() -> None:
     if sys.version_info < (3, 10):  # noqa: UP036  (the python3 at hand may be any)
         sys.exit(f"Python >= 3.10 is needed; python3 is {sys.version.split()[0]}.")
     missing = missing_here()
+    # A GPU server that has everything but nvcc is used as it is; who asks for kernels gets them.
+    if os.environ.get("FLASHMOE_FAMILIES") not in (None, "", "auto"):
+        missing += ["nvcc" for file in missing_for_kernels() if file == CUDA_REQUIREMENTS]
     if missing:
         print(f"python3 lacks {', '.join(missing)}", file=sys.stderr)
         python = make_venv()
     else:
         python = Path(sys.executable)
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(f"PYTHON := {python}\nexport PATH := {python.parent}:$(PATH)\n")
+    text = f"PYTHON := {python}\nexport PATH := {python.parent}:$(PATH)\n"
+    # Whole files, each in one process: their fixtures (a wheel, disassembled images) are made once.
+    if subprocess.run([python, "-c", "import xdist"], stderr=subprocess.DEVNULL).returncode == 0:
+        text += "PYTEST_PARALLEL := -n $(JOBS) --dist loadfile\n"
+    output.write_text(text)
     print(f"using {python}", file=sys.stderr)
 
 

@@ -11,12 +11,10 @@ import pytest
 import torch
 
 import flashmoe_science as fm
-from catalogue import CATALOGUE, IMAGES, INFO, TORCH_DTYPES
+from catalogue import CATALOGUE, TORCH_DTYPES, needs_all_families
 from test_plans import HEAD_DIMS, SHAPE, problem, ragged, spec, told
 
-pytestmark = pytest.mark.skipif(
-    not IMAGES or "sm90" not in INFO["families"], reason="this build has no sm90 family"
-)
+pytestmark = needs_all_families
 H200 = {"device": "sm_90"}
 LONG = {"batch": 2, "heads_q": 16, "heads_k": 16, "n": 4096, "m": 4096}
 

@@ -17,21 +17,19 @@ from catalogue import (
     CATALOGUE,
     FAMILIES,
     FORWARD,
-    IMAGES,
     INFO,
     TORCH_DTYPES,
     Family,
     beside,
     bias_sum,
     dtype_of,
+    needs_all_families,
     report,
 )
 
 CHIPS = report.CHIPS
 
-pytestmark = pytest.mark.skipif(
-    not IMAGES or not CATALOGUE, reason="this build has no CUDA kernels, or no fatbins beside it"
-)
+pytestmark = needs_all_families
 PLANNED = ("sm_75", "sm_80", "sm_86", "sm_87", "sm_89", "sm_100", "sm_120")
 HEAD_DIMS = (1, 8, 16, 24, 32, 33, 48, 64, 80, 96, 128, 160, 192, 250, 256)
 SHAPE = {"batch": 3, "heads_q": 8, "heads_k": 2, "n": 300, "m": 517}

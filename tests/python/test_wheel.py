@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from catalogue import IMAGES
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "python" / "flashmoe_science"
 
@@ -69,12 +71,10 @@ def in_place() -> dict[str, str]:
 def wheel(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     before = in_place()
-    # The checkout's kernels, where there are any: compiling them once more takes as long as all
-    # tests. CMake refuses those of other sources.
-    fatbins = ROOT / "build" / "release" / "fatbins"
-    given = (
-        [f"--config-settings=cmake.define.FLASHMOE_FATBINS={fatbins}"] if fatbins.exists() else []
-    )
+    # The kernels of the checkout's build, where it has any.
+    given = [f"--config-settings=cmake.define.FLASHMOE_FAMILIES={'auto' if IMAGES else 'none'}"]
+    if IMAGES:
+        given += [f"--config-settings=cmake.define.FLASHMOE_FATBINS={IMAGES[0].parent}"]
     run(
         *(sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check", "--quiet"),
         *("--no-build-isolation", "--no-deps", "--no-index", "-w", folder, *given, ROOT),

@@ -192,9 +192,10 @@ def backend_lines(report: dict[str, Any]) -> list[str]:
         else:
             text = "no: " + next(iter(backend["why_not"].values()))
         devices.setdefault(text, []).append(backend["device"])
-    built = ", ".join(report["families"]) or "none"
     lines = [f"  {' '.join(names):18} {text}" for text, names in devices.items()]
-    return [*lines, f"  {'CUDA families':18} {built} compiled in"]
+    built = ", ".join(report["families"])
+    built = f"{built} compiled in" if built else "none compiled in (build with FLASHMOE_FAMILIES)"
+    return [*lines, f"  {'CUDA families':18} {built}"]
 
 
 def check_line(check: dict[str, Any]) -> str:

@@ -63,25 +63,36 @@ def can_run(family: Family, chip: str) -> bool:
     return any(here >= capability(code) for code in family.ptx)
 
 
+LAUNCH = re.compile(
+    r"^    (?P<kernel>\S+): grid (\d+) x (\d+) x (\d+), (\d+) threads, (\d+) bytes of shared memory"
+    r"(?P<rest>.*)$",
+    re.M,
+)
+
+
 def told(text: str) -> dict[str, object]:
     """A plan from its explanation."""
-    numbers = re.search(
-        r"launch +grid (\d+) x (\d+) x (\d+), (\d+) threads, (\d+) bytes of shared memory", text
-    )
+    kernel = re.search(r"^ +kernel +(\S+)$", text, re.M)[1]
+    launches = list(LAUNCH.finditer(text))
+    names = [launch["kernel"] for launch in launches]
+    # One that is launched twice in a row (a sum, then the sum of its parts) counts once.
+    names = [name for i, name in enumerate(names) if i == 0 or names[i - 1] != name]
+    main = names.index(kernel) if kernel in names else len(names)
+    numbers = next((x.groups()[1:6] for x in launches if x["kernel"] == kernel), None)
     tile = re.search(r"tile +(\d+) queries x (\d+) keys", text)
     splits = re.search(r"^ +splits +the keys, in (\d+)$", text, re.M)
-    rounds = re.search(r"^ +rounds +(\d+), each for a part of the (heads|batch)$", text, re.M)
+    slices = re.search(r"^ +slices +(\d+), each a part of the (heads|batch)$", text, re.M)
     bias_splits = re.search(r"^ +splits +what shares the bias, in (\d+)$", text, re.M)
     return {
-        "kernel": re.search(r"^ +kernel +(\S+)$", text, re.M)[1],
-        "before": re.findall(r"^ +before +(\S+)$", text, re.M),
-        "after": re.findall(r"^ +after +(\S+)$", text, re.M),
+        "kernel": kernel,
+        "before": names[:main],
+        "after": names[main + 1 :],
         "splits": int(splits[1]) if splits else 1,
-        "rounds": (int(rounds[1]), rounds[2]) if rounds else (1, None),
+        "slices": (int(slices[1]), slices[2]) if slices else (1, None),
         "bias_splits": int(bias_splits[1]) if bias_splits else 1,
-        "grid": tuple(int(x) for x in numbers.groups()[:3]) if numbers else None,
-        "threads": int(numbers[4]) if numbers else None,
-        "shared_bytes": int(numbers[5]) if numbers else None,
+        "grid": tuple(int(x) for x in numbers[:3]) if numbers else None,
+        "threads": int(numbers[3]) if numbers else None,
+        "shared_bytes": int(numbers[4]) if numbers else None,
         "block_q": int(tile[1]),
         "block_k": int(tile[2]),
     }
@@ -128,7 +139,7 @@ def test_plans_name_kernels_that_exist_and_fit(chip, dtype, backward):
         family = kernel["family"]
         if backward:
             assert plan["before"] == [f"{family}_attention_bwd_preprocess_{dtype}"]
-            assert plan["after"] == [beside(plan["kernel"], "finish")]
+            assert plan["after"] == [beside(plan["kernel"], "dq")]
             blocks, heads = math.ceil(SHAPE["m"] / kernel["block_k"]), SHAPE["heads_k"]
         else:
             combine = [f"{family}_attention_combine_{dtype}"]
@@ -137,7 +148,7 @@ def test_plans_name_kernels_that_exist_and_fit(chip, dtype, backward):
             blocks = math.ceil(SHAPE["n"] / kernel["block_q"]) * plan["splits"]
             heads = SHAPE["heads_q"]
         assert plan["grid"] == (blocks, heads, SHAPE["batch"])
-        assert plan["rounds"] == (1, None) and plan["bias_splits"] == 1
+        assert plan["slices"] == (1, None) and plan["bias_splits"] == 1
 
 
 # With a bias, by its shape; whether a gradient of that shape is a sum; whether enough share it to
@@ -175,18 +186,18 @@ def test_plans_with_a_bias(chip, dtype, wide):
             assert plan["after"] == (combine if plan["splits"] > 1 else [])
             blocks = math.ceil(SHAPE["n"] / kernel["block_q"]) * plan["splits"]
             assert plan["grid"] == (blocks, SHAPE["heads_q"], SHAPE["batch"])
-            assert plan["rounds"] == (1, None) and plan["bias_splits"] == 1
+            assert plan["slices"] == (1, None) and plan["bias_splits"] == 1
 
             plan = told(fm.explain(*problem(dtype, d), **call, backward=True))
             kernel = check_tile(plan, chip, dtype, d, "attention_bwd_bias")
             assert plan["before"] == [*rows, f"{family}_attention_bwd_preprocess_{dtype}"]
             total = [bias_sum(plan["kernel"])] if summed else []
-            assert plan["after"] == [beside(plan["kernel"], "finish"), *total]
+            assert plan["after"] == [beside(plan["kernel"], "dq"), *total]
             assert plan["bias_splits"] == 1 or summed
             blocks = math.ceil(SHAPE["m"] / kernel["block_k"])
-            rounds, part = plan["rounds"]
+            slices, part = plan["slices"]
             assert part in (None, "batch")
-            assert plan["grid"] == (blocks, SHAPE["heads_k"], math.ceil(SHAPE["batch"] / rounds))
+            assert plan["grid"] == (blocks, SHAPE["heads_k"], math.ceil(SHAPE["batch"] / slices))
 
 
 def test_a_bias_with_all_its_dimensions_of_size_one_is_no_sum():
@@ -194,7 +205,7 @@ def test_a_bias_with_all_its_dimensions_of_size_one_is_no_sum():
     alone = problem(batch=1, heads_q=1, heads_k=1)
     for shape in ((300, 517), (1, 1, 300, 517)):
         plan = told(fm.explain(*alone, bias=spec(*shape), backward=True, device="sm_100"))
-        assert plan["after"] == [beside(plan["kernel"], "finish")]
+        assert plan["after"] == [beside(plan["kernel"], "dq")]
     plan = told(fm.explain(*alone, bias=spec(1, 517), backward=True, device="sm_100"))
     assert plan["after"][1:] == [bias_sum(plan["kernel"])]
 
@@ -222,7 +233,7 @@ def test_plans_with_a_packed_bias(chip, dtype, heads):
             assert plan["before"] == [*before, *copy, f"{family}_attention_bwd_preprocess_{dtype}"]
             assert plan["bias_splits"] == 1
             total = [bias_sum(plan["kernel"])] if heads == 1 else copy
-            assert plan["after"] == [beside(plan["kernel"], "finish"), *total]
+            assert plan["after"] == [beside(plan["kernel"], "dq"), *total]
 
 
 @pytest.mark.parametrize("chip", PLANNED)
@@ -358,10 +369,10 @@ def test_a_large_ragged_backward_pass_goes_by_parts_of_the_heads():
     large = [spec(8 * 4096, 16, 64)] * 3
     text = fm.explain(*large, **options, backward=True, device="sm_100")
     plan = told(text)
-    assert plan["rounds"] == (4, "heads")
+    assert plan["slices"] == (4, "heads")
     assert plan["grid"] == ((8 * 4096 // plan["block_k"] + 8 + 1) * 4, 1, 1)
     assert workspace(text) <= 0.099 * 8 * large[0].numel() * 2 / 2**20
-    assert told(fm.explain(*large, **options, device="sm_100"))["rounds"] == (1, None)
+    assert told(fm.explain(*large, **options, device="sm_100"))["slices"] == (1, None)
 
 
 def test_a_large_backward_pass_with_a_bias_goes_by_parts_of_the_batch():
@@ -369,12 +380,12 @@ def test_a_large_backward_pass_with_a_bias_goes_by_parts_of_the_batch():
     bias = spec(4, 512, 512)
     text = fm.explain(*large, bias=bias, backward=True, device="sm_100")
     plan = told(text)
-    assert plan["rounds"] == (3, "batch")
+    assert plan["slices"] == (3, "batch")
     assert plan["grid"] == (512 // plan["block_k"], 4, 171)
     assert workspace(text) <= 0.099 * 2 * (8 * large[0].numel() + 2 * bias.numel()) / 2**20
-    assert told(fm.explain(*large, bias=bias, device="sm_100"))["rounds"] == (1, None)
+    assert told(fm.explain(*large, bias=bias, device="sm_100"))["slices"] == (1, None)
     without = told(fm.explain(*large, backward=True, device="sm_100"))
-    assert without["rounds"] == (1, None) and without["grid"][2] == 512
+    assert without["slices"] == (1, None) and without["grid"][2] == 512
 
 
 @pytest.mark.parametrize("chip", ["sm_75", "sm_80", "sm_100"])

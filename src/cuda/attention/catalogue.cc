@@ -39,7 +39,6 @@ const Image* find_image(const char* name) {
   return nullptr;
 }
 
-
 class Lister {
  public:
   std::vector<Kernel> take() { return std::move(list_); }

@@ -1,12 +1,12 @@
-// Products of tiles in shared memory, accumulated in a warp's registers, and the lanes' part in
-// them.
+// Products of tiles in shared memory with mma.sync, accumulated in a warp's registers.
 //
-// An operand is kept as it came, rows of D or of keys, and read along or across: ldmatrix gives the
-// fragments either way. With r and c a lane's own row and chunk, four 8 x 8 matrices make
-//   A (16 x 16) from rows of the depth     Rows   order: the 16 rows of two chunks
-//   A           from rows across the depth Cols   transposed
-//   B (16 x 16) from rows of the depth     Cols
-//   B           from rows across the depth Rows   transposed
+// An operand is kept as it came and read along its rows or across them: ldmatrix gives the
+// fragments either way. Four 8 x 8 matrices make a fragment of 16 x 16; which lane gives which
+// address:
+//   A from rows of the depth        lane_rows()
+//   A from rows across the depth    lane_cols(), transposed
+//   B from rows of the depth        lane_cols()
+//   B from rows across the depth    lane_rows(), transposed
 #pragma once
 
 #include "cuda/ptx/ldmatrix.cuh"
@@ -14,7 +14,7 @@
 
 namespace flashmoe::cuda {
 
-// Where this lane reads for ldmatrix: 16 rows first, or 8 rows of two chunks first.
+// The address that this lane gives to ldmatrix: 16 rows first, or 8 rows of two chunks first.
 template <class Layout>
 __device__ __forceinline__ uint32_t lane_rows(uint32_t tile, int row, int chunk) {
   const int lane = ptx::opaque_thread() % 32;
@@ -61,6 +61,16 @@ struct AcrossB {
                            Layout::along(lane, 2 * kStride * pair) + 16 * step * Layout::kRowBytes);
   }
 };
+
+// Accumulators as the A operand of a next product: two n8 fragments are exactly its k16 step.
+template <class T>
+__device__ __forceinline__ void pack_operand(uint32_t (&a)[4], const float (&left)[4],
+                                             const float (&right)[4]) {
+  a[0] = T::pack(left[0], left[1]);
+  a[1] = T::pack(left[2], left[3]);
+  a[2] = T::pack(right[0], right[1]);
+  a[3] = T::pack(right[2], right[3]);
+}
 
 // acc = start(m, n) + A B over kSteps times 16 of the depth, where start(m, n) is what fragment
 // (m, n) begins with. An odd number of n8 fragments has half a fragment of B at its end.

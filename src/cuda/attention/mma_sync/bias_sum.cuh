@@ -14,8 +14,8 @@
 //                  sLseDelta  stages x block_q     LSE and delta of the rows
 //                  steps      what the next kKnownSteps steps read
 //                  task
-// At the end the tile itself, in fp32, takes the place of all but the task. Registers: 123 to 255
-// (bf16, sm_80).
+// At the end the tile itself, in fp32, takes the place of all but the task. Registers: 75 to 174
+// (all tiles and chips).
 #pragma once
 
 #include <type_traits>

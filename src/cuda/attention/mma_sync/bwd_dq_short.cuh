@@ -161,11 +161,7 @@ __device__ __forceinline__ void dq_step(DqState<C>& t, const FwdLanes<C>& lanes,
     uint32_t a[C::kRowTiles][4];
 #pragma unroll
     for (int m = 0; m < C::kRowTiles; ++m) {
-      const auto &left = dp[m][2 * step], &right = dp[m][2 * step + 1];
-      a[m][0] = C::Type::pack(left[0], left[1]);
-      a[m][1] = C::Type::pack(left[2], left[3]);
-      a[m][2] = C::Type::pack(right[0], right[1]);
-      a[m][3] = C::Type::pack(right[2], right[3]);
+      pack_operand<typename C::Type>(a[m], dp[m][2 * step], dp[m][2 * step + 1]);
     }
 #pragma unroll
     for (int d = 0; d < C::kDimTiles; d += 2) {

@@ -19,11 +19,7 @@ template <class C>
 struct PackedOperand {
   const TransposedScores<C>& x;
   __device__ __forceinline__ void load(uint32_t (&a)[4], int m, int step) const {
-    const auto &left = x[m][2 * step], &right = x[m][2 * step + 1];
-    a[0] = C::Type::pack(left[0], left[1]);
-    a[1] = C::Type::pack(left[2], left[3]);
-    a[2] = C::Type::pack(right[0], right[1]);
-    a[3] = C::Type::pack(right[2], right[3]);
+    pack_operand<typename C::Type>(a, x[m][2 * step], x[m][2 * step + 1]);
   }
 };
 

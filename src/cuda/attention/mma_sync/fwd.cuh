@@ -98,17 +98,12 @@ __device__ __forceinline__ void accumulate(FwdState<C>& t,
   }
 #pragma unroll
   for (int step = 0; step < C::kKeySteps; ++step) {
-    // Accumulator fragments 2 * step and 2 * step + 1 of S are exactly the k16 operand of the next
-    // product.
     uint32_t a[C::kRowTiles][4];
 #pragma unroll
     for (int m = 0; m < C::kRowTiles; ++m) {
       auto &left = s[m][2 * step], &right = s[m][2 * step + 1];
       probabilities(left, right, sum[m], rule, reference[m]);
-      a[m][0] = C::Type::pack(left[0], left[1]);
-      a[m][1] = C::Type::pack(left[2], left[3]);
-      a[m][2] = C::Type::pack(right[0], right[1]);
-      a[m][3] = C::Type::pack(right[2], right[3]);
+      pack_operand<typename C::Type>(a[m], left, right);
     }
 #pragma unroll
     for (int d = 0; d < C::kDimTiles; d += 2) {

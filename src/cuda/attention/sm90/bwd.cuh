@@ -51,25 +51,26 @@ __device__ __forceinline__ void store_all(char* shared, const BwdSlots<C>& slots
       parity ^= 1;
       if (p.dq_accum) {
         float* const to = query_sums<C>(turn.row, group, p);
-        ptx::fence_proxy_async_all();  // sums by others come before
+        ptx::fence_proxy_async();  // sums by others come before
         if (turn.stores) {
-          ptx::bulk_store_f32(to, from, C::kSumBytes);
+          ptx::cp_async_bulk_store_evict_last(to, from, C::kSumBytes);
         } else {
-          ptx::bulk_add_f32(to, from, C::kSumBytes);
+          ptx::cp_reduce_async_bulk_add_f32(to, from, C::kSumBytes);
         }
-        ptx::tma_commit_group();
-        ptx::tma_wait_group_read();
+        ptx::cp_async_bulk_commit_group();
+        ptx::cp_async_bulk_wait_group_read();
       }
       ptx::mbarrier_arrive(sums.empty);
       if (p.dq_accum && turn.passes_on) {
-        ptx::tma_wait_group();
-        ptx::fence_proxy_async_all();
+        ptx::cp_async_bulk_wait_group();
+        ptx::fence_proxy_async();
         turn.pass_on();
       }
     });
     if (!p.dq_accum) return;
-    ptx::tma_wait_group();  // all sums of the task are there: the last kernel may begin with them
-    ptx::fence_proxy_async_all();
+    ptx::cp_async_bulk_wait_group();  // all sums of the task are there: the last kernel may begin
+                                      // with them
+    ptx::fence_proxy_async();
     ptx::red_release_add(blocks_done(p, w.sequence, w.key_head), 1);
   });
 }
@@ -89,7 +90,7 @@ class BwdKeys : BwdScores<C> {
 
   __device__ __forceinline__ void run() {
     this->for_each_task([&](const BwdTask& w) { compute(w); });
-    if (thread() == 0) ptx::tma_wait_group();
+    if (thread() == 0) ptx::cp_async_bulk_wait_group();
   }
 
  private:
@@ -98,14 +99,14 @@ class BwdKeys : BwdScores<C> {
 
   // One warpgroup multiplies, then the other; the first begins.
   __device__ __forceinline__ void begin_products() const {
-    ptx::mbarrier_wait(slots_.products(group_), (ring_.turns() + group_ + 1) % 2);
+    ptx::mbarrier_wait(slots_.products(group_), (ring_.count() + group_ + 1) % 2);
   }
   __device__ __forceinline__ void end_products() const { arrive(slots_.products(1 - group_)); }
 
   // dS of the block before, by both warpgroups.
   __device__ __forceinline__ uint32_t pairs_before() const { return this->pairs_tile(stage_ + 1); }
   __device__ __forceinline__ void wait_for_pairs_before() const {
-    const Ring<2> before(ring_.turns() - 1);
+    const Ring<2> before(ring_.count() - 1);
     before.wait_full(slots_.pairs(before.at()));
   }
 
@@ -114,12 +115,12 @@ class BwdKeys : BwdScores<C> {
     const uint32_t sdS = pairs_before() + (kByRows ? group_ * 64 * 128 : 0);
     const uint32_t sK = smem_ + C::kSmemK + (kByRows ? 0 : group_ * C::Keys::kBlockBytes);
     using Wgmma = ptx::Wgmma<C::kBf16, kN>;
-    Wgmma::across_first(dq_, C::Pairs::along(C::Pairs::descriptor(sdS), 0),
-                        C::Keys::across(C::Keys::descriptor(sK), 0));
+    Wgmma::ss_tb_first(dq_, C::Pairs::along(C::Pairs::descriptor(sdS), 0),
+                       C::Keys::across(C::Keys::descriptor(sK), 0));
 #pragma unroll
     for (int step = 1; step < C::kBlockK / 16; ++step) {
-      Wgmma::across(dq_, C::Pairs::along(C::Pairs::descriptor(sdS), step),
-                    C::Keys::across(C::Keys::descriptor(sK), step));
+      Wgmma::ss_tb(dq_, C::Pairs::along(C::Pairs::descriptor(sdS), step),
+                   C::Keys::across(C::Keys::descriptor(sK), step));
     }
     ptx::wgmma_commit_group();
   }
@@ -136,7 +137,7 @@ class BwdKeys : BwdScores<C> {
     }
   }
   __device__ __forceinline__ void send_sums() {
-    ptx::fence_proxy_async();
+    ptx::fence_proxy_async_shared();
     arrive(slots_.sums(group_).full);
   }
 
@@ -157,11 +158,11 @@ class BwdKeys : BwdScores<C> {
     this->pack(ds_pairs, dp_);
     ring_.wait_empty(pairs);
     this->store_pairs(ds_pairs, this->first_key());
-    ptx::fence_proxy_async();
+    ptx::fence_proxy_async_shared();
     arrive(pairs.full);
     begin_products();
-    ptx::wgmma_done_with(p_pairs);  // packed by now, not between the products
-    ptx::wgmma_done_with(ds_pairs);
+    ptx::wgmma_keep_alive(p_pairs);  // packed by now, not between the products
+    ptx::wgmma_keep_alive(ds_pairs);
     ptx::wgmma_fence();
     this->issue_gradient(dv_, p_pairs, this->stage_grad_out());
     this->issue_gradient(dk_, ds_pairs, this->stage_q());
@@ -170,8 +171,8 @@ class BwdKeys : BwdScores<C> {
     issue_query_gradient();
     ptx::wgmma_wait_group<1>(dv_);
     ptx::wgmma_wait_group<1>(dk_);
-    ptx::wgmma_done_with(p_pairs);
-    ptx::wgmma_done_with(ds_pairs);
+    ptx::wgmma_keep_alive(p_pairs);
+    ptx::wgmma_keep_alive(ds_pairs);
     arrive(grad_out.empty);
     arrive(q.empty);
     this->advance();
@@ -181,7 +182,7 @@ class BwdKeys : BwdScores<C> {
       this->issue_scores();
     }
     ptx::wgmma_wait_group<kMore ? 1 : 0>(dq_);
-    if (!first) write_sums(ring_.turns() - 2);
+    if (!first) write_sums(ring_.count() - 2);
     if (kMore && !kAfter) this->issue_grad_probabilities();
     end_products();
     if (!first) send_sums_before();
@@ -208,7 +209,7 @@ class BwdKeys : BwdScores<C> {
     ring_.wait_empty(pairs);
     this->add_contained(dv_, p_pairs, w);
     this->store_pairs(ds_pairs, this->first_key());
-    ptx::fence_proxy_async();
+    ptx::fence_proxy_async_shared();
     this->sync_group();  // dS is there
     arrive(pairs.full);
     this->template multiply_contained<typename C::Rows>(
@@ -219,7 +220,7 @@ class BwdKeys : BwdScores<C> {
     if (!first) {
       const int before = this->first() + C::kBlockQ;  // of this head, or the last of the one before
       find_contained_query_gradient(w, before < w.query_end ? before : w.query_begin);
-      write_sums(ring_.turns() - 1);
+      write_sums(ring_.count() - 1);
     }
     end_products();
     arrive(grad_out.empty);
@@ -253,7 +254,7 @@ class BwdKeys : BwdScores<C> {
     }
     const bool bad =
         this->template any_bad<C::kGroups * 128>(smem() + C::kSmemK, 2 * C::Keys::kBytes);
-    return ptx::bar_any(Base::kAgree, C::kGroups * 128, bad);
+    return ptx::bar_red_or(Base::kAgree, C::kGroups * 128, bad);
   }
 
   __device__ __forceinline__ void compute(const BwdTask& w) {
@@ -272,7 +273,7 @@ class BwdKeys : BwdScores<C> {
     this->find_probabilities(w);
     if (kAfter) this->issue_grad_probabilities();
 #pragma unroll 1
-    while (ring_.turns() != w.last_tile) step<true>(w, ring_.turns() == w.first_tile);
+    while (ring_.count() != w.last_tile) step<true>(w, ring_.count() == w.first_tile);
     step<false>(w, w.first_tile == w.last_tile);
     store(w);
   }
@@ -288,9 +289,9 @@ class BwdKeys : BwdScores<C> {
       ptx::wgmma_wait_group<0>(dq_);
     }
     arrive(slots_.k().empty);
-    arrive(slots_.pairs(Ring<2>(ring_.turns() - 1).at()).empty);
+    arrive(slots_.pairs(Ring<2>(ring_.count() - 1).at()).empty);
     leave(w, dv_, 1.f, p_.grad_value, p_.grad_value_strides, p_.grad_value_map, p_.head_dim_v);
-    write_sums(ring_.turns() - 1);
+    write_sums(ring_.count() - 1);
     send_sums();
     leave(w, dk_, p_.scale, p_.grad_key, p_.grad_key_strides, p_.grad_key_map, p_.head_dim);
   }
@@ -299,10 +300,10 @@ class BwdKeys : BwdScores<C> {
                                         float times, const void* gradient, const Strides& strides,
                                         const TensorMap& map, int dim) {
     const uint32_t grads = smem() + C::kSmemGrads + group_ * C::Grads::kBytes;
-    if (thread() == 0) ptx::tma_wait_group_read();
+    if (thread() == 0) ptx::cp_async_bulk_wait_group_read();
     this->sync_group();  // what was there has left
     this->write_gradient(grads, C::Grads::kBlockBytes, x, times);
-    ptx::fence_proxy_async();
+    ptx::fence_proxy_async_shared();
     this->sync_group();  // it is there
     this->send_gradient(w, gradient, strides, map, dim, grads, C::Grads::kBlockBytes,
                         w.first_key + this->first_key());
@@ -318,13 +319,13 @@ __device__ __forceinline__ void attention_bwd(const Sm90BwdParams& p) {
   const BwdSlots<C> slots{smem + C::kSmemBarriers};
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) slots.init();
-  ptx::grid_wait();  // for lse and delta
-  ptx::grid_launch_next();
+  ptx::griddepcontrol_wait();  // for lse and delta
+  ptx::griddepcontrol_launch_dependents();
   // The barriers are there.
   if constexpr (C::kCluster == 1) {
     __syncthreads();
   } else {
-    ptx::cluster_sync();
+    ptx::barrier_cluster_sync();
   }
   if (group == 0) {
     ptx::setmaxnreg_dec<C::kLoaderRegisters>();
@@ -352,7 +353,8 @@ __device__ __forceinline__ void attention_bwd(const Sm90BwdParams& p) {
     }
     if constexpr (C::kTwoCta) round_all<C, 4>(p);
   }
-  if constexpr (C::kCluster > 1) ptx::cluster_sync();  // nobody needs the other's shared memory
+  if constexpr (C::kCluster > 1)
+    ptx::barrier_cluster_sync();  // nobody needs the other's shared memory
 }
 
 }  // namespace flashmoe::cuda::sm90

@@ -23,7 +23,7 @@ __device__ __forceinline__ bool find_rounded_rows(RoundedRows& r, const Sm90BwdP
   const int heads = p.heads * p.group;  // of queries
 #pragma unroll 1
   for (;;) {
-    const int number = same(threadIdx.x % 32 == 0 ? atomicAdd(p.tile_counter + 1, 1) : 0);
+    const int number = warp_uniform(threadIdx.x % 32 == 0 ? atomicAdd(p.tile_counter + 1, 1) : 0);
     const int tile = number / kOfTile;
     if (tile >= p.converted_tiles) return false;
     int batch, head, first;

@@ -84,7 +84,7 @@ __device__ __forceinline__ void fill_unseen(const Sequence& seq, RaggedKind kind
 // turn it is does. See find_prepared_rows() for the grid.
 template <class T>
 __device__ __forceinline__ void attention_bwd_preprocess(const Sm90BwdParams& p) {
-  ptx::grid_launch_next();
+  ptx::griddepcontrol_launch_dependents();
   if (blockIdx.x + blockIdx.z + threadIdx.x == 0) p.tile_counter[0] = p.tile_counter[1] = 0;
   const int rows = p.blocks ? p.block_q : p.preprocess_rows;
   const auto [seq, kind, batch, head, first] = find_prepared_rows(p);
@@ -183,7 +183,7 @@ __device__ __forceinline__ void attention_bwd_preprocess(const Sm90BwdParams& p)
 // shared memory to whole rows. See find_query_rows() for the grid.
 template <class T>
 __device__ __forceinline__ void finish_rows(const Sm90BwdParams& p) {
-  using Part = Tile<64, 64>;
+  using Part = tma::Tile<64, 64>;
   extern __shared__ __align__(1024) char shared[];
   static_assert(Part::kBytes == kConvertDqSharedBytes);
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
@@ -240,7 +240,7 @@ __device__ __forceinline__ void finish_rows(const Sm90BwdParams& p) {
 template <class T>
 __device__ __forceinline__ void attention_bwd_dq(const Sm90BwdParams& p) {
   finish_rows<T>(p);
-  if (blockIdx.x + blockIdx.y + blockIdx.z == 0) ptx::grid_wait();
+  if (blockIdx.x + blockIdx.y + blockIdx.z == 0) ptx::griddepcontrol_wait();
 }
 
 }  // namespace flashmoe::cuda::sm90

@@ -22,12 +22,12 @@ class BwdScores : protected BwdGroup<C> {
     using Wgmma = ptx::Wgmma<C::kBf16, C::kBlockQ>;
     keys = this->anew(keys + this->first_row() * 128);
     rows = this->anew(rows);
-    Wgmma::shared_first(sums, C::Keys::along(C::Keys::descriptor(keys), 0),
-                        C::Rows::along(C::Rows::descriptor(rows), 0));
+    Wgmma::ss_first(sums, C::Keys::along(C::Keys::descriptor(keys), 0),
+                    C::Rows::along(C::Rows::descriptor(rows), 0));
 #pragma unroll
     for (int step = 1; step < C::kDim / 16; ++step) {
-      Wgmma::shared(sums, C::Keys::along(C::Keys::descriptor(keys), step),
-                    C::Rows::along(C::Rows::descriptor(rows), step), true);
+      Wgmma::ss(sums, C::Keys::along(C::Keys::descriptor(keys), step),
+                C::Rows::along(C::Rows::descriptor(rows), step), true);
     }
     ptx::wgmma_commit_group();
   }
@@ -45,8 +45,8 @@ class BwdScores : protected BwdGroup<C> {
     rows = this->anew(rows);
 #pragma unroll
     for (int step = 0; step < C::kBlockQ / 16; ++step) {
-      ptx::Wgmma<C::kBf16, C::kDim>::registers(sums, pairs[step],
-                                               C::Rows::across(C::Rows::descriptor(rows), step));
+      ptx::Wgmma<C::kBf16, C::kDim>::rs_tb(sums, pairs[step],
+                                           C::Rows::across(C::Rows::descriptor(rows), step));
     }
     ptx::wgmma_commit_group();
   }

@@ -21,6 +21,8 @@
 
 namespace flashmoe::cuda::sm90 {
 
+using tma::fill, tma::Ring, tma::Slot, tma::Tile, tma::warp_uniform;
+
 // A block of keys of one (batch, key head), and the blocks of queries that see it.
 struct alignas(16) BwdTask {
   Sequence seq;
@@ -83,7 +85,7 @@ struct BwdConfig {
   static constexpr uint32_t kSmemBarriers = kSmemRows + kStages * sizeof(BwdRows);
   static_assert(kSmemTasks + kBwdControlBytes == kTile.shared_bytes());
   static_assert(kTile.shared_bytes() <= 227 * 1024);
-  static constexpr uint32_t kSmemTicket = kSmemBarriers + 14 * Slot::kBytes;
+  static constexpr uint32_t kSmemTicket = kSmemBarriers + 14 * sizeof(Slot::Barriers);
   static_assert(kSmemTicket + 4 <= kSmemTasks + kBwdControlBytes);
   static_assert(sizeof(BwdTask) % 16 == 0);
   static_assert(kBlockK == kKeysOfBlock && (!kTwoCta || kBlockQ == 64));
@@ -156,7 +158,9 @@ struct BwdSlots {
   }
 
  private:
-  __device__ __forceinline__ Slot at(int i) const { return Slot(barriers + i * Slot::kBytes); }
+  __device__ __forceinline__ Slot at(int i) const {
+    return Slot(barriers + i * sizeof(Slot::Barriers));
+  }
 };
 
 // The order of the tasks. Blocks of keys add to the sums of a block of queries in ascending order,
@@ -315,12 +319,12 @@ class Tickets {
     if (rank_ == 0) {
       number = atomicAdd(p.tile_counter, 1);
       ptx::mbarrier_wait(slot_.empty, parity_ ^ 1);
-      ptx::st_cluster_u32(ptx::at_rank(at_, 1), number);
-      ptx::mbarrier_release_cluster(ptx::at_rank(slot_.full, 1));
+      ptx::st_shared_cluster_u32(ptx::mapa(at_, 1), number);
+      ptx::mbarrier_arrive_release_cluster(ptx::mapa(slot_.full, 1));
     } else {
       ptx::mbarrier_wait_cluster(slot_.full, parity_);
       number = ptx::ld_shared_u32(at_);
-      ptx::mbarrier_arrive_cluster(ptx::at_rank(slot_.empty, 0));
+      ptx::mbarrier_arrive_cluster(ptx::mapa(slot_.empty, 0));
     }
     return number;
   }
@@ -344,9 +348,9 @@ __device__ __forceinline__ void fill_everywhere(const Slot& slot, uint32_t share
     ptx::mbarrier_arrive_expect_tx(slot.full, C::Rows::kBytes + kMoreBytes);
 #pragma unroll
     for (int i = 0; i < C::Rows::kBlocks; ++i) {
-      ptx::tma_load_to((1 << C::kCluster) - 1,
-                       shared + i * C::Rows::kBlockBytes + rank * kShare * 128, &map, slot.full,
-                       64 * i, token + rank * kShare, head, batch);
+      ptx::tma_load_multicast((1 << C::kCluster) - 1,
+                              shared + i * C::Rows::kBlockBytes + rank * kShare * 128, &map,
+                              slot.full, 64 * i, token + rank * kShare, head, batch);
     }
   }
 }
@@ -356,7 +360,7 @@ template <class C>
 __device__ __forceinline__ void load_all(char* shared, const BwdSlots<C>& slots,
                                          const Sm90BwdParams& p) {
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  const int rank = C::kCluster > 1 ? ptx::cluster_rank() : 0;
+  const int rank = C::kCluster > 1 ? ptx::cluster_ctarank() : 0;
   Ring<C::kStages> ring;
   Tickets<C> tickets(smem, slots, rank);
 #pragma unroll 1
@@ -369,13 +373,13 @@ __device__ __forceinline__ void load_all(char* shared, const BwdSlots<C>& slots,
     w.keys_parity = index == 0 ? 0 : before.keys_parity ^ (before.tiles > 0);
     find_task<C>(w, tickets.take(p), p);
     w.index = index;
-    w.first_tile = ring.turns();
-    w.last_tile = ring.turns() + w.tiles - 1;
+    w.first_tile = ring.count();
+    w.last_tile = ring.count() + w.tiles - 1;
     ptx::mbarrier_arrive(slots.task(tasks.at()).full);
     if (w.last) break;
     for_each_tile<C>(w, p, [&](int head, int first) {
       const Slot q = slots.q(ring.at()), grad_out = slots.grad_out(ring.at());
-      const RowPlaces places = row_places<C>(ring.turns());
+      const RowPlaces places = row_places<C>(ring.count());
       const bool begins = head == w.key_head * p.group && first == w.query_end - C::kBlockQ;
       const int token_q = static_cast<int>(w.seq.token_q) + first;
       const auto token_k = [&](int rank) {
@@ -398,9 +402,9 @@ __device__ __forceinline__ void load_all(char* shared, const BwdSlots<C>& slots,
       fill_everywhere<C, C::kTermBytes>(grad_out, smem + C::kSmemQ + places.grad_out, rank,
                                         p.grad_out_map, p.grad_out ? token_q : kNoLimit, head,
                                         w.batch);
-      ptx::bulk_load(smem + C::kSmemTerms + ring.at() * C::kTermBytes,
-                     p.lse_delta + 2 * (head * p.rows + w.first_row + first), C::kTermBytes,
-                     grad_out.full);
+      ptx::cp_async_bulk_load(smem + C::kSmemTerms + ring.at() * C::kTermBytes,
+                              p.lse_delta + 2 * (head * p.rows + w.first_row + first),
+                              C::kTermBytes, grad_out.full);
       if (begins) {
         load_keys(!C::kTwoCta);
         if constexpr (C::kTwoCta) {

@@ -50,10 +50,10 @@ __device__ __forceinline__ void keep_turns(char* shared, const BwdSlots<C>& slot
 template <class C>
 __device__ __forceinline__ void send_pairs(char* shared, const BwdSlots<C>& slots) {
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  const int rank = ptx::cluster_rank();
+  const int rank = ptx::cluster_ctarank();
   const uint32_t from = smem + C::kSmemPairs + rank * C::Pairs::kBlockBytes;
-  const uint32_t to = ptx::at_rank(from, 1 - rank);
-  const uint32_t barrier = ptx::at_rank(slots.other_pairs().full, 1 - rank);
+  const uint32_t to = ptx::mapa(from, 1 - rank);
+  const uint32_t barrier = ptx::mapa(slots.other_pairs().full, 1 - rank);
   int parity = 0;
   for_each_task_helper<C>(shared, slots, [&](const BwdTask& w) {
 #pragma unroll 1
@@ -61,7 +61,7 @@ __device__ __forceinline__ void send_pairs(char* shared, const BwdSlots<C>& slot
       ptx::mbarrier_wait(slots.pairs().full, parity);
       parity ^= 1;
       ptx::mbarrier_arrive_expect_tx(slots.other_pairs().full, C::Pairs::kBlockBytes);
-      ptx::bulk_send(to, from, C::Pairs::kBlockBytes, barrier);
+      ptx::cp_async_bulk_cluster(to, from, C::Pairs::kBlockBytes, barrier);
     }
   });
 }
@@ -81,7 +81,7 @@ class BwdWideValues : BwdScores<C> {
 
   __device__ __forceinline__ void run() {
     this->for_each_task([&](const BwdTask& w) { compute(w); });
-    if (thread() == 0) ptx::tma_wait_group();
+    if (thread() == 0) ptx::cp_async_bulk_wait_group();
   }
 
  private:
@@ -93,15 +93,15 @@ class BwdWideValues : BwdScores<C> {
   // dS for them.
   __device__ __forceinline__ void hand_on(const Pairs& pairs) {
     this->store_pairs(pairs, this->first_key());
-    ptx::fence_proxy_async();
+    ptx::fence_proxy_async_shared();
     arrive(slots_.pairs().full);
   }
 
   // S of the next block of queries, before this one is done with.
   __device__ __forceinline__ void issue_next_scores() {
-    Ring<C::kStages> next(ring_.turns() + 1);
+    Ring<C::kStages> next(ring_.count() + 1);
     next.wait_full(slots_.q(next.at()));
-    const uint32_t place = row_places<C>(same(next.turns() % (2 * C::kStages))).q;
+    const uint32_t place = row_places<C>(warp_uniform(next.count() % (2 * C::kStages))).q;
     ptx::wgmma_fence();
     this->issue_pairs(s_, this->smem_ + C::kSmemK, this->smem_ + C::kSmemQ + place);
   }
@@ -131,14 +131,14 @@ class BwdWideValues : BwdScores<C> {
     hand_on(ds_pairs);
     if (kMore) {
       ptx::wgmma_wait_group<1>(dv_);
-      ptx::wgmma_done_with(p_pairs);
+      ptx::wgmma_keep_alive(p_pairs);
       arrive_everywhere(grad_out.empty);
       if (!kAfter) this->issue_grad_probabilities();
       this->find_probabilities(w);
       if (kAfter) this->issue_grad_probabilities();
     } else {
       ptx::wgmma_wait_group<0>(dv_);
-      ptx::wgmma_done_with(p_pairs);
+      ptx::wgmma_keep_alive(p_pairs);
     }
   }
   // The same where a mask hides something not finite; P is where dS will be. What is hidden of dS
@@ -189,11 +189,11 @@ class BwdWideValues : BwdScores<C> {
 
     const uint32_t from = this->stage_grad_out();
     this->write_gradient(from, C::Grads::kBlockBytes, dv_, 1.f);
-    ptx::fence_proxy_async();
+    ptx::fence_proxy_async_shared();
     this->sync_group();  // all of it is there
     this->send_gradient(w, p_.grad_value, p_.grad_value_strides, p_.grad_value_map, p_.head_dim_v,
                         from, C::Grads::kBlockBytes, first_key);
-    if (thread() == 0) ptx::tma_wait_group_read();
+    if (thread() == 0) ptx::cp_async_bulk_wait_group_read();
     arrive_everywhere(slots_.grad_out(ring_.at()).empty);
     this->advance();
   }
@@ -216,7 +216,7 @@ class BwdWideKeys : BwdGroup<C> {
 
   __device__ __forceinline__ void run() {
     this->for_each_task([&](const BwdTask& w) { compute(w); });
-    if (thread() == 0) ptx::tma_wait_group();
+    if (thread() == 0) ptx::cp_async_bulk_wait_group();
   }
 
  private:
@@ -238,9 +238,8 @@ class BwdWideKeys : BwdGroup<C> {
     const uint32_t sdS = pairs_of(part_), sQ = this->anew(this->stage_q());
 #pragma unroll
     for (int step = 0; step < C::kBlockQ / 16; ++step) {
-      ptx::Wgmma<C::kBf16, C::kDim>::both_across(dk_,
-                                                 C::Pairs::across(C::Pairs::descriptor(sdS), step),
-                                                 C::Rows::across(C::Rows::descriptor(sQ), step));
+      ptx::Wgmma<C::kBf16, C::kDim>::ss_tatb(dk_, C::Pairs::across(C::Pairs::descriptor(sdS), step),
+                                             C::Rows::across(C::Rows::descriptor(sQ), step));
     }
     ptx::wgmma_commit_group();
   }
@@ -253,9 +252,9 @@ class BwdWideKeys : BwdGroup<C> {
       const uint64_t pairs = C::Pairs::along(C::Pairs::descriptor(sdS), step);
       const uint64_t keys = C::Keys::across(C::Keys::descriptor(sK), step);
       if (!kAdd && step == 0) {
-        Wgmma::across_first(dq, pairs, keys);
+        Wgmma::ss_tb_first(dq, pairs, keys);
       } else {
-        Wgmma::across(dq, pairs, keys);
+        Wgmma::ss_tb(dq, pairs, keys);
       }
     }
   }
@@ -394,11 +393,11 @@ class BwdWideKeys : BwdGroup<C> {
     // V is done with: the last dS came after that.
     const uint32_t from = smem() + C::kSmemV;
     this->write_gradient(from, C::Grads::kBlockBytes, dk_, p_.scale);
-    ptx::fence_proxy_async();
+    ptx::fence_proxy_async_shared();
     this->sync_group();  // all of it is there
     this->send_gradient(w, p_.grad_key, p_.grad_key_strides, p_.grad_key_map, p_.head_dim, from,
                         C::Grads::kBlockBytes, own);
-    if (thread() == 0) ptx::tma_wait_group_read();
+    if (thread() == 0) ptx::cp_async_bulk_wait_group_read();
     arrive(slots_.v().empty);
   }
 

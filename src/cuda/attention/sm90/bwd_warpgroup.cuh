@@ -3,6 +3,7 @@
 
 #include "cuda/attention/sm90/bwd_tile.cuh"
 #include "cuda/attention/softmax.cuh"
+#include "cuda/ptx/ldmatrix.cuh"
 #include "cuda/ptx/shared.cuh"
 #include "cuda/ptx/wgmma.cuh"
 
@@ -23,7 +24,7 @@ class BwdGroup {
         slots_(slots),
         p_(p),
         group_(group),
-        part_(C::kCluster > 1 ? ptx::cluster_rank() : group) {}
+        part_(C::kCluster > 1 ? ptx::cluster_ctarank() : group) {}
 
   // Of the 64 keys, in the block and in shared memory.
   __device__ __forceinline__ int first_key() const { return 64 * part_; }
@@ -54,7 +55,7 @@ class BwdGroup {
     } else {
       __syncwarp();
       const int rank = lane();
-      if (rank < C::kCluster) ptx::mbarrier_arrive_cluster(ptx::at_rank(barrier, rank));
+      if (rank < C::kCluster) ptx::mbarrier_arrive_cluster(ptx::mapa(barrier, rank));
     }
   }
 
@@ -62,7 +63,7 @@ class BwdGroup {
   // it is used: there are many, and no registers to keep them. And without the number of the CTA in
   // its cluster, which stands in the high bits.
   static __device__ __forceinline__ uint32_t anew(uint32_t address) {
-    return C::kTwoCta ? same(ptx::opaque(address)) % kSharedWindow : address;
+    return C::kTwoCta ? warp_uniform(ptx::opaque(address)) % kSharedWindow : address;
   }
   static constexpr uint32_t kSharedWindow = 1 << 18;
   // Where Q and dO of the block are, in uniform registers: computed as soon as it is next, since to
@@ -75,7 +76,7 @@ class BwdGroup {
   }
   __device__ __forceinline__ void advance() {
     ring_.advance();
-    stage_ = same(ring_.turns() % (2 * C::kStages));
+    stage_ = warp_uniform(ring_.count() % (2 * C::kStages));
   }
   // Of rows 2 (lane % 4) and the next, and 8 rows on for each 64 bytes: lse, delta, lse, delta.
   __device__ __forceinline__ uint32_t stage_terms() const {
@@ -100,7 +101,7 @@ class BwdGroup {
     if (C::kTwoCta) first_ = rows.first;
     care_ &= kOfKeys;
     if (flags & BwdRows::kMaskedAny && (care_ || bad_terms())) care_ |= kOfBlock;
-    care_ = same(care_);
+    care_ = warp_uniform(care_);
     return flags & BwdRows::kMasked << part_;
   }
   __device__ __forceinline__ const BwdRows& rows() const {
@@ -141,7 +142,7 @@ class BwdGroup {
     return zero & 0x7fff7fff;
   }
   __device__ __forceinline__ bool group_any_bad(uint32_t from, uint32_t bytes) const {
-    return ptx::bar_any(kStore + group_, 128, any_bad<128>(from, bytes));
+    return ptx::bar_red_or(kStore + group_, 128, any_bad<128>(from, bytes));
   }
 
   // The products once more for a block that has something not finite behind its mask: number by
@@ -263,9 +264,10 @@ class BwdGroup {
       const int token = static_cast<int>(w.seq.token_k) + first_key;
 #pragma unroll
       for (int i = 0; i < C::Grads::kBlocks; ++i) {
-        ptx::tma_store_for_good(from + i * block_bytes, &map, 64 * i, token, w.key_head, w.batch);
+        ptx::tma_store_evict_first(from + i * block_bytes, &map, 64 * i, token, w.key_head,
+                                   w.batch);
       }
-      ptx::tma_commit_group();
+      ptx::cp_async_bulk_commit_group();
       return;
     }
     const char* const to = rows_of(gradient, p_, strides, w.batch, w.key_head, w.seq.token_k);
@@ -299,7 +301,7 @@ class BwdGroup {
       const uint32_t at = block * Keys::kBlockBytes + (tile_row + r) * 128 + i % 8 * 16;
       ptx::st_shared_v4(keys + at, uint4{0, 0, 0, 0});
     }
-    ptx::fence_proxy_async();
+    ptx::fence_proxy_async_shared();
     sync_group();
   }
 

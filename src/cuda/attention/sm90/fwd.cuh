@@ -48,7 +48,7 @@ class FwdLoader {
       find_task(number, w);
       ptx::mbarrier_arrive(slots_.task(tasks.at()).full);
       if (!w.more) return;
-      number = after(number, tasks.turns());  // asked for early: it may take a while to come
+      number = after(number, tasks.count());  // asked for early: it may take a while to come
       load(w);
     }
   }

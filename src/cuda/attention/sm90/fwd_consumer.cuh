@@ -16,6 +16,8 @@
 
 namespace flashmoe::cuda::sm90 {
 
+using tma::fill, tma::Ring, tma::Slot, tma::Tile, tma::warp_uniform;
+
 // A block of queries, and the blocks of keys that it sees.
 struct alignas(8) FwdTask {
   Sequence seq;
@@ -52,7 +54,7 @@ struct FwdConfig {
   static constexpr uint32_t kSmemBarriers = kSmemTasks + 2 * sizeof(FwdTask);
   static constexpr int kSlots = 3 + 2 * kStages;
   static_assert(kSmemTasks + kBarrierBytes == kTile.shared_bytes());
-  static_assert(2 * sizeof(FwdTask) + kSlots * Slot::kBytes <= kBarrierBytes);
+  static_assert(2 * sizeof(FwdTask) + kSlots * sizeof(Slot::Barriers) <= kBarrierBytes);
   static_assert(sizeof(FwdTask) % 8 == 0 && kBlockQ % 64 == 0 && kBlockK % 16 == 0);
   static_assert(Rows::kBytes % 1024 == 0 && Keys::kBytes % 1024 == 0);
   static constexpr int kLoaderRegisters = kGroups == 3 ? 32 : 40;
@@ -75,12 +77,14 @@ struct FwdSlots {
 
   // Works are read, and so done with, by each thread for itself; tiles by warps.
   __device__ __forceinline__ void init() const {
-    for (int i = 0; i < C::kSlots; ++i) at(i).init((i < 2 ? 128 : 4) * C::kGroups);
+    for (int i = 0; i < C::kSlots; ++i) at(i).init(1, (i < 2 ? 128 : 4) * C::kGroups);
     ptx::fence_mbarrier_init();
   }
 
  private:
-  __device__ __forceinline__ Slot at(int i) const { return Slot(barriers + i * Slot::kBytes); }
+  __device__ __forceinline__ Slot at(int i) const {
+    return Slot(barriers + i * sizeof(Slot::Barriers));
+  }
 };
 
 // One warpgroup with 64 rows.
@@ -108,7 +112,7 @@ class FwdRows {
       tasks_.advance();
     }
     if (C::kGroups > 1 && group_ == 0) ptx::bar_sync(kTurn, kTwoGroups);  // the last one's
-    if (thread() == 0) ptx::tma_wait_group();
+    if (thread() == 0) ptx::cp_async_bulk_wait_group();
   }
 
  private:
@@ -146,27 +150,29 @@ class FwdRows {
   __device__ __forceinline__ bool take() {
     tasks_.wait_full(slots_.task(tasks_.at()));
     const FwdTask& w = task();
-    if (!same(w.more)) return false;
-    block_ = same(w.end[group_]) - 1;
+    if (!warp_uniform(w.more)) return false;
+    block_ = warp_uniform(w.end[group_]) - 1;
     return true;
   }
 
   __device__ __forceinline__ void issue_scores() {
     const uint32_t sQ = smem_ + C::kSmemQ + group_ * 64 * 128;
-    const uint32_t q = same(C::Rows::descriptor(sQ));
-    const uint32_t k = same(C::Keys::descriptor(smem_ + C::kSmemK + keys_.at() * C::Keys::kBytes));
+    const uint32_t q = warp_uniform(C::Rows::descriptor(sQ));
+    const uint32_t k =
+        warp_uniform(C::Keys::descriptor(smem_ + C::kSmemK + keys_.at() * C::Keys::kBytes));
 #pragma unroll
     for (int step = 0; step < C::kDim / 16; ++step) {
-      ptx::Wgmma<C::kBf16, C::kBlockK>::shared(s_, C::Rows::along(q, step), C::Keys::along(k, step),
-                                               step > 0);
+      ptx::Wgmma<C::kBf16, C::kBlockK>::ss(s_, C::Rows::along(q, step), C::Keys::along(k, step),
+                                           step > 0);
     }
     ptx::wgmma_commit_group();
   }
   __device__ __forceinline__ void issue_values(int stage) {
-    const uint32_t v = same(C::Keys::descriptor(smem_ + C::kSmemV + stage * C::Keys::kBytes));
+    const uint32_t v =
+        warp_uniform(C::Keys::descriptor(smem_ + C::kSmemV + stage * C::Keys::kBytes));
 #pragma unroll
     for (int step = 0; step < C::kBlockK / 16; ++step) {
-      ptx::Wgmma<C::kBf16, C::kDim>::registers(o_, pairs_[step], C::Keys::across(v, step));
+      ptx::Wgmma<C::kBf16, C::kDim>::rs_tb(o_, pairs_[step], C::Keys::across(v, step));
     }
     ptx::wgmma_commit_group();
   }
@@ -320,7 +326,7 @@ class FwdRows {
   // Blocks that none of the warpgroup's rows sees, before the first that some do.
   __device__ __forceinline__ void skip() {
 #pragma unroll 1
-    for (int n = read(task().key_end) - 1; same(n) > block_; --n) {
+    for (int n = read(task().key_end) - 1; warp_uniform(n) > block_; --n) {
       const Slot k = slots_.k(keys_.at()), v = slots_.v(keys_.at());
       keys_.wait_full(k);
       wait_turn();
@@ -335,7 +341,7 @@ class FwdRows {
   }
   // S of the first block of a task.
   __device__ __forceinline__ void begin() {
-    ptx::mbarrier_wait(slots_.q().full, tasks_.turns() % 2);
+    ptx::mbarrier_wait(slots_.q().full, tasks_.count() % 2);
     keys_.wait_full(slots_.k(keys_.at()));
     wait_turn();
     ptx::wgmma_fence();
@@ -385,7 +391,7 @@ class FwdRows {
   }
   // All blocks but the first.
   __device__ __forceinline__ void go_through_keys() {
-    const auto from = [&](const int& first) { return block_ >= same(read(first)); };
+    const auto from = [&](const int& first) { return block_ >= warp_uniform(read(first)); };
 #pragma unroll 1
     while (from(task().full_end[group_])) step<true>();
 #pragma unroll 1
@@ -407,7 +413,7 @@ class FwdRows {
     const int r = group_ * 64 + warp() * 16 + lane() % 16;
 #pragma unroll
     for (int first = 0; first < C::Rows::kBlocks; first += C::kOutStages) {
-      if (thread() == 0) ptx::tma_wait_group_read();
+      if (thread() == 0) ptx::cp_async_bulk_wait_group_read();
       ptx::bar_sync(kStore + group_, 128);  // what was there has left
 #pragma unroll
       for (int i = 4 * first; i < min(4 * (first + C::kOutStages), C::kDim / 16); ++i) {
@@ -420,7 +426,7 @@ class FwdRows {
         const uint32_t at = sO + (i / 4 - first) * C::Out::kBytes;
         ptx::stmatrix_x4(at + C::Out::at(r, (16 * i + lane() / 16 * 8) % 64), x);
       }
-      ptx::fence_proxy_async();
+      ptx::fence_proxy_async_shared();
       ptx::bar_sync(kStore + group_, 128);  // they are there
 #pragma unroll
       for (int i = first; i < min(first + C::kOutStages, C::Rows::kBlocks); ++i) {
@@ -444,7 +450,7 @@ class FwdRows {
         ptx::tma_store(sO + group_ * 64 * 128, &p_.out_map, column, 0,
                        static_cast<int>(task().seq.token_q) + (first >> p_.pack), task().head,
                        task().batch);
-        ptx::tma_commit_group();
+        ptx::cp_async_bulk_commit_group();
       }
       return;
     }
@@ -487,8 +493,8 @@ class FwdRows {
     for (int i = 0; i < C::kDim / 2; ++i) finite[i % 4 / 2] &= isfinite(o_[i]);
     const uint32_t upper = __ballot_sync(0xffffffffu, !finite[0]);
     const uint32_t lower = __ballot_sync(0xffffffffu, !finite[1]);
-    if (!ptx::bar_any(kStore + group_, 128, upper | lower)) return;
-    if (thread() == 0) ptx::tma_wait_group();
+    if (!ptx::bar_red_or(kStore + group_, 128, upper | lower)) return;
+    if (thread() == 0) ptx::cp_async_bulk_wait_group();
     ptx::bar_sync(kStore + group_, 128);  // what was sent is there
     store_again(upper, lower);
   }

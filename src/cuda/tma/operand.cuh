@@ -14,7 +14,7 @@ namespace flashmoe::cuda::tma {
 // A tile of 16-bit elements: the type of a member of a kernel's `struct Smem`, and the addresses
 // and descriptors of what lies in it.
 template <int kRows, int kCols>
-struct alignas(1024) Tile {
+struct Tile {
   static constexpr int kBlocks = (kCols + 63) / 64;
   static constexpr uint32_t kBlockBytes = kRows * 128;
   static constexpr uint32_t kBytes = kBlocks * kBlockBytes;

@@ -15,12 +15,12 @@ inline constexpr int kWarpgroupThreads = 128, kWarpgroupWarps = 4, kWarpgroupRow
 __device__ __forceinline__ int warpgroup_thread() {
   return static_cast<uint32_t>(ptx::opaque_thread()) % kWarpgroupThreads;
 }
-__device__ __forceinline__ int warpgroup_warp() { return warpgroup_thread() >> 5; }
-__device__ __forceinline__ int lane() { return warpgroup_thread() & 31; }
+__device__ __forceinline__ int warpgroup_warp() { return warpgroup_thread() / 32; }
+__device__ __forceinline__ int lane() { return warpgroup_thread() % 32; }
 
 // Of the 64 rows of a wgmma accumulator a thread holds fragment_row() and fragment_row() + 8, and
 // of each 8 columns fragment_column() and the next.
-__device__ __forceinline__ int fragment_row() { return warpgroup_warp() * 16 + (lane() >> 2); }
+__device__ __forceinline__ int fragment_row() { return warpgroup_warp() * 16 + lane() / 4; }
 __device__ __forceinline__ int fragment_column() { return lane() % 4 * 2; }
 
 // One arrival for the whole warp, all of whose lanes are done with a stage.

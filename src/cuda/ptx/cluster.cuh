@@ -1,57 +1,49 @@
-// CTAs of a cluster (sm_90), and each other's shared memory.
+// CTAs of a cluster (sm_90) and each other's shared memory.
 #pragma once
 
 #include <cstdint>
 
 namespace flashmoe::cuda::ptx {
 
-// PTX ISA, "%cluster_ctarank": which CTA of the cluster this is.
-__device__ __forceinline__ int cluster_rank() {
+// PTX ISA, "%cluster_ctarank": the rank of this CTA in its cluster.
+__device__ __forceinline__ int cluster_ctarank() {
   int rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
 
-// PTX ISA, "barrier.cluster": until all threads of all CTAs that have not ended are here.
-__device__ __forceinline__ void cluster_sync() {
+// PTX ISA, "barrier.cluster": waits until all threads of the cluster that have not ended are here.
+__device__ __forceinline__ void barrier_cluster_sync() {
   asm volatile(
       "barrier.cluster.arrive.release;\n"
       "barrier.cluster.wait.acquire;" ::
           : "memory");
 }
 
-// PTX ISA, "mapa": the same place in the shared memory of another CTA.
-__device__ __forceinline__ uint32_t at_rank(uint32_t shared, int rank) {
+// PTX ISA, "mapa": the address of the same variable in the shared memory of CTA `rank`.
+__device__ __forceinline__ uint32_t mapa(uint32_t shared, int rank) {
   uint32_t there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared), "r"(rank));
   return there;
 }
 
-// By such a place.
-__device__ __forceinline__ void st_cluster_u32(uint32_t there, uint32_t x) {
+// PTX ISA, "st.shared::cluster": 4 bytes to an address made by mapa().
+__device__ __forceinline__ void st_shared_cluster_u32(uint32_t there, uint32_t x) {
   asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(there), "r"(x) : "memory");
 }
-// What the thread wrote before is there for who waits with mbarrier_wait_cluster(): that takes a
-// fence for the whole GPU.
-__device__ __forceinline__ void mbarrier_release_cluster(uint32_t there) {
+
+// PTX ISA, "mbarrier.arrive" with .release.cluster: what this thread wrote before is visible to a
+// thread of the other CTA that returns from mbarrier_wait_cluster(). Costs a fence of the whole
+// GPU.
+__device__ __forceinline__ void mbarrier_arrive_release_cluster(uint32_t there) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(there)
                : "memory");
 }
-// Nothing was written, only read.
+// PTX ISA, "mbarrier.arrive" on a barrier of another CTA, by a thread that has only read.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t there) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
 }
-// PTX ISA, "cp.async.bulk": from here to there, counted by a barrier over there.
-__device__ __forceinline__ void bulk_send(uint32_t there, uint32_t shared, int bytes,
-                                          uint32_t barrier_there) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, "
-      "[%3];" ::"r"(there),
-      "r"(shared), "r"(bytes), "r"(barrier_there)
-      : "memory");
-}
-
-// mbarrier_wait() for what another CTA has written.
+// PTX ISA, "mbarrier.try_wait" with .acquire.cluster: mbarrier_wait() for what another CTA wrote.
 __device__ __forceinline__ void mbarrier_wait_cluster(uint32_t barrier, int parity) {
   asm volatile(
       "{\n"
@@ -61,6 +53,17 @@ __device__ __forceinline__ void mbarrier_wait_cluster(uint32_t barrier, int pari
       "@!done bra again;\n"
       "}" ::"r"(barrier),
       "r"(parity)
+      : "memory");
+}
+
+// PTX ISA, "cp.async.bulk" from shared::cta to shared::cluster: `bytes` bytes to another CTA, whose
+// barrier `barrier_there` counts them.
+__device__ __forceinline__ void cp_async_bulk_cluster(uint32_t there, uint32_t shared, int bytes,
+                                                      uint32_t barrier_there) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+      "[%3];" ::"r"(there),
+      "r"(shared), "r"(bytes), "r"(barrier_there)
       : "memory");
 }
 

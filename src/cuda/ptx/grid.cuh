@@ -1,15 +1,18 @@
-// Kernels that begin before the one ahead of them in the stream has ended (sm_90): those that are
-// launched with LaunchShape::programmatic.
+// Programmatic dependent launch (sm_90): a kernel launched with LaunchShape::programmatic begins
+// before the kernel ahead of it in the stream has ended.
 #pragma once
 
 namespace flashmoe::cuda::ptx {
 
-// PTX ISA, "griddepcontrol": once all CTAs have said so the next kernel may begin, where there is
-// room.
-__device__ __forceinline__ void grid_launch_next() {
+// PTX ISA, "griddepcontrol.launch_dependents": the next kernel may begin where there is room, once
+// every CTA of this one has called this or ended.
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
-// Until the one ahead has ended, and what it wrote is there.
-__device__ __forceinline__ void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// PTX ISA, "griddepcontrol.wait": waits until the kernel ahead has ended and its writes are
+// visible.
+__device__ __forceinline__ void griddepcontrol_wait() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
 
 }  // namespace flashmoe::cuda::ptx

@@ -1,24 +1,24 @@
-// Memory that several blocks share: sums and turns.
+// Global memory that several CTAs share: accumulators and semaphores.
 #pragma once
 
 #include <cstdint>
 
 namespace flashmoe::cuda::ptx {
 
-// PTX ISA, "red": adds to memory, nothing comes back.
+// PTX ISA, "red": adds to memory and returns nothing.
 __device__ __forceinline__ void red_add_f32(float* global, float x) {
   asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(global), "f"(x) : "memory");
 }
 
-// Four adjacent floats at once. Loop sm_90 and 16-byte alignment.
+// PTX ISA, "red" with .v4.f32: four adjacent floats at once. Needs sm_90 and 16-byte alignment.
 __device__ __forceinline__ void red_add_v4_f32(float* global, const float (&x)[4]) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(x[0]),
                "f"(x[1]), "f"(x[2]), "f"(x[3])
                : "memory");
 }
 
-// PTX ISA, "ld" and "st" with .acquire and .release: what the writer did before its release is
-// there for who has read it.
+// PTX ISA, "ld.acquire" and "st.release": what a thread wrote before its release is visible to a
+// thread whose acquire has read the released value.
 __device__ __forceinline__ int ld_acquire(const int* global) {
   int x;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(global) : "memory");
@@ -27,7 +27,7 @@ __device__ __forceinline__ int ld_acquire(const int* global) {
 __device__ __forceinline__ void st_release(int* global, int x) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(global), "r"(x) : "memory");
 }
-// PTX ISA, "red" with .release: counts one who is done.
+// PTX ISA, "red.release": adds to a semaphore, after this thread's earlier writes.
 __device__ __forceinline__ void red_release_add(int* global, int x) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(global), "r"(x) : "memory");
 }

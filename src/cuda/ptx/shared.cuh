@@ -1,4 +1,4 @@
-// Ordinary copies to shared memory.
+// Loads from and stores to shared memory by 32-bit address.
 #pragma once
 
 #include <cstdint>
@@ -17,6 +17,7 @@ __device__ __forceinline__ void st_shared_u32(uint32_t shared, uint32_t x) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared), "r"(x) : "memory");
 }
 
+// PTX ISA, "st.shared": a float.
 __device__ __forceinline__ void st_shared_f32(uint32_t shared, float x) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared), "f"(x) : "memory");
 }
@@ -28,6 +29,7 @@ __device__ __forceinline__ uint32_t ld_shared_u32(uint32_t shared) {
   return x;
 }
 
+// PTX ISA, "ld.shared": a float.
 __device__ __forceinline__ float ld_shared_f32(uint32_t shared) {
   return __uint_as_float(ld_shared_u32(shared));
 }

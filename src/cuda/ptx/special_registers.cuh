@@ -1,4 +1,4 @@
-// Special registers.
+// The architecture that is compiled for, and values that are opaque to the compiler.
 #pragma once
 
 #include <cstdint>
@@ -12,14 +12,16 @@ inline constexpr bool kHopper = true;
 inline constexpr bool kHopper = false;
 #endif
 
-// No instruction at all: the compiler must not know that the result is `x`. What is computed from
-// it is then computed here, and not once before a main loop that has no registers for it.
+// Returns `x` by no instruction at all, and hides from the compiler that it is `x`. What is
+// computed from the result is then computed where it is used, and not hoisted before a main loop
+// that has no registers to keep it.
 template <class Number>
 __device__ __forceinline__ Number opaque(Number x) {
   asm volatile("" : "+r"(x));
   return x;
 }
 
+// threadIdx.x as an opaque() value.
 __device__ __forceinline__ int opaque_thread() { return opaque(static_cast<int>(threadIdx.x)); }
 
 }  // namespace flashmoe::cuda::ptx

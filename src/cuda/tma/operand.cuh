@@ -1,42 +1,52 @@
-// Tiles in shared memory as wgmma reads them and the copy engine writes them: blocks of 64 columns,
-// rows of 128 bytes, whose eight chunks of 16 bytes are mixed with the row's number (the 128-byte
-// swizzle of both). Tiles begin at multiples of 1024 bytes.
+// Tiles in shared memory as TMA writes them and wgmma reads them.
+//
+//   block 0: columns 0-63    block 1: columns 64-127   ...
+//   kRows x 128 bytes        kRows x 128 bytes
+//
+// A row of a block is eight chunks of 16 bytes. Chunk c of row r lies at chunk c ^ (r % 8), the
+// 128-byte swizzle of both TMA and wgmma. Tiles begin at multiples of 1024 bytes.
 #pragma once
 
 #include <cstdint>
 
-namespace flashmoe::cuda::sm90 {
+namespace flashmoe::cuda::tma {
 
+// A tile of 16-bit elements: the type of a member of a kernel's `struct Smem`, and the addresses
+// and descriptors of what lies in it.
 template <int kRows, int kCols>
 struct Tile {
   static constexpr int kBlocks = (kCols + 63) / 64;
   static constexpr uint32_t kBlockBytes = kRows * 128;
   static constexpr uint32_t kBytes = kBlocks * kBlockBytes;
+  static_assert(kBytes % 1024 == 0);
 
+  char bytes[kBytes];
+
+  // The offset of an element from the tile's beginning.
   static __device__ __forceinline__ uint32_t at(int row, int column) {
     return column / 64 * kBlockBytes + row * 128 + ((column / 8 ^ row) % 8) * 16 + column % 8 * 2;
   }
 
-  // PTX ISA, "matrix descriptor": in units of 16 bytes where it begins, from one block of columns
-  // to the next, and from eight rows to the next eight; and the swizzle. The second half is the
-  // same for all.
+  // PTX ISA, "matrix descriptor", lower half: the start address and the distance from one block of
+  // columns to the next, in units of 16 bytes.
   static __device__ __forceinline__ uint32_t descriptor(uint32_t shared) {
     return shared / 16 | kBlockBytes / 16 << 16;
   }
-  // Columns [16 step, 16 step + 16) of the rows: the depth along the rows.
+  // The descriptor of columns [16 step, 16 step + 16): the depth runs along the rows.
   static __device__ __forceinline__ uint64_t along(uint32_t tile, int step) {
     return whole(tile + (step / 4 * kBlockBytes + step % 4 * 32) / 16);
   }
-  // Rows [16 step, 16 step + 16) of all columns: a row for each of the depth.
+  // The descriptor of rows [16 step, 16 step + 16): transposed, a row for each step of the depth.
   static __device__ __forceinline__ uint64_t across(uint32_t tile, int step) {
     return whole(tile + step * 16 * 128 / 16);
   }
 
  private:
+  // The upper half is the same for all tiles: the swizzle, and the distance of eight rows.
   static __device__ __forceinline__ uint64_t whole(uint32_t descriptor) {
     constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kNextRows = uint64_t{8 * 128 / 16} << 32;
     return kSwizzle128 | kNextRows | descriptor;
   }
 };
 
-}  // namespace flashmoe::cuda::sm90
+}  // namespace flashmoe::cuda::tma

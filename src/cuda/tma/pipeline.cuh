@@ -1,4 +1,5 @@
-// Places in shared memory that one thread has filled and warpgroups empty, in turns.
+// A pipeline between one producer thread, which loads tiles to shared memory by TMA, and consumer
+// warpgroups: stages with two mbarriers each, used in a ring.
 #pragma once
 
 #include "cuda/ptx/mbarrier.cuh"
@@ -6,67 +7,74 @@
 #include "cuda/ptx/tma.cuh"
 #include "cuda/tma/tensor_map.h"
 
-namespace flashmoe::cuda::sm90 {
+namespace flashmoe::cuda::tma {
 
-// The barriers of one place.
+// The two mbarriers of a stage, by their addresses. The producer arrives on `full` and consumers
+// wait for it; consumers arrive on `empty` and the producer waits for it.
 struct Slot {
+  // What a slot takes of shared memory.
+  struct Barriers {
+    uint64_t full, empty;
+  };
+
   uint32_t full, empty;
-  static constexpr uint32_t kBytes = 16;
 
   __device__ __forceinline__ explicit Slot(uint32_t barriers)
       : full(barriers), empty(barriers + 8) {}
-  // `readers` say that it is empty.
-  __device__ __forceinline__ void init(int readers) const {
-    ptx::mbarrier_init(full, 1);
+  // `writers` and `readers` are the arrivals that end a phase of `full` and of `empty`.
+  __device__ __forceinline__ void init(int writers, int readers) const {
+    ptx::mbarrier_init(full, writers);
     ptx::mbarrier_init(empty, readers);
   }
 };
 
-// Which of kCount places is next, and how often it was filled before.
-template <int kCount>
+// Which of kStages stages is next. Producer and consumers count stages each for themselves.
+template <int kStages>
 class Ring {
  public:
-  __device__ __forceinline__ explicit Ring(uint32_t turns = 0) : turns_(turns) {}
-  __device__ __forceinline__ uint32_t turns() const { return turns_; }
-  // Opaque: so that addresses are computed once more rather than kept in registers.
-  __device__ __forceinline__ int at() const { return ptx::opaque(turns_) % kCount; }
-  __device__ __forceinline__ int parity() const { return turns_ / kCount % 2; }
-  __device__ __forceinline__ void advance() { ++turns_; }
+  __device__ __forceinline__ explicit Ring(uint32_t count = 0) : count_(count) {}
+  // How many stages came before this one.
+  __device__ __forceinline__ uint32_t count() const { return count_; }
+  // The stage's index. Opaque, so that addresses are recomputed rather than kept in registers.
+  __device__ __forceinline__ int at() const { return ptx::opaque(count_) % kStages; }
+  __device__ __forceinline__ int parity() const { return count_ / kStages % 2; }
+  __device__ __forceinline__ void advance() { ++count_; }
   __device__ __forceinline__ void wait_full(const Slot& slot) const {
     ptx::mbarrier_wait(slot.full, parity());
   }
-  // The first turn finds every place empty.
+  // The first round of the ring finds every stage empty.
   __device__ __forceinline__ void wait_empty(const Slot& slot) const {
     ptx::mbarrier_wait(slot.empty, parity() ^ 1);
   }
 
  private:
-  static_assert((kCount & (kCount - 1)) == 0);  // turns may overflow
-  uint32_t turns_;
+  static_assert((kStages & (kStages - 1)) == 0);  // so that the count may overflow
+  uint32_t count_;
 };
 
-// What is the same for all threads of a warp; so that the compiler knows, too, and has it in
-// uniform registers.
+// Returns lane 0's `x`, which all lanes of the warp have: the compiler then knows that it is
+// uniform and keeps it in uniform registers.
 template <class Number>
-__device__ __forceinline__ Number same(Number x) {
+__device__ __forceinline__ Number warp_uniform(Number x) {
   return __shfl_sync(0xffffffffu, x, 0);
 }
 
-// A tile, in blocks of 64 columns, on its way to shared memory: `where` names row, head and so on.
-// Whoever waits for it waits for kMoreBytes as well. kOnce: nobody else needs it.
-template <class Tile, uint32_t kMoreBytes = 0, bool kOnce = false, class... Where>
+// Loads a tile, one box of 64 columns after the other, by one thread. `where` are the coordinates
+// after the column: row, head and so on. `slot.full` also counts kMoreBytes, which the caller
+// loads. kEvictFirst: no other CTA loads the tile.
+template <class Tile, uint32_t kMoreBytes = 0, bool kEvictFirst = false, class... Where>
 __device__ __forceinline__ void fill(const Slot& slot, uint32_t shared, const TensorMap& map,
                                      Where... where) {
   ptx::mbarrier_arrive_expect_tx(slot.full, Tile::kBytes + kMoreBytes);
 #pragma unroll
   for (int i = 0; i < Tile::kBlocks; ++i) {
     const uint32_t to = shared + i * Tile::kBlockBytes;
-    if constexpr (kOnce) {
-      ptx::tma_load_once(to, &map, slot.full, 64 * i, where...);
+    if constexpr (kEvictFirst) {
+      ptx::tma_load_evict_first(to, &map, slot.full, 64 * i, where...);
     } else {
       ptx::tma_load(to, &map, slot.full, 64 * i, where...);
     }
   }
 }
 
-}  // namespace flashmoe::cuda::sm90
+}  // namespace flashmoe::cuda::tma

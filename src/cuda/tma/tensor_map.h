@@ -5,7 +5,8 @@
 
 namespace flashmoe::cuda {
 
-// What TMA reads of a tensor: see runtime/tensor_map.h. By value, in constant memory.
+// The description of a tensor that TMA reads, encoded by runtime/tensor_map.h. Kernels are given it
+// by value, in constant memory.
 struct alignas(64) TensorMap {
   uint64_t opaque[16];
 };

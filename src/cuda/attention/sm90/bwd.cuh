@@ -1,358 +1,239 @@
-// Attention backward for Hopper. With P = 2^(S - lse):
+// Attention backward for Hopper, by TMA and wgmma. With P = 2^(S - lse):
 //
 //   dV = P^T dO      dP = dO V^T      dS = P * (dP - delta)      dQ = dS K      dK = dS^T Q
 //
-// One CTA on each SM, which goes through blocks of keys. Each of two warpgroups has 64 keys, and
-// their dK and dV in registers. Queries go by, of all heads of the group:
+// Three kernels: bwd_preprocess.cuh makes lse in base 2 and delta, this one does the MMAs, and
+// bwd_convert_dq.cuh converts dQ from its fp32 accumulator (above head dim 128 this kernel does
+// that itself). This one has a CTA on each SM, which goes through tasks, each a tile of 128 keys of
+// one key head. K and V stay; tiles of queries of all heads of the group go by. Up to head dim 128:
 //
-//   shared memory   sK, sV   block_k x D
-//                   sQ, sdO  2 stages x block_q x D   in turns, see row_places(); lse and delta
-//                   sdS      2 x block_q x block_k
-//                   sums     64 x 64 floats for each warpgroup: dQ on its way out
-//                   grads    64 x D for each warpgroup: dV and dK on their way out
-//                   the task, and barriers: full and empty, for each of these
+//              queries, tile by tile, from the last to the first
+//             +---------+---------+---------+
+//   keys      | 64 x block_q      |         |  consumer 0: S^T, dP^T; dK and dV of its 64 keys
+//   128       +---------+---------+---------+
+//             | 64 x block_q      |         |  consumer 1
+//             +---------+---------+---------+
 //
-//   products of a warpgroup   dP(n) |       | dV(n) dK(n) dQ(n-1) S(n+1)      | dP(n+1) | ...
-//   meanwhile                 P(n)  | dS(n) |                  dQ(n-1) leaves | P(n+1)
+//   MMAs of a consumer   dP(n) |       | dV(n) dK(n) dQ(n-1) S(n+1)      | dP(n+1) | ...
+//   meanwhile            P(n)  | dS(n) |                  dQ(n-1) leaves | P(n+1)
 //
-// The tensor cores of an SM hold eight instructions ahead, and who issues more waits. So the
-// warpgroups take turns: while one multiplies, the other finds its P and dS. They are half a block
-// apart then, and dQ, which takes the dS of both, comes one block late.
+// The tensor cores of an SM queue eight wgmma, of both consumers together; a warp that issues more
+// waits. So the consumers take turns: while one issues its MMAs, the other finds P and dS. They are
+// half a tile apart then, and dQ, which takes the dS of both, comes one tile late.
 //
-// S and dP are computed with a row for each key, so that P and dS are left in the registers as the
-// products for dV and dK read them. dQ takes dS from shared memory; the warpgroups share out its
-// rows, or where there are 64 only, its columns. It is added to fp32 sums by the copy engine, in
-// the accumulators' own order: two warps beside the loading one see to that. The first block of
-// keys stores, so that the sums need no zeros, and the others wait for it; or for their turn, where
-// sums are deterministic (see find_task()). A first kernel makes lse and delta, a last one rounds
-// dQ, head by head as they are done with: attention_bwd_rows.cuh.
+// S and dP have a row for each key, so that P and dS are left in registers as the MMAs for dV and
+// dK read them. dQ takes dS from shared memory; the consumers share its rows, or where there are 64
+// only, its columns. Warpgroup 0 gives its registers away. Its warp 0 is the producer; one thread
+// each of warps 1 and 2 adds a consumer's dQ to the accumulator by TMA, in the order of the
+// accumulators (bwd_dq.cuh has the order of tiles).
 //
-// Head dims above 128: attention_bwd_wide.cuh.
+// Registers of a thread: warpgroup 0 has 24, consumers 240. Shared memory: BwdConfig::OneCtaSmem,
+// 210.5 KB at D = 64, 225.5 KB at D = 128. Head dims above 128: bwd_two_cta.cuh.
+//
+// Measured on an H200, 2026-11-16, bf16, 16,384 keys, rested: 593 TFLOP/s at D = 64, 642 at D =
+// 128, 571 at D = 256, all kernels of the pass together. docs/performance.md has all lengths and
+// the peers.
 #pragma once
 
-#include "cuda/attention/sm90/bwd_scores.cuh"
+#include <cstddef>
+#include <type_traits>
+
+#include "cuda/attention/sm90/bwd_consumer.cuh"
+#include "cuda/attention/sm90/bwd_convert_dq.cuh"
+#include "cuda/attention/sm90/bwd_producer.cuh"
 #include "cuda/attention/sm90/bwd_two_cta.cuh"
+#include "cuda/attention/sm90/tiles.h"
+#include "cuda/ptx/grid.cuh"
+#include "cuda/tile/dtype.cuh"
+#include "cuda/tma/operand.cuh"
 
 namespace flashmoe::cuda::sm90 {
 
-// The thread that has dQ of one warpgroup leave shared memory, and counts the tasks that are done.
-template <class C>
-__device__ __forceinline__ void store_all(char* shared, const BwdSlots<C>& slots, int group,
-                                          const Sm90BwdParams& p) {
-  const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  const uint32_t from = smem + C::kSmemSums + group * C::kSumBytes;
-  const Slot sums = slots.sums(group);
-  int parity = 0;
-  for_each_task_helper<C>(shared, slots, [&](const BwdTask& w) {
-    for_each_tile<C>(w, p, [&](int head, int first) {
-      const Turn<C> turn(w, head, first, p);
-      if (p.dq_accum) turn.wait();
-      ptx::mbarrier_wait(sums.full, parity);
-      parity ^= 1;
-      if (p.dq_accum) {
-        float* const to = query_sums<C>(turn.row, group, p);
-        ptx::fence_proxy_async_all();  // sums by others come before
-        if (turn.stores) {
-          ptx::bulk_store_f32(to, from, C::kSumBytes);
-        } else {
-          ptx::bulk_add_f32(to, from, C::kSumBytes);
-        }
-        ptx::tma_commit_group();
-        ptx::tma_wait_group_read();
-      }
-      ptx::mbarrier_arrive(sums.empty);
-      if (p.dq_accum && turn.passes_on) {
-        ptx::tma_wait_group();
-        ptx::fence_proxy_async_all();
-        turn.pass_on();
-      }
-    });
-    if (!p.dq_accum) return;
-    ptx::tma_wait_group();  // all sums of the task are there: the last kernel may begin with them
-    ptx::fence_proxy_async_all();
-    ptx::red_release_add(blocks_done(p, w.sequence, w.key_head), 1);
-  });
-}
+template <class T, Sm90BwdTile kTile_>
+struct BwdConfig {
+  using Type = T;
+  static constexpr bool kBf16 = std::is_same_v<T, Bf16>;
+  static constexpr Sm90BwdTile kTile = kTile_;
+  static constexpr bool kTwoCta = kTile.two_cta();
+  static constexpr int kDim = kTile.head_dim, kDqAccumDim = kTile.dq_accum_dim();
+  static constexpr int kBlockQ = kTile.block_q, kBlockK = kTile.block_k, kStages = kTile.kStages;
+  static constexpr int kCluster = kTile.cluster();
+  static constexpr int kWarpgroups = 2;              // of consumers
+  using Rows = tma::Tile<kBlockQ, kDim>;             // Q or dO
+  using Keys = tma::Tile<kBlockK / kCluster, kDim>;  // K or V
+  using ScoreTile = tma::Tile<kBlockQ, kBlockK>;     // dS
+  using Grads = tma::Tile<64, kDim>;                 // dK or dV of 64 keys
+  // Two CTAs: the columns of dQ that a CTA has are kDqFirst from column kDqFirst * rank on and
+  // kDqSecond from column 128 + kDqSecond * rank on. PeerKeys are the blocks of 64 columns of the
+  // other CTA's K that these are in.
+  static constexpr int kDqFirst = kDim > 192 ? 128 : 64, kDqSecond = kDim > 192 ? 0 : 32;
+  using PeerKeys = tma::Tile<64, 128>;
+  static constexpr uint32_t kLseDeltaBytes = kBlockQ * 8;
+  static constexpr uint32_t kDqBytes = 64 * 64 * 4;  // dQ of a warpgroup on its way out
 
-// One warpgroup with 64 keys.
-template <class C>
-class BwdKeys : BwdScores<C> {
-  using Base = BwdScores<C>;
-  using Base::arrive, Base::care_, Base::dp_, Base::group_, Base::kAfter, Base::p_, Base::ring_,
-      Base::s_, Base::slots_, Base::smem, Base::smem_, Base::stage_, Base::thread;
-  using typename Base::Pairs;
+  // mbarriers, each a tma::Slot with `full` and `empty`. "Producer" is its one thread, whose
+  // arrival on `full` also expects the bytes of TMA; "warps" are the four of each consumer named.
+  enum Barrier : int {
+    // [2] full: the producer; consumers and the helper threads wait. empty: each consumer thread
+    // and
+    // each helper thread; the producer waits.
+    kTaskBarrier = 0,
+    // full: the producer; consumers wait. empty: warps of both consumers; the producer waits.
+    kKBarrier = 2,
+    // As K. With two CTAs, empty: warps of consumer 1, which sends dK through sV.
+    kVBarrier = 3,
+    // [2] Q. full: the producer; consumers wait. empty: warps of both consumers, of both CTAs where
+    // there are two, since each loads for both; the producer waits.
+    kQBarrier = 4,
+    // [2] dO with lse, delta and QueryTileInfo. As Q; with two CTAs, empty: warps of consumer 0.
+    kGradOutBarrier = 6,
+    // [2] dQ of consumer i in sdQ. full: its warps; its store_dq() thread waits. empty: that
+    // thread;
+    // the consumer waits. With two CTAs [1] of them, for the turn to add to dQ: empty: the
+    // keep_dq_order() thread, when it is the CTA's turn; consumer 1 waits. full: its warps, when
+    // all
+    // its additions are issued; the thread waits.
+    kDqBarrier = 8,
+    // [2] dS. full: warps of both consumers; both wait. empty: warps of both, when dQ is computed;
+    // both wait. With two CTAs [1]: full: warps of consumer 0; consumer 1 and send_ds() wait.
+    // empty:
+    // warps of consumer 1 of both CTAs; consumer 0 waits.
+    kDsBarrier = 10,
 
- public:
-  __device__ __forceinline__ BwdKeys(char* shared, const BwdSlots<C>& slots, int group,
-                                     const Sm90BwdParams& p)
-      : Base(shared, slots, group, p) {}
+    // One CTA only.
+    // [2] `full` alone: the turn of consumer i to issue MMAs. Warps of the other consumer arrive,
+    // consumer i waits.
+    kMmaBarrier = 12,
 
-  __device__ __forceinline__ void run() {
-    this->for_each_task([&](const BwdTask& w) { compute(w); });
-    if (thread() == 0) ptx::tma_wait_group();
+    // Two CTAs only.
+    // What dQ takes of the other CTA's K. full: the producer; consumer 1 waits. empty: warps of
+    // consumer 1; the producer waits.
+    kPeerKBarrier = 11,
+    // `full` alone: the other CTA's half of dS. This CTA's send_ds() arrives and expects the bytes
+    // that the other's sends; consumer 1 waits.
+    kPeerDsBarrier = 12,
+    // The number of the next task. full, of CTA 1: the producer of CTA 0; that of CTA 1 waits.
+    // empty,
+    // of CTA 0: the producer of CTA 1; that of CTA 0 waits.
+    kNextTaskBarrier = 13,
+
+    kBarriers = 14,
+  };
+  // Named barriers (0 is __syncthreads()).
+  enum NamedBarrier : int {
+    kWarpgroupBarrier = 1,  // [2] all threads of a consumer
+    // Both consumers, when a task begins. One CTA: both have cleared unseen keys, and whether any
+    // key is not finite. Two CTAs: consumer 1 has cleared K and arrives, consumer 0 waits.
+    kAgreeBarrier = 3,
+  };
+
+  struct OneCtaSmem {
+    Keys sK, sV;
+    Rows sRows[2 * kStages];  // Q and dO: see row_places()
+    ScoreTile sdS[2];
+    float sdQ[kWarpgroups][kDqBytes / 4];  // dQ on its way out, as wgmma lays it out
+    Grads sGrads[kWarpgroups];             // dV, then dK, on their way out
+    float lse_delta[kStages][2 * kBlockQ];
+    BwdTask tasks[2];
+    QueryTileInfo query_tiles[kStages];
+    tma::Slot::Barriers barriers[kBarriers];
+  };
+  struct TwoCtaSmem {
+    Keys sK, sV;              // of 64 keys; dK leaves through sV
+    Rows sRows[2 * kStages];  // Q and dO: see row_places(); dV leaves through the last dO
+    ScoreTile sdS[1];         // one half from the other CTA
+    PeerKeys sPeerK;
+    float lse_delta[kStages][2 * kBlockQ];
+    BwdTask tasks[2];
+    QueryTileInfo query_tiles[kStages];
+    tma::Slot::Barriers barriers[kBarriers];
+    uint32_t next_task;
+  };
+  using Smem = std::conditional_t<kTwoCta, TwoCtaSmem, OneCtaSmem>;
+  static_assert(offsetof(Smem, tasks) + kBwdControlBytes == kTile.shared_bytes());
+  static_assert(sizeof(Smem) <= kTile.shared_bytes() && kTile.shared_bytes() <= kSm90SharedBytes);
+  static_assert(kBlockK == kKeysOfBlock && (!kTwoCta || kBlockQ == 64));
+  static_assert(kTwoCta || kBlockQ * kDqAccumDim * 4 == kWarpgroups * kDqBytes);
+
+  // `smem` is the address of the CTA's Smem.
+  static __device__ __forceinline__ tma::Slot slot(uint32_t smem, int barrier) {
+    return tma::Slot(smem + offsetof(Smem, barriers) + barrier * sizeof(tma::Slot::Barriers));
   }
-
- private:
-  static constexpr bool kByRows = C::kBlockQ == 64 * C::kGroups;  // how dQ is shared out
-  static constexpr int kN = 64;                                   // its columns of a warpgroup
-
-  // One warpgroup multiplies, then the other; the first begins.
-  __device__ __forceinline__ void begin_products() const {
-    ptx::mbarrier_wait(slots_.products(group_), (ring_.turns() + group_ + 1) % 2);
-  }
-  __device__ __forceinline__ void end_products() const { arrive(slots_.products(1 - group_)); }
-
-  // dS of the block before, by both warpgroups.
-  __device__ __forceinline__ uint32_t pairs_before() const { return this->pairs_tile(stage_ + 1); }
-  __device__ __forceinline__ void wait_for_pairs_before() const {
-    const Ring<2> before(ring_.turns() - 1);
-    before.wait_full(slots_.pairs(before.at()));
-  }
-
-  // dQ = dS K, of the block before.
-  __device__ __forceinline__ void issue_query_gradient() {
-    const uint32_t sdS = pairs_before() + (kByRows ? group_ * 64 * 128 : 0);
-    const uint32_t sK = smem_ + C::kSmemK + (kByRows ? 0 : group_ * C::Keys::kBlockBytes);
-    using Wgmma = ptx::Wgmma<C::kBf16, kN>;
-    Wgmma::across_first(dq_, C::Pairs::along(C::Pairs::descriptor(sdS), 0),
-                        C::Keys::across(C::Keys::descriptor(sK), 0));
-#pragma unroll
-    for (int step = 1; step < C::kBlockK / 16; ++step) {
-      Wgmma::across(dq_, C::Pairs::along(C::Pairs::descriptor(sdS), step),
-                    C::Keys::across(C::Keys::descriptor(sK), step));
+  static constexpr int kHelpers = 2;  // threads beside the producer's that look at tasks
+  static __device__ __forceinline__ void init_barriers(uint32_t smem) {
+    constexpr int kOne = kWarpgroupWarps, kBoth = kWarpgroups * kWarpgroupWarps;
+    for (int i = 0; i < 2; ++i) {
+      slot(smem, kTaskBarrier + i).init(1, kWarpgroups * kWarpgroupThreads + kHelpers);
+      slot(smem, kQBarrier + i).init(1, kCluster * kBoth);
+      slot(smem, kGradOutBarrier + i).init(1, kCluster * (kTwoCta ? kOne : kBoth));
+      slot(smem, kDqBarrier + i).init(kOne, 1);
     }
-    ptx::wgmma_commit_group();
-  }
-
-  // dQ to where the copy engine finds it, of the CTA's block of queries with that number.
-  __device__ __forceinline__ void write_sums(uint32_t tile) {
-    Ring<1>(tile).wait_empty(slots_.sums(group_));
-    const uint32_t to = smem() + C::kSmemSums + group_ * C::kSumBytes + thread() * 16;
-#pragma unroll
-    for (int i = 0; i < kN / 8; ++i) {
-      ptx::st_shared_v4(to + i * 2048,
-                        uint4{__float_as_uint(dq_[4 * i]), __float_as_uint(dq_[4 * i + 1]),
-                              __float_as_uint(dq_[4 * i + 2]), __float_as_uint(dq_[4 * i + 3])});
-    }
-  }
-  __device__ __forceinline__ void send_sums() {
-    ptx::fence_proxy_async();
-    arrive(slots_.sums(group_).full);
-  }
-
-  // A block of queries, whose P is there and whose dP is on its way. Then that is so of the next
-  // one, if there is kMore; and dQ of the one before has left. (For the `first` of a task dQ is
-  // computed of whatever lies there, and forgotten: ptxas serialises products that are not always
-  // issued. So it does if more than dP is on its way from one step to the next.)
-  template <bool kMore>
-  __device__ __forceinline__ void step(const BwdTask& w, bool first) {
-    if (this->contains()) return step_contained<kMore>(w, first);
-    const Slot q = slots_.q(ring_.at()), grad_out = slots_.grad_out(ring_.at());
-    const Slot pairs = slots_.pairs(ring_.at());
-    Pairs p_pairs, ds_pairs;
-    this->pack(p_pairs, s_);
-    ptx::wgmma_wait_group<0>(dp_);
-    if (!kMore) arrive(slots_.v().empty);
-    this->differentiate(p_pairs);
-    this->pack(ds_pairs, dp_);
-    ring_.wait_empty(pairs);
-    this->store_pairs(ds_pairs, this->first_key());
-    ptx::fence_proxy_async();
-    arrive(pairs.full);
-    begin_products();
-    ptx::wgmma_done_with(p_pairs);  // packed by now, not between the products
-    ptx::wgmma_done_with(ds_pairs);
-    ptx::wgmma_fence();
-    this->issue_gradient(dv_, p_pairs, this->stage_grad_out());
-    this->issue_gradient(dk_, ds_pairs, this->stage_q());
-    wait_for_pairs_before();
-    ptx::wgmma_fence();
-    issue_query_gradient();
-    ptx::wgmma_wait_group<1>(dv_);
-    ptx::wgmma_wait_group<1>(dk_);
-    ptx::wgmma_done_with(p_pairs);
-    ptx::wgmma_done_with(ds_pairs);
-    arrive(grad_out.empty);
-    arrive(q.empty);
-    this->advance();
-    if (kMore) {
-      ptx::mbarrier_wait(slots_.q(ring_.at()).full, ring_.parity());
-      ptx::wgmma_fence();
-      this->issue_scores();
-    }
-    ptx::wgmma_wait_group<kMore ? 1 : 0>(dq_);
-    if (!first) write_sums(ring_.turns() - 2);
-    if (kMore && !kAfter) this->issue_grad_probabilities();
-    end_products();
-    if (!first) send_sums_before();
-    if (kMore) this->find_probabilities(w);
-    if (kMore && kAfter) this->issue_grad_probabilities();
-  }
-  // Those of the block before; its dS is done with, and the next one's goes to the same place.
-  __device__ __forceinline__ void send_sums_before() {
-    arrive(slots_.pairs(ring_.at()).empty);
-    send_sums();
-  }
-
-  // The same where a mask hides something not finite, in this block or in the one before.
-  template <bool kMore>
-  __device__ __forceinline__ void step_contained(const BwdTask& w, bool first) {
-    const Slot q = slots_.q(ring_.at()), grad_out = slots_.grad_out(ring_.at());
-    const Slot pairs = slots_.pairs(ring_.at());
-    Pairs p_pairs, ds_pairs;
-    this->pack(p_pairs, s_);
-    ptx::wgmma_wait_group<0>(dp_);
-    if (!kMore) arrive(slots_.v().empty);
-    this->differentiate(p_pairs);
-    this->pack(ds_pairs, dp_);
-    ring_.wait_empty(pairs);
-    this->add_contained(dv_, p_pairs, w);
-    this->store_pairs(ds_pairs, this->first_key());
-    ptx::fence_proxy_async();
-    this->sync_group();  // dS is there
-    arrive(pairs.full);
-    this->template multiply_contained<typename C::Rows>(
-        dk_, C::kBlockQ,
-        [&](int key, int query) { return this->pair_at(w, query, this->first_key() + key); },
-        this->stage_q(), 0);
-    begin_products();
-    if (!first) {
-      const int before = this->first() + C::kBlockQ;  // of this head, or the last of the one before
-      find_contained_query_gradient(w, before < w.query_end ? before : w.query_begin);
-      write_sums(ring_.turns() - 1);
-    }
-    end_products();
-    arrive(grad_out.empty);
-    arrive(q.empty);
-    this->advance();
-    if (!first) send_sums_before();
-    if (kMore) {
-      const bool of_block = care_ & Base::kOfBlock;
-      this->begin_rows(w);
-      if (of_block) care_ |= Base::kOfBlockBefore;
-    }
-  }
-  // dQ of the block before, from query `first` on.
-  __device__ __forceinline__ void find_contained_query_gradient(const BwdTask& w, int first) {
-    wait_for_pairs_before();
-#pragma unroll
-    for (float& x : dq_) x = 0;
-    this->template multiply_contained<typename C::Keys>(
-        dq_, C::kBlockK,
-        [&](int query, int key) {
-          return this->pair_at(w, first, pairs_before(), query + (kByRows ? 64 * group_ : 0), key);
-        },
-        smem() + C::kSmemK, kByRows ? 0 : 64 * group_);
-  }
-
-  // By both warpgroups.
-  __device__ __forceinline__ bool find_bad_keys(const BwdTask& w) const {
-    if (!this->any_mask()) return false;
-    if (this->any_unseen(w, w.first_key, C::kBlockK)) {
-      ptx::bar_sync(Base::kAgree, C::kGroups * 128);  // they are cleared
-    }
-    const bool bad =
-        this->template any_bad<C::kGroups * 128>(smem() + C::kSmemK, 2 * C::Keys::kBytes);
-    return ptx::bar_any(Base::kAgree, C::kGroups * 128, bad);
-  }
-
-  __device__ __forceinline__ void compute(const BwdTask& w) {
-    const int first_key = w.first_key + this->first_key();
-#pragma unroll
-    for (int i = 0; i < C::kDim / 2; ++i) dk_[i] = dv_[i] = 0;
-    ptx::mbarrier_wait(slots_.k().full, w.keys_parity);
-    this->clear_keys(w, first_key, smem() + C::kSmemK, this->first_row());
-    ptx::mbarrier_wait(slots_.q(ring_.at()).full, ring_.parity());
-    ptx::wgmma_fence();
-    this->issue_scores();
-    ptx::mbarrier_wait(slots_.v().full, w.keys_parity);
-    this->clear_keys(w, first_key, smem() + C::kSmemV, this->first_row());
-    if (!kAfter) this->issue_grad_probabilities();
-    care_ = find_bad_keys(w) ? Base::kOfKeys : 0;
-    this->find_probabilities(w);
-    if (kAfter) this->issue_grad_probabilities();
-#pragma unroll 1
-    while (ring_.turns() != w.last_tile) step<true>(w, ring_.turns() == w.first_tile);
-    step<false>(w, w.first_tile == w.last_tile);
-    store(w);
-  }
-
-  // dV and dK, and the last dQ.
-  __device__ __forceinline__ void store(const BwdTask& w) {
-    if (this->contains()) {
-      find_contained_query_gradient(w, w.query_begin);
+    if constexpr (kTwoCta) {
+      slot(smem, kDsBarrier).init(kOne, kCluster * kOne);
+      slot(smem, kPeerKBarrier).init(1, kOne);
+      slot(smem, kPeerDsBarrier).init(1, 1);
+      slot(smem, kNextTaskBarrier).init(1, 1);
     } else {
-      wait_for_pairs_before();
-      ptx::wgmma_fence();
-      issue_query_gradient();
-      ptx::wgmma_wait_group<0>(dq_);
+      for (int i = 0; i < 2; ++i) {
+        slot(smem, kDsBarrier + i).init(kBoth, kBoth);
+        ptx::mbarrier_init(slot(smem, kMmaBarrier + i).full, kOne);
+      }
     }
-    arrive(slots_.k().empty);
-    arrive(slots_.pairs(Ring<2>(ring_.turns() - 1).at()).empty);
-    leave(w, dv_, 1.f, p_.grad_value, p_.grad_value_strides, p_.grad_value_map, p_.head_dim_v);
-    write_sums(ring_.turns() - 1);
-    send_sums();
-    leave(w, dk_, p_.scale, p_.grad_key, p_.grad_key_strides, p_.grad_key_map, p_.head_dim);
-  }
-  // One of them, through shared memory.
-  __device__ __forceinline__ void leave(const BwdTask& w, const float (&x)[C::kDim / 2],
-                                        float times, const void* gradient, const Strides& strides,
-                                        const TensorMap& map, int dim) {
-    const uint32_t grads = smem() + C::kSmemGrads + group_ * C::Grads::kBytes;
-    if (thread() == 0) ptx::tma_wait_group_read();
-    this->sync_group();  // what was there has left
-    this->write_gradient(grads, C::Grads::kBlockBytes, x, times);
-    ptx::fence_proxy_async();
-    this->sync_group();  // it is there
-    this->send_gradient(w, gradient, strides, map, dim, grads, C::Grads::kBlockBytes,
-                        w.first_key + this->first_key());
+    slot(smem, kKBarrier).init(1, kBoth);
+    slot(smem, kVBarrier).init(1, kTwoCta ? kOne : kBoth);
+    ptx::fence_mbarrier_init();
   }
 
-  float dk_[C::kDim / 2], dv_[C::kDim / 2], dq_[kN / 2];
+  static constexpr int kProducerRegisters = kTwoCta ? 40 : 24;
+  static constexpr int kConsumerRegisters = 240;
+  static constexpr int kSecondConsumerRegisters = kTwoCta ? 224 : kConsumerRegisters;
+  static_assert(kProducerRegisters + kConsumerRegisters + kSecondConsumerRegisters <=
+                3 * registers_at_first(3));
 };
 
 template <class C>
 __device__ __forceinline__ void attention_bwd(const Sm90BwdParams& p) {
-  extern __shared__ __align__(1024) char shared[];
-  const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  const BwdSlots<C> slots{smem + C::kSmemBarriers};
-  const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
-  if (threadIdx.x == 0) slots.init();
-  ptx::grid_wait();  // for lse and delta
-  ptx::grid_launch_next();
-  // The barriers are there.
+  extern __shared__ __align__(1024) char shared_memory[];
+  auto& shared = *reinterpret_cast<typename C::Smem*>(shared_memory);
+  const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory));
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroupThreads, 0);
+  if (threadIdx.x == 0) C::init_barriers(smem);
+  ptx::griddepcontrol_wait();  // for lse and delta
+  ptx::griddepcontrol_launch_dependents();
+  // The barriers are initialised.
   if constexpr (C::kCluster == 1) {
     __syncthreads();
   } else {
-    ptx::cluster_sync();
+    ptx::barrier_cluster_sync();
   }
-  if (group == 0) {
-    ptx::setmaxnreg_dec<C::kLoaderRegisters>();
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_dec<C::kProducerRegisters>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-    if (C::kTwoCta && warp == 3) round_all<C, 2>(p);
+    if (C::kTwoCta && warp == 3) convert_dq<C, 2>(p);
     if (threadIdx.x % 32 == 0) {
-      if (warp == 0) load_all<C>(shared, slots, p);
+      if (warp == 0) produce<C>(shared, smem, p);
       if constexpr (C::kTwoCta) {
-        if (warp == 1) send_pairs<C>(shared, slots);
-        if (warp == 2) keep_turns<C>(shared, slots, p);
+        if (warp == 1) send_ds<C>(shared, smem);
+        if (warp == 2) keep_dq_order<C>(shared, smem, p);
       } else {
-        if (warp == 1 || warp == 2) store_all<C>(shared, slots, warp - 1, p);
+        if (warp == 1 || warp == 2) store_dq<C>(shared, smem, warp - 1, p);
       }
     }
   } else {
     if constexpr (!C::kTwoCta) {
-      ptx::setmaxnreg_inc<C::kRegisters>();
-      BwdKeys<C>(shared, slots, group - 1, p).run();
-    } else if (group == 1) {
-      ptx::setmaxnreg_inc<C::kRegisters>();
-      BwdWideValues<C>(shared, slots, p).run();
+      ptx::setmaxnreg_inc<C::kConsumerRegisters>();
+      BwdConsumer<C>(shared, smem, warpgroup - 1, p).run();
+    } else if (warpgroup == 1) {
+      ptx::setmaxnreg_inc<C::kConsumerRegisters>();
+      BwdTwoCtaDv<C>(shared, smem, p).run();
     } else {
-      ptx::setmaxnreg_inc<C::kSecondRegisters>();
-      BwdWideKeys<C>(shared, slots, p).run();
+      ptx::setmaxnreg_inc<C::kSecondConsumerRegisters>();
+      BwdTwoCtaDkDq<C>(shared, smem, p).run();
     }
-    if constexpr (C::kTwoCta) round_all<C, 4>(p);
+    if constexpr (C::kTwoCta) convert_dq<C, 4>(p);
   }
-  if constexpr (C::kCluster > 1) ptx::cluster_sync();  // nobody needs the other's shared memory
+  // A CTA ends only when the other needs its shared memory no more.
+  if constexpr (C::kCluster > 1) ptx::barrier_cluster_sync();
 }
 
 }  // namespace flashmoe::cuda::sm90

@@ -1,106 +1,163 @@
-// A warpgroup that has S and dP of 64 keys, and makes P and dS of them.
+// The score step of the sm90 backward pass: S and dP of 64 keys by MMA, and P and dS from them.
 #pragma once
 
 #include "cuda/attention/sm90/bwd_warpgroup.cuh"
+#include "cuda/attention/softmax.cuh"
+#include "cuda/ptx/ldmatrix.cuh"
+#include "cuda/ptx/wgmma.cuh"
 
 namespace flashmoe::cuda::sm90 {
 
+// P or dS of 64 keys in 16 bits, as wgmma reads operands from registers.
 template <class C>
-class BwdScores : protected BwdGroup<C> {
-  using Base = BwdGroup<C>;
+using PackedTile = uint32_t[C::kBlockQ / 16][4];
 
- protected:
-  using Base::Base, Base::p_, Base::ring_, Base::slots_, Base::smem_;
-  using typename Base::Type, typename Base::Pairs;
+template <class C>
+__device__ __forceinline__ void pack(PackedTile<C>& packed, const float (&x)[C::kBlockQ / 2]) {
+#pragma unroll
+  for (int i = 0; i < C::kBlockQ / 4; ++i) {
+    packed[i / 4][i % 4] = C::Type::pack(x[2 * i], x[2 * i + 1]);
+  }
+}
+
+// dS (or P) to shared memory, a row for each query; the warpgroup's keys from column `first` on.
+template <class C>
+__device__ __forceinline__ void store_ds(const BwdWarpgroup<C>& wg, const PackedTile<C>& packed,
+                                         int first) {
+  const int query = lane() / 16 * 8 + lane() % 8;
+  const int key = first + warpgroup_warp() * 16 + lane() / 8 % 2 * 8;
+  const uint32_t to = wg.ds_tile(wg.stage) + C::ScoreTile::at(query, key);
+#pragma unroll
+  for (int i = 0; i < C::kBlockQ / 16; ++i) ptx::stmatrix_x4_trans(to + i * 16 * 128, packed[i]);
+}
+
+// dV += P^T dO, or dK += dS^T Q, with P^T or dS^T in registers and `rows` the address of dO or Q.
+template <class C>
+__device__ __forceinline__ void issue_gradient(float (&sums)[C::kDim / 2],
+                                               const PackedTile<C>& packed, uint32_t rows) {
+  rows = BwdWarpgroup<C>::recompute(rows);
+#pragma unroll
+  for (int step = 0; step < C::kBlockQ / 16; ++step) {
+    ptx::Wgmma<C::kBf16, C::kDim>::rs_tb(sums, packed[step],
+                                         C::Rows::across(C::Rows::descriptor(rows), step));
+  }
+  ptx::wgmma_commit_group();
+}
+
+template <class C>
+struct BwdScores {
+  using Smem = typename C::Smem;
+
+  float rS[C::kBlockQ / 2], rdP[C::kBlockQ / 2];  // then P and dS; a row for each key
+  PackedTile<C> slopes;                           // the derivative of a softcap
 
   // Whether dP is issued after P is found: beside a softcap there are no registers for both.
-  static constexpr bool kAfter = C::kTile.general_score;
+  static constexpr bool kLateDp = C::kTile.general_score;
 
-  // S = K Q^T, or dP = V dO^T
-  __device__ __forceinline__ void issue_pairs(float (&sums)[C::kBlockQ / 2], uint32_t keys,
-                                              uint32_t rows) {
+  // S^T = K Q^T, or dP^T = V dO^T
+  static __device__ __forceinline__ void issue_mma(const BwdWarpgroup<C>& wg,
+                                                   float (&sums)[C::kBlockQ / 2], uint32_t keys,
+                                                   uint32_t rows) {
     using Wgmma = ptx::Wgmma<C::kBf16, C::kBlockQ>;
-    keys = this->anew(keys + this->first_row() * 128);
-    rows = this->anew(rows);
-    Wgmma::shared_first(sums, C::Keys::along(C::Keys::descriptor(keys), 0),
-                        C::Rows::along(C::Rows::descriptor(rows), 0));
+    keys = wg.recompute(keys + wg.first_row() * 128);
+    rows = wg.recompute(rows);
+    Wgmma::ss_first(sums, C::Keys::along(C::Keys::descriptor(keys), 0),
+                    C::Rows::along(C::Rows::descriptor(rows), 0));
 #pragma unroll
     for (int step = 1; step < C::kDim / 16; ++step) {
-      Wgmma::shared(sums, C::Keys::along(C::Keys::descriptor(keys), step),
-                    C::Rows::along(C::Rows::descriptor(rows), step), true);
+      Wgmma::ss(sums, C::Keys::along(C::Keys::descriptor(keys), step),
+                C::Rows::along(C::Rows::descriptor(rows), step), true);
     }
     ptx::wgmma_commit_group();
   }
-  __device__ __forceinline__ void issue_scores() {
-    issue_pairs(s_, smem_ + C::kSmemK, this->stage_q());
+  __device__ __forceinline__ void issue_scores(const BwdWarpgroup<C>& wg) {
+    issue_mma(wg, rS, wg.smem + offsetof(Smem, sK), wg.stage_q());
   }
-  __device__ __forceinline__ void issue_grad_probabilities() {
-    if (!kAfter) ring_.wait_full(slots_.grad_out(ring_.at()));
+  __device__ __forceinline__ void issue_dp(const BwdWarpgroup<C>& wg) {
+    if (!kLateDp) wg.ring.wait_full(wg.grad_out_slot());
     ptx::wgmma_fence();
-    issue_pairs(dp_, smem_ + C::kSmemV, this->stage_grad_out());
+    issue_mma(wg, rdP, wg.smem + offsetof(Smem, sV), wg.stage_grad_out());
   }
-  // dV += P dO, or dK += dS Q
-  __device__ __forceinline__ void issue_gradient(float (&sums)[C::kDim / 2], const Pairs& pairs,
-                                                 uint32_t rows) {
-    rows = this->anew(rows);
-#pragma unroll
-    for (int step = 0; step < C::kBlockQ / 16; ++step) {
-      ptx::Wgmma<C::kBf16, C::kDim>::registers(sums, pairs[step],
-                                               C::Rows::across(C::Rows::descriptor(rows), step));
-    }
-    ptx::wgmma_commit_group();
-  }
+
   // P in place of S, while dP is on its way.
-  __device__ __forceinline__ void find_probabilities(const BwdTask& w) {
-    if (kAfter) ring_.wait_full(slots_.grad_out(ring_.at()));
-    const bool masked = this->look_at_rows();
-    ptx::wgmma_wait_group<kAfter ? 0 : 1>(s_);
-    this->probabilities(s_, slopes_);
-    if (masked) this->mask(s_, w.seq, w.first_key + this->first_key());
+  __device__ __forceinline__ void find_probabilities(BwdWarpgroup<C>& wg, const BwdTask& task) {
+    if (kLateDp) wg.ring.wait_full(wg.grad_out_slot());
+    const bool masked = wg.inspect_query_tile();
+    ptx::wgmma_wait_group<kLateDp ? 0 : 1>(rS);
+    exponentiate(wg);
+    if (masked) mask(wg, rS, task.seq, task.first_key + wg.first_key());
   }
-  // dS in place of dP. P is taken as it was rounded: in fp32 it would be 64 registers more at
-  // D = 64.
-  __device__ __forceinline__ void differentiate(const Pairs& pairs) {
-    const uint32_t terms = this->stage_terms();
+  // P = 2^(S - lse), and with a softcap the slopes that dS is yet to be multiplied with.
+  __device__ __forceinline__ void exponentiate(const BwdWarpgroup<C>& wg) {
+    if (C::kTile.general_score && wg.p.softcap_scale) {
+#pragma unroll
+      for (int i = 0; i < C::kBlockQ / 4; ++i) {
+        const Tanh two[] = {tanh_and_derivative(rS[2 * i] * wg.p.softcap_scale),
+                            tanh_and_derivative(rS[2 * i + 1] * wg.p.softcap_scale)};
+        rS[2 * i] = two[0].value;
+        rS[2 * i + 1] = two[1].value;
+        slopes[i / 4][i % 4] = C::Type::pack(two[0].derivative, two[1].derivative);
+      }
+    }
+    const uint32_t lse_delta = wg.stage_lse_delta();
 #pragma unroll
     for (int i = 0; i < C::kBlockQ / 8; ++i) {
-      const float2 delta = this->two_terms(terms + 64 * i + 4);
+      const float2 lse = wg.two_queries(lse_delta + 64 * i);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const uint32_t both = pairs[i / 2][i % 2 * 2 + j / 2];
-        const float p = Type::unpack(static_cast<uint16_t>(j % 2 ? both >> 16 : both));
-        dp_[4 * i + j] = (dp_[4 * i + j] - (j % 2 ? delta.y : delta.x)) * p;
-        if (C::kTile.general_score && p_.softcap_scale) {
-          const uint32_t slopes = slopes_[i / 2][i % 2 * 2 + j / 2];
-          dp_[4 * i + j] *= Type::unpack(static_cast<uint16_t>(j % 2 ? slopes >> 16 : slopes));
+        rS[4 * i + j] =
+            ptx::ex2_approx_ftz(rS[4 * i + j] * wg.p.scale_log2 - (j % 2 ? lse.y : lse.x));
+      }
+    }
+  }
+  // Writes 0 over P or dS where a query does not see the key. `first_key` is the warpgroup's.
+  static __device__ __forceinline__ void mask(const BwdWarpgroup<C>& wg, float (&x)[C::kBlockQ / 2],
+                                              const Sequence& seq, int first_key) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int key = first_key + fragment_row() + 8 * half;
+      const int from = wg.first_query() + fragment_column();
+      // Queries [begin, end] see the key.
+      const int begin = key < seq.len_k ? max(key - seq.shift - wg.p.right, 0) - from : kNoLimit;
+      const int end = min(key - seq.shift + wg.p.left, seq.len_q - 1) - from;
+#pragma unroll
+      for (int i = 0; i < C::kBlockQ / 4; ++i) {
+        const int query = i / 2 * 8 + i % 2;
+        if (query < begin || query > end) x[i / 2 * 4 + 2 * half + i % 2] = 0;
+      }
+    }
+  }
+
+  // dS = P (dP - delta) in place of dP. P is taken as it was rounded to 16 bits: in fp32 it would
+  // be 64 registers more at D = 64.
+  __device__ __forceinline__ void differentiate(const BwdWarpgroup<C>& wg,
+                                                const PackedTile<C>& rP) {
+    const uint32_t lse_delta = wg.stage_lse_delta();
+#pragma unroll
+    for (int i = 0; i < C::kBlockQ / 8; ++i) {
+      const float2 delta = wg.two_queries(lse_delta + 64 * i + 4);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const uint32_t both = rP[i / 2][i % 2 * 2 + j / 2];
+        const float p = C::Type::unpack(static_cast<uint16_t>(j % 2 ? both >> 16 : both));
+        rdP[4 * i + j] = (rdP[4 * i + j] - (j % 2 ? delta.y : delta.x)) * p;
+        if (C::kTile.general_score && wg.p.softcap_scale) {
+          const uint32_t two = slopes[i / 2][i % 2 * 2 + j / 2];
+          rdP[4 * i + j] *= C::Type::unpack(static_cast<uint16_t>(j % 2 ? two >> 16 : two));
         }
       }
     }
   }
 
-  // A block of queries from its beginning: P is there then, and dP on its way.
-  __device__ __forceinline__ void begin_rows(const BwdTask& w) {
-    ptx::mbarrier_wait(slots_.q(ring_.at()).full, ring_.parity());
+  // A tile of queries from its beginning: P is there then, and dP on its way.
+  __device__ __forceinline__ void begin_tile(BwdWarpgroup<C>& wg, const BwdTask& task) {
+    ptx::mbarrier_wait(wg.q_slot().full, wg.ring.parity());
     ptx::wgmma_fence();
-    issue_scores();
-    if (!kAfter) issue_grad_probabilities();
-    find_probabilities(w);
-    if (kAfter) issue_grad_probabilities();
+    issue_scores(wg);
+    if (!kLateDp) issue_dp(wg);
+    find_probabilities(wg, task);
+    if (kLateDp) issue_dp(wg);
   }
-  // dV where a mask hides something not finite; P is for so long where dS will be.
-  __device__ __forceinline__ void add_contained(float (&dv)[C::kDim / 2], const Pairs& pairs,
-                                                const BwdTask& w) {
-    this->store_pairs(pairs, this->first_key());
-    this->sync_group();  // P is there
-    this->template multiply_contained<typename C::Rows>(
-        dv, C::kBlockQ,
-        [&](int key, int query) { return this->pair_at(w, query, this->first_key() + key); },
-        this->stage_grad_out(), 0);
-    this->sync_group();  // and done with
-  }
-
-  float s_[C::kBlockQ / 2], dp_[C::kBlockQ / 2];  // then P and dS; as wgmma lays them out
-  Pairs slopes_;                                  // of a softcap
 };
 
 }  // namespace flashmoe::cuda::sm90

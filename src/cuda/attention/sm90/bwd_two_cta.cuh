@@ -1,290 +1,310 @@
-// Attention backward for Hopper, head dims above 128: dK and dV of 64 keys are more than the
-// registers of a warpgroup hold beside what else it needs. So one has S, dP and dV, and the next
-// dK and dQ of the dS that the first leaves in shared memory:
+// The consumers of the sm90 backward pass above head dim 128. dK and dV of 64 keys are more than
+// the registers of one warpgroup hold beside what else it needs. So consumer 0 has S, dP and dV,
+// and consumer 1 makes dK and dQ from the dS that consumer 0 leaves in shared memory:
 //
-//   warpgroup 1   dV(n) S(n+1) | dP(n+1)         | dV(n+1) ...
-//   meanwhile     dS(n)        | P(n+1)          | dS(n+1)
-//   warpgroup 2                | dK(n) dQ(n), which leaves  | dK(n+1) ...
+//   consumer 0   dV(n) S(n+1) | dP(n+1)                    | dV(n+1) ...
+//   meanwhile    dS(n)        | P(n+1)                     | dS(n+1)
+//   consumer 1                | dK(n) dQ(n), which leaves  | dK(n+1) ...
 //
-// And 64 keys add to all of dQ with every block of queries, which is more than the second-level
-// cache takes. So two CTAs, a cluster, share a block of 128 keys: each has 64 of them, and half of
-// dQ's columns of all 128. They send each other their dS, and have Q and dO copied to both:
+// 64 keys alone would add all of dQ for every tile of queries, which is more than L2 takes. So a
+// cluster of two CTAs shares a tile of 128 keys. They send each other their dS, and TMA loads Q and
+// dO to both:
 //
-//   shared memory   sK, sV   64 x D              dK leaves through sV
-//                   sQ, sdO  2 stages x 64 x D   with lse and delta; dV leaves through the last dO
-//                   sdS      64 x 128            one half from the other CTA
-//                   sOther   64 x 128            the other CTA's K: what dQ's columns take of it
+//              CTA 0                             CTA 1
+//   keys       0-63: S, dP, dV, dK               64-127: S, dP, dV, dK
+//   dQ         half of the columns, 128 keys     the other half, 128 keys
 //
-// There is no room for dQ on its way out: each thread adds its own to the sums. And a warp beside
-// the others rounds them, once all are there: attention_bwd_round.cuh.
+// Shared memory is BwdConfig::TwoCtaSmem, 225.5 KB at D = 256. It has no room for dQ on its way
+// out: each thread adds its own to the accumulator. Registers of a thread: warpgroup 0 has 40,
+// consumer 0 has 240 and consumer 1 has 224. In warpgroup 0 warp 0 is the producer, warp 1 sends
+// dS, warp 2 keeps the order of sums, and warp 3 converts dQ of heads that are complete
+// (bwd_convert_dq.cuh).
 #pragma once
 
-#include "cuda/attention/sm90/bwd_convert_dq.cuh"
+#include "cuda/attention/sm90/bwd_epilogue.cuh"
+#include "cuda/attention/sm90/bwd_guard.cuh"
 #include "cuda/attention/sm90/bwd_scores.cuh"
 
 namespace flashmoe::cuda::sm90 {
 
-// The thread that waits for the turns of the warpgroup with dQ, which would lose microseconds by
-// it, and hands them on.
+// The thread that waits for the CTA's turn to add to dQ and passes it on: consumer 1 would lose
+// microseconds by polling the semaphore.
 template <class C>
-__device__ __forceinline__ void keep_turns(char* shared, const BwdSlots<C>& slots,
-                                           const Sm90BwdParams& p) {
-  const Slot sums = slots.sums(1);
+__device__ __forceinline__ void keep_dq_order(const typename C::Smem& shared, uint32_t smem,
+                                              const Sm90BwdParams& p) {
+  const tma::Slot turn = C::slot(smem, C::kDqBarrier + 1);
   int parity = 0;
-  for_each_task_helper<C>(shared, slots, [&](const BwdTask& w) {
+  for_each_task<C>(shared, smem, [&](const BwdTask& task) {
     if (!p.dq_accum) return;
-    for_each_tile<C>(w, p, [&](int head, int first) {
-      const Turn<C> turn(w, head, first, p);
-      turn.wait();
-      ptx::mbarrier_arrive(sums.empty);
-      ptx::mbarrier_wait(sums.full, parity);
+    for_each_query_tile<C>(task, p, [&](int head, int first) {
+      const SumOrder<C> order(task, head, first, p);
+      order.wait();
+      ptx::mbarrier_arrive(turn.empty);
+      ptx::mbarrier_wait(turn.full, parity);
       parity ^= 1;
-      turn.pass_on();
+      order.release();
     });
-    ptx::red_release_add(blocks_done(p, w.sequence, w.key_head), 1);
+    ptx::red_release_add(parts_done(p, task.sequence, task.key_head), 1);
   });
 }
 
-// The thread that sends dS to the other CTA. There is room: its second warpgroup, too, has said
-// that it is done with the dS before, or there would be no new one here.
+// The thread that sends dS to the other CTA. There is room for it: the other's consumer 1, too, has
+// arrived when it was done with the dS before, or there would be no new one here.
 template <class C>
-__device__ __forceinline__ void send_pairs(char* shared, const BwdSlots<C>& slots) {
-  const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  const int rank = ptx::cluster_rank();
-  const uint32_t from = smem + C::kSmemPairs + rank * C::Pairs::kBlockBytes;
-  const uint32_t to = ptx::at_rank(from, 1 - rank);
-  const uint32_t barrier = ptx::at_rank(slots.other_pairs().full, 1 - rank);
+__device__ __forceinline__ void send_ds(const typename C::Smem& shared, uint32_t smem) {
+  const int rank = ptx::cluster_ctarank();
+  const uint32_t from = smem + offsetof(typename C::Smem, sdS) + rank * C::ScoreTile::kBlockBytes;
+  const uint32_t to = ptx::mapa(from, 1 - rank);
+  const uint32_t peer_ds = C::slot(smem, C::kPeerDsBarrier).full;
+  const uint32_t barrier = ptx::mapa(peer_ds, 1 - rank);
   int parity = 0;
-  for_each_task_helper<C>(shared, slots, [&](const BwdTask& w) {
+  for_each_task<C>(shared, smem, [&](const BwdTask& task) {
 #pragma unroll 1
-    for (int n = 0; n < w.tiles; ++n) {
-      ptx::mbarrier_wait(slots.pairs().full, parity);
+    for (int n = 0; n < task.tiles; ++n) {
+      ptx::mbarrier_wait(C::slot(smem, C::kDsBarrier).full, parity);
       parity ^= 1;
-      ptx::mbarrier_arrive_expect_tx(slots.other_pairs().full, C::Pairs::kBlockBytes);
-      ptx::bulk_send(to, from, C::Pairs::kBlockBytes, barrier);
+      ptx::mbarrier_arrive_expect_tx(peer_ds, C::ScoreTile::kBlockBytes);
+      ptx::cp_async_bulk_cluster(to, from, C::ScoreTile::kBlockBytes, barrier);
     }
   });
 }
 
-// The first warpgroup.
+// Consumer 0: S, dP and dV.
 template <class C>
-class BwdWideValues : BwdScores<C> {
-  using Base = BwdScores<C>;
-  using Base::arrive, Base::arrive_everywhere, Base::care_, Base::dp_, Base::kAfter, Base::p_,
-      Base::ring_, Base::s_, Base::slots_, Base::smem, Base::stage_, Base::thread;
-  using typename Base::Pairs;
+class BwdTwoCtaDv {
+  using Smem = typename C::Smem;
+  using Packed = PackedTile<C>;
+  static constexpr bool kLateDp = BwdScores<C>::kLateDp;
 
  public:
-  __device__ __forceinline__ BwdWideValues(char* shared, const BwdSlots<C>& slots,
-                                           const Sm90BwdParams& p)
-      : Base(shared, slots, 0, p) {}
+  __device__ __forceinline__ BwdTwoCtaDv(Smem& shared, uint32_t smem, const Sm90BwdParams& p)
+      : wg_(shared, smem, 0, p) {}
 
   __device__ __forceinline__ void run() {
-    this->for_each_task([&](const BwdTask& w) { compute(w); });
-    if (thread() == 0) ptx::tma_wait_group();
+    wg_.for_each_task([&](const BwdTask& task) {
+      if (task.tiles == 0) {
+        fill_gradients(wg_, task);
+      } else {
+        compute(task);
+      }
+    });
+    if (warpgroup_thread() == 0) ptx::cp_async_bulk_wait_group();
   }
 
  private:
-  // Until the second warpgroups of both CTAs are done with the dS before.
-  __device__ __forceinline__ void wait_for_room() {
-    ptx::mbarrier_wait(slots_.pairs().empty, pairs_parity_);
-    pairs_parity_ ^= 1;
+  // Waits until consumers 1 of both CTAs are done with the dS before.
+  __device__ __forceinline__ void wait_ds_empty() {
+    ptx::mbarrier_wait(wg_.slot(C::kDsBarrier).empty, ds_parity_);
+    ds_parity_ ^= 1;
   }
-  // dS for them.
-  __device__ __forceinline__ void hand_on(const Pairs& pairs) {
-    this->store_pairs(pairs, this->first_key());
-    ptx::fence_proxy_async();
-    arrive(slots_.pairs().full);
+  // dS for consumers 1 of both CTAs.
+  __device__ __forceinline__ void publish_ds(const Packed& rdS) {
+    store_ds<C>(wg_, rdS, wg_.first_key());
+    ptx::fence_proxy_async_shared();
+    warp_arrive(wg_.slot(C::kDsBarrier).full);
   }
 
-  // S of the next block of queries, before this one is done with.
+  // S of the next tile of queries, before this tile is done with.
   __device__ __forceinline__ void issue_next_scores() {
-    Ring<C::kStages> next(ring_.turns() + 1);
-    next.wait_full(slots_.q(next.at()));
-    const uint32_t place = row_places<C>(same(next.turns() % (2 * C::kStages))).q;
+    tma::Ring<C::kStages> next(wg_.ring.count() + 1);
+    next.wait_full(wg_.slot(C::kQBarrier + next.at()));
+    const uint32_t place = row_places<C>(tma::warp_uniform(next.count() % (2 * C::kStages))).q;
     ptx::wgmma_fence();
-    this->issue_pairs(s_, this->smem_ + C::kSmemK, this->smem_ + C::kSmemQ + place);
+    scores_.issue_mma(wg_, scores_.rS, wg_.smem + offsetof(Smem, sK),
+                      wg_.smem + offsetof(Smem, sRows) + place);
   }
 
-  // A block of queries, whose P is there and whose dP is on its way. Then that is so of the next
-  // one, if there is kMore.
+  // A tile of queries, whose P is there and whose dP is on its way. Afterwards that is so of the
+  // next tile, if there is kMore.
   template <bool kMore>
-  __device__ __forceinline__ void step(const BwdTask& w) {
-    if (this->contains()) return step_contained<kMore>(w);
-    const Slot q = slots_.q(ring_.at()), grad_out = slots_.grad_out(ring_.at());
-    Pairs p_pairs, ds_pairs;
-    this->pack(p_pairs, s_);
+  __device__ __forceinline__ void step(const BwdTask& task) {
+    if (wg_.needs_guard()) return step_guarded<kMore>(task);
+    const tma::Slot q = wg_.q_slot(), grad_out = wg_.grad_out_slot();
+    Packed rP, rdS;
+    pack<C>(rP, scores_.rS);
     ptx::wgmma_fence();
-    this->issue_gradient(dv_, p_pairs, this->stage_grad_out());
-    ptx::wgmma_wait_group<1>(dp_);
-    if (kMore && !kAfter) issue_next_scores();
-    this->differentiate(p_pairs);
-    this->pack(ds_pairs, dp_);
-    arrive_everywhere(q.empty);
-    if (kMore) this->advance();
-    if (kMore && kAfter) {
-      ring_.wait_full(slots_.q(ring_.at()));
+    issue_gradient<C>(rdV_, rP, wg_.stage_grad_out());
+    ptx::wgmma_wait_group<1>(scores_.rdP);
+    if (kMore && !kLateDp) issue_next_scores();
+    scores_.differentiate(wg_, rP);
+    pack<C>(rdS, scores_.rdP);
+    wg_.cluster_arrive(q.empty);
+    if (kMore) wg_.advance();
+    if (kMore && kLateDp) {
+      wg_.ring.wait_full(wg_.q_slot());
       ptx::wgmma_fence();
-      this->issue_scores();
+      scores_.issue_scores(wg_);
     }
-    wait_for_room();
-    hand_on(ds_pairs);
+    wait_ds_empty();
+    publish_ds(rdS);
     if (kMore) {
-      ptx::wgmma_wait_group<1>(dv_);
-      ptx::wgmma_done_with(p_pairs);
-      arrive_everywhere(grad_out.empty);
-      if (!kAfter) this->issue_grad_probabilities();
-      this->find_probabilities(w);
-      if (kAfter) this->issue_grad_probabilities();
+      ptx::wgmma_wait_group<1>(rdV_);
+      ptx::wgmma_keep_alive(rP);
+      wg_.cluster_arrive(grad_out.empty);
+      if (!kLateDp) scores_.issue_dp(wg_);
+      scores_.find_probabilities(wg_, task);
+      if (kLateDp) scores_.issue_dp(wg_);
     } else {
-      ptx::wgmma_wait_group<0>(dv_);
-      ptx::wgmma_done_with(p_pairs);
+      ptx::wgmma_wait_group<0>(rdV_);
+      ptx::wgmma_keep_alive(rP);
     }
   }
-  // The same where a mask hides something not finite; P is where dS will be. What is hidden of dS
-  // is zeros, for the other CTA as well, whose warpgroups do not know of this one's V.
+  // step() where a mask hides something not finite; P passes through the place where dS will be.
+  // Hidden numbers of dS become zeros, also for the other CTA, whose consumers know nothing of this
+  // CTA's V.
   template <bool kMore>
-  __device__ __forceinline__ void step_contained(const BwdTask& w) {
-    const Slot q = slots_.q(ring_.at()), grad_out = slots_.grad_out(ring_.at());
-    Pairs p_pairs, ds_pairs;
-    this->pack(p_pairs, s_);
-    ptx::wgmma_wait_group<0>(dp_);
-    this->differentiate(p_pairs);
-    this->mask(dp_, w.seq, w.first_key + this->first_key());
-    this->pack(ds_pairs, dp_);
-    wait_for_room();
-    this->add_contained(dv_, p_pairs, w);
-    hand_on(ds_pairs);
-    arrive_everywhere(q.empty);
+  __device__ __forceinline__ void step_guarded(const BwdTask& task) {
+    const tma::Slot q = wg_.q_slot(), grad_out = wg_.grad_out_slot();
+    Packed rP, rdS;
+    pack<C>(rP, scores_.rS);
+    ptx::wgmma_wait_group<0>(scores_.rdP);
+    scores_.differentiate(wg_, rP);
+    scores_.mask(wg_, scores_.rdP, task.seq, task.first_key + wg_.first_key());
+    pack<C>(rdS, scores_.rdP);
+    wait_ds_empty();
+    add_dv_guarded<C>(wg_, rdV_, rP, task);
+    publish_ds(rdS);
+    wg_.cluster_arrive(q.empty);
     if (kMore) {
-      arrive_everywhere(grad_out.empty);
-      this->advance();
-      this->begin_rows(w);
+      wg_.cluster_arrive(grad_out.empty);
+      wg_.advance();
+      scores_.begin_tile(wg_, task);
     }
   }
 
-  __device__ __forceinline__ void compute(const BwdTask& w) {
-    const int first_key = w.first_key + this->first_key();
+  __device__ __forceinline__ void compute(const BwdTask& task) {
+    const Sm90BwdParams& p = wg_.p;
+    const int first_key = task.first_key + wg_.first_key();
 #pragma unroll
-    for (float& x : dv_) x = 0;
-    ptx::mbarrier_wait(slots_.k().full, w.keys_parity);
-    if (this->any_unseen(w, first_key, 64)) {
-      ptx::bar_sync(Base::kAgree, C::kGroups * 128);  // the second warpgroup has cleared K
+    for (float& x : rdV_) x = 0;
+    ptx::mbarrier_wait(wg_.slot(C::kKBarrier).full, task.keys_parity);
+    if (any_unseen(wg_, task, first_key, 64)) {
+      ptx::bar_sync(C::kAgreeBarrier, C::kWarpgroups * kWarpgroupThreads);  // K is cleared
     }
-    ptx::mbarrier_wait(slots_.q(ring_.at()).full, ring_.parity());
+    ptx::mbarrier_wait(wg_.q_slot().full, wg_.ring.parity());
     ptx::wgmma_fence();
-    this->issue_scores();
-    ptx::mbarrier_wait(slots_.v().full, w.keys_parity);
-    this->clear_keys(w, first_key, smem() + C::kSmemV, 0);
-    if (!kAfter) this->issue_grad_probabilities();
-    // Of K nothing reaches dV or dS but where it is seen.
-    const bool bad = this->any_mask() && this->group_any_bad(smem() + C::kSmemV, C::Keys::kBytes);
-    care_ = bad ? Base::kOfKeys : 0;
-    this->find_probabilities(w);
-    if (kAfter) this->issue_grad_probabilities();
+    scores_.issue_scores(wg_);
+    ptx::mbarrier_wait(wg_.slot(C::kVBarrier).full, task.keys_parity);
+    clear_unseen_keys(wg_, task, first_key, wg_.opaque_smem() + offsetof(Smem, sV), 0);
+    if (!kLateDp) scores_.issue_dp(wg_);
+    // V alone is looked at: of K nothing reaches dV or dS but where it is seen.
+    const bool bad =
+        any_mask(p) &&
+        warpgroup_any_nonfinite(wg_, wg_.opaque_smem() + offsetof(Smem, sV), C::Keys::kBytes);
+    wg_.nonfinite = bad ? wg_.kInKeys : 0;
+    scores_.find_probabilities(wg_, task);
+    if (kLateDp) scores_.issue_dp(wg_);
 #pragma unroll 1
-    for (int n = 1; n < w.tiles; ++n) step<true>(w);
-    step<false>(w);
-    arrive(slots_.k().empty);
+    for (int n = 1; n < task.tiles; ++n) step<true>(task);
+    step<false>(task);
+    warp_arrive(wg_.slot(C::kKBarrier).empty);
 
-    const uint32_t from = this->stage_grad_out();
-    this->write_gradient(from, C::Grads::kBlockBytes, dv_, 1.f);
-    ptx::fence_proxy_async();
-    this->sync_group();  // all of it is there
-    this->send_gradient(w, p_.grad_value, p_.grad_value_strides, p_.grad_value_map, p_.head_dim_v,
-                        from, C::Grads::kBlockBytes, first_key);
-    if (thread() == 0) ptx::tma_wait_group_read();
-    arrive_everywhere(slots_.grad_out(ring_.at()).empty);
-    this->advance();
+    // dV leaves through the last dO.
+    const uint32_t sGrad = wg_.stage_grad_out();
+    write_gradient<C>(sGrad, rdV_, 1.f);
+    ptx::fence_proxy_async_shared();
+    wg_.sync();  // all of it is there
+    store_gradient(wg_, task, p.grad_value, p.grad_value_strides, p.grad_value_map, p.head_dim_v,
+                   sGrad, first_key);
+    if (warpgroup_thread() == 0) ptx::cp_async_bulk_wait_group_read();
+    wg_.cluster_arrive(wg_.grad_out_slot().empty);
+    wg_.advance();
   }
 
-  int pairs_parity_ = 1;  // the first turn finds the place empty
-  float dv_[C::kDim / 2];
+  BwdWarpgroup<C> wg_;
+  BwdScores<C> scores_;
+  int ds_parity_ = 1;  // the first wait finds sdS empty
+  float rdV_[C::kDim / 2];
 };
 
-// The second.
+// Consumer 1: dK and dQ from the dS that consumers 0 of both CTAs leave in shared memory.
 template <class C>
-class BwdWideKeys : BwdGroup<C> {
-  using Base = BwdGroup<C>;
-  using Base::arrive, Base::arrive_everywhere, Base::care_, Base::group_, Base::p_, Base::part_,
-      Base::ring_, Base::slots_, Base::smem, Base::smem_, Base::stage_, Base::thread;
+class BwdTwoCtaDkDq {
+  using Smem = typename C::Smem;
 
  public:
-  __device__ __forceinline__ BwdWideKeys(char* shared, const BwdSlots<C>& slots,
-                                         const Sm90BwdParams& p)
-      : Base(shared, slots, 1, p) {}
+  __device__ __forceinline__ BwdTwoCtaDkDq(Smem& shared, uint32_t smem, const Sm90BwdParams& p)
+      : wg_(shared, smem, 1, p) {}
 
   __device__ __forceinline__ void run() {
-    this->for_each_task([&](const BwdTask& w) { compute(w); });
-    if (thread() == 0) ptx::tma_wait_group();
+    wg_.for_each_task([&](const BwdTask& task) {
+      if (task.tiles == 0) {
+        fill_gradients(wg_, task);
+      } else {
+        compute(task);
+      }
+    });
+    if (warpgroup_thread() == 0) ptx::cp_async_bulk_wait_group();
   }
 
  private:
-  // dQ of the CTA: see BwdConfig. The second part may be none.
-  static constexpr int kFirst = C::kFirst, kSecond = C::kSecond;
-  struct QueryGradient {
+  // dQ of the CTA: see BwdConfig::kDqFirst. There may be no second part.
+  static constexpr int kFirst = C::kDqFirst, kSecond = C::kDqSecond;
+  struct DqTile {
     float first[kFirst / 2], second[kSecond > 0 ? kSecond / 2 : 1];
   };
-  __device__ __forceinline__ int first_column() const { return kFirst * part_; }
-  __device__ __forceinline__ int second_column() const { return 128 + kSecond * part_; }
+  __device__ __forceinline__ int first_column() const { return kFirst * wg_.part; }
+  __device__ __forceinline__ int second_column() const { return 128 + kSecond * wg_.part; }
 
   // dS of one CTA's keys, half a tile.
-  __device__ __forceinline__ uint32_t pairs_of(int rank) const {
-    return this->anew(this->pairs_tile(0) + rank * C::Pairs::kBlockBytes);
+  __device__ __forceinline__ uint32_t ds_of(int rank) const {
+    return wg_.recompute(wg_.ds_tile(0) + rank * C::ScoreTile::kBlockBytes);
   }
 
   // dK += dS^T Q
-  __device__ __forceinline__ void issue_gradient() {
-    const uint32_t sdS = pairs_of(part_), sQ = this->anew(this->stage_q());
+  __device__ __forceinline__ void issue_dk() {
+    const uint32_t sdS = ds_of(wg_.part), sQ = wg_.recompute(wg_.stage_q());
 #pragma unroll
     for (int step = 0; step < C::kBlockQ / 16; ++step) {
-      ptx::Wgmma<C::kBf16, C::kDim>::both_across(dk_,
-                                                 C::Pairs::across(C::Pairs::descriptor(sdS), step),
-                                                 C::Rows::across(C::Rows::descriptor(sQ), step));
+      ptx::Wgmma<C::kBf16, C::kDim>::ss_tatb(
+          rdK_, C::ScoreTile::across(C::ScoreTile::descriptor(sdS), step),
+          C::Rows::across(C::Rows::descriptor(sQ), step));
     }
     ptx::wgmma_commit_group();
   }
-  // kN columns of dQ = dS K, or with kAdd += dS K, of 64 keys.
+  // kN columns of dQ = dS K of 64 keys, or with kAdd of dQ += dS K.
   template <int kN, bool kAdd>
-  __device__ __forceinline__ void issue_columns(float (&dq)[kN / 2], uint32_t sdS, uint32_t sK) {
+  __device__ __forceinline__ void issue_dq_columns(float (&dq)[kN / 2], uint32_t sdS, uint32_t sK) {
     using Wgmma = ptx::Wgmma<C::kBf16, kN>;
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
-      const uint64_t pairs = C::Pairs::along(C::Pairs::descriptor(sdS), step);
+      const uint64_t ds = C::ScoreTile::along(C::ScoreTile::descriptor(sdS), step);
       const uint64_t keys = C::Keys::across(C::Keys::descriptor(sK), step);
       if (!kAdd && step == 0) {
-        Wgmma::across_first(dq, pairs, keys);
+        Wgmma::ss_tb_first(dq, ds, keys);
       } else {
-        Wgmma::across(dq, pairs, keys);
+        Wgmma::ss_tb(dq, ds, keys);
       }
     }
   }
-  // The CTA's own keys, and those of the other.
-  __device__ __forceinline__ void issue_query_gradient(QueryGradient& dq) {
-    const uint32_t sdS = pairs_of(part_), sK = smem_ + C::kSmemK;
-    issue_columns<kFirst, false>(dq.first, sdS,
-                                 this->anew(sK + first_column() / 64 * C::Keys::kBlockBytes));
+  // dQ of the CTA's own keys, then of the other CTA's.
+  __device__ __forceinline__ void issue_own_dq(DqTile& dq) {
+    const uint32_t sdS = ds_of(wg_.part), sK = wg_.smem + offsetof(Smem, sK);
+    issue_dq_columns<kFirst, false>(dq.first, sdS,
+                                    wg_.recompute(sK + first_column() / 64 * C::Keys::kBlockBytes));
     if constexpr (kSecond > 0) {
-      issue_columns<kSecond, false>(
-          dq.second, sdS, this->anew(sK + 2 * C::Keys::kBlockBytes + second_column() % 64 * 2));
+      issue_dq_columns<kSecond, false>(
+          dq.second, sdS, wg_.recompute(sK + 2 * C::Keys::kBlockBytes + second_column() % 64 * 2));
     }
   }
-  __device__ __forceinline__ void add_other_query_gradient(QueryGradient& dq) {
-    static_assert(C::Other::kBlockBytes == C::Keys::kBlockBytes);
-    const uint32_t sdS = pairs_of(1 - part_), sK = smem_ + C::kSmemOther;
-    issue_columns<kFirst, true>(dq.first, sdS, this->anew(sK));
+  __device__ __forceinline__ void issue_peer_dq(DqTile& dq) {
+    static_assert(C::PeerKeys::kBlockBytes == C::Keys::kBlockBytes);
+    const uint32_t sdS = ds_of(1 - wg_.part), sK = wg_.smem + offsetof(Smem, sPeerK);
+    issue_dq_columns<kFirst, true>(dq.first, sdS, wg_.recompute(sK));
     if constexpr (kSecond > 0) {
-      issue_columns<kSecond, true>(
-          dq.second, sdS, this->anew(sK + C::Other::kBlockBytes + second_column() % 64 * 2));
+      issue_dq_columns<kSecond, true>(
+          dq.second, sdS, wg_.recompute(sK + C::PeerKeys::kBlockBytes + second_column() % 64 * 2));
     }
     ptx::wgmma_commit_group();
   }
 
+  // Columns of dQ to the accumulator, from `column` on.
   template <int kCount>
-  __device__ __forceinline__ void add_columns(const float (&dq)[kCount], float* sums, int column,
+  __device__ __forceinline__ void add_columns(const float (&dq)[kCount], float* accum, int column,
                                               bool stores) const {
-    if (!p_.dq_accum) return;
-    float* const to = sums + column / 64 * (64 * 64) + column % 64 / 8 * 512 + thread() * 4;
+    if (!wg_.p.dq_accum) return;
+    float* const to =
+        accum + column / 64 * (64 * 64) + column % 64 / 8 * 512 + warpgroup_thread() * 4;
     if (stores) {
 #pragma unroll
       for (int i = 0; i < kCount / 4; ++i) {
@@ -299,59 +319,59 @@ class BwdWideKeys : BwdGroup<C> {
       }
     }
   }
-  // The turn to add to the sums of a block, and that of who comes next: see keep_turns().
+  // The CTA's turn to add to the dQ of a tile of queries: see keep_dq_order().
   __device__ __forceinline__ void wait_turn() {
-    if (!p_.dq_accum) return;
-    ptx::mbarrier_wait(slots_.sums(group_).empty, turns_parity_);
-    turns_parity_ ^= 1;
+    if (!wg_.p.dq_accum) return;
+    ptx::mbarrier_wait(wg_.slot(C::kDqBarrier + 1).empty, turn_parity_);
+    turn_parity_ ^= 1;
   }
   __device__ __forceinline__ void pass_turn() const {
-    if (p_.dq_accum) arrive(slots_.sums(group_).full);  // all are on their way
+    if (wg_.p.dq_accum) warp_arrive(wg_.slot(C::kDqBarrier + 1).full);  // all additions are issued
   }
 
-  // A block of queries.
-  __device__ __forceinline__ void step(const BwdTask& w) {
-    const Slot q = slots_.q(ring_.at());
-    // What is known of the rows came with dO. That Q is there is known by dS: the next but one may
-    // have come since.
-    ring_.wait_full(slots_.grad_out(ring_.at()));
-    this->look_at_rows();
-    const auto [row, first, flags] = this->rows();
-    const bool stores = flags & BwdRows::kStores;
-    float* const sums = query_sums<C>(row, 0, p_);
-    ptx::mbarrier_wait(slots_.pairs().full, pairs_parity_);
-    if (this->contains()) {
-      step_contained(w, sums, stores);
+  // A tile of queries.
+  __device__ __forceinline__ void step(const BwdTask& task) {
+    const tma::Slot q = wg_.q_slot();
+    // QueryTileInfo came with dO. That Q is there follows from dS, and its barrier is not waited
+    // for: the next Q but one may have come since.
+    wg_.ring.wait_full(wg_.grad_out_slot());
+    wg_.inspect_query_tile();
+    const auto [row, first, flags] = wg_.query_tile();
+    const bool stores = flags & QueryTileInfo::kStores;
+    float* const accum = dq_accum_part<C>(row, 0, wg_.p);
+    ptx::mbarrier_wait(wg_.slot(C::kDsBarrier).full, ds_parity_);
+    if (wg_.needs_guard()) {
+      step_guarded(task, accum, stores);
     } else {
-      QueryGradient dq;
+      DqTile dq;
       ptx::wgmma_fence();
-      issue_gradient();
-      issue_query_gradient(dq);
-      ptx::mbarrier_wait(slots_.other_pairs().full, pairs_parity_);
+      issue_dk();
+      issue_own_dq(dq);
+      ptx::mbarrier_wait(wg_.slot(C::kPeerDsBarrier).full, ds_parity_);
       ptx::wgmma_fence();
-      add_other_query_gradient(dq);
-      ptx::wgmma_wait_group<1>(dk_);
-      arrive_everywhere(q.empty);
+      issue_peer_dq(dq);
+      ptx::wgmma_wait_group<1>(rdK_);
+      wg_.cluster_arrive(q.empty);
       ptx::wgmma_wait_group<0>(dq.first);
       if constexpr (kSecond > 0) ptx::wgmma_wait_group<0>(dq.second);
-      arrive_everywhere(slots_.pairs().empty);
+      wg_.cluster_arrive(wg_.slot(C::kDsBarrier).empty);
       wait_turn();
-      add_columns(dq.first, sums, first_column(), stores);
-      if constexpr (kSecond > 0) add_columns(dq.second, sums, second_column(), stores);
+      add_columns(dq.first, accum, first_column(), stores);
+      if constexpr (kSecond > 0) add_columns(dq.second, accum, second_column(), stores);
       pass_turn();
     }
-    pairs_parity_ ^= 1;
-    this->advance();
+    ds_parity_ ^= 1;
+    wg_.advance();
   }
-  // The same where a mask hides something not finite.
-  __device__ __forceinline__ void step_contained(const BwdTask& w, float* sums, bool stores) {
-    const auto pairs_of = [&](int rank) {
-      return [&, rank](int query, int key) { return this->pair_at(w, query, 64 * rank + key); };
+  // step() where a mask hides something not finite.
+  __device__ __forceinline__ void step_guarded(const BwdTask& task, float* accum, bool stores) {
+    const auto ds_of = [&](int rank) {
+      return [&, rank](int query, int key) { return ds_at(wg_, task, query, 64 * rank + key); };
     };
-    const auto own = pairs_of(part_), other = pairs_of(1 - part_);
-    this->template multiply_contained<typename C::Rows>(
-        dk_, C::kBlockQ, [&](int key, int query) { return own(query, key); }, this->stage_q(), 0);
-    ptx::mbarrier_wait(slots_.other_pairs().full, pairs_parity_);
+    const auto own = ds_of(wg_.part), peer = ds_of(1 - wg_.part);
+    multiply_guarded<C, typename C::Rows>(
+        rdK_, C::kBlockQ, [&](int key, int query) { return own(query, key); }, wg_.stage_q(), 0);
+    ptx::mbarrier_wait(wg_.slot(C::kPeerDsBarrier).full, ds_parity_);
     wait_turn();
 #pragma unroll 1
     for (int part = 0; part < 4; ++part) {  // of 32 columns
@@ -360,50 +380,56 @@ class BwdWideKeys : BwdGroup<C> {
       if (second && at >= kSecond) break;
       float dq[16] = {};
       const int column = (second ? second_column() : first_column()) + at;
-      this->template multiply_contained<typename C::Keys>(dq, 64, own, smem() + C::kSmemK, column);
-      this->template multiply_contained<typename C::Other>(dq, 64, other, smem() + C::kSmemOther,
-                                                           second ? 64 + column % 64 : at);
-      add_columns(dq, sums, column, stores);
+      multiply_guarded<C, typename C::Keys>(dq, 64, own, wg_.opaque_smem() + offsetof(Smem, sK),
+                                            column);
+      multiply_guarded<C, typename C::PeerKeys>(
+          dq, 64, peer, wg_.opaque_smem() + offsetof(Smem, sPeerK), second ? 64 + column % 64 : at);
+      add_columns(dq, accum, column, stores);
     }
     pass_turn();
-    arrive_everywhere(slots_.q(ring_.at()).empty);
-    arrive_everywhere(slots_.pairs().empty);
+    wg_.cluster_arrive(wg_.q_slot().empty);
+    wg_.cluster_arrive(wg_.slot(C::kDsBarrier).empty);
   }
 
-  __device__ __forceinline__ void compute(const BwdTask& w) {
-    const int own = w.first_key + this->first_key(), other = w.first_key + 64 - this->first_key();
+  __device__ __forceinline__ void compute(const BwdTask& task) {
+    const Sm90BwdParams& p = wg_.p;
+    const int own = task.first_key + wg_.first_key(), peer = task.first_key + 64 - wg_.first_key();
 #pragma unroll
-    for (float& x : dk_) x = 0;
-    ptx::mbarrier_wait(slots_.k().full, w.keys_parity);
-    if (this->any_unseen(w, own, 64)) {
-      this->clear_keys(w, own, smem() + C::kSmemK, 0);
-      ptx::bar_arrive(Base::kAgree, C::kGroups * 128);
+    for (float& x : rdK_) x = 0;
+    ptx::mbarrier_wait(wg_.slot(C::kKBarrier).full, task.keys_parity);
+    if (any_unseen(wg_, task, own, 64)) {
+      clear_unseen_keys(wg_, task, own, wg_.opaque_smem() + offsetof(Smem, sK), 0);
+      ptx::bar_arrive(C::kAgreeBarrier, C::kWarpgroups * kWarpgroupThreads);
     }
-    ptx::mbarrier_wait(slots_.other_k().full, w.keys_parity);
-    this->template clear_keys<typename C::Other>(w, other, smem() + C::kSmemOther, 0);
-    // Of V nothing reaches dK or dQ: see BwdWideValues::step_contained().
+    ptx::mbarrier_wait(wg_.slot(C::kPeerKBarrier).full, task.keys_parity);
+    clear_unseen_keys<C, typename C::PeerKeys>(wg_, task, peer,
+                                               wg_.opaque_smem() + offsetof(Smem, sPeerK), 0);
+    // K alone is looked at: of V nothing reaches dK or dQ, see BwdTwoCtaDv::step_guarded().
     const bool bad =
-        this->any_mask() && (this->group_any_bad(smem() + C::kSmemK, C::Keys::kBytes) ||
-                             this->group_any_bad(smem() + C::kSmemOther, C::Other::kBytes));
-    care_ = bad ? Base::kOfKeys : 0;
+        any_mask(p) &&
+        (warpgroup_any_nonfinite(wg_, wg_.opaque_smem() + offsetof(Smem, sK), C::Keys::kBytes) ||
+         warpgroup_any_nonfinite(wg_, wg_.opaque_smem() + offsetof(Smem, sPeerK),
+                                 C::PeerKeys::kBytes));
+    wg_.nonfinite = bad ? wg_.kInKeys : 0;
 #pragma unroll 1
-    for (int n = 0; n < w.tiles; ++n) step(w);
-    arrive(slots_.k().empty);
-    arrive(slots_.other_k().empty);
+    for (int n = 0; n < task.tiles; ++n) step(task);
+    warp_arrive(wg_.slot(C::kKBarrier).empty);
+    warp_arrive(wg_.slot(C::kPeerKBarrier).empty);
 
-    // V is done with: the last dS came after that.
-    const uint32_t from = smem() + C::kSmemV;
-    this->write_gradient(from, C::Grads::kBlockBytes, dk_, p_.scale);
-    ptx::fence_proxy_async();
-    this->sync_group();  // all of it is there
-    this->send_gradient(w, p_.grad_key, p_.grad_key_strides, p_.grad_key_map, p_.head_dim, from,
-                        C::Grads::kBlockBytes, own);
-    if (thread() == 0) ptx::tma_wait_group_read();
-    arrive(slots_.v().empty);
+    // dK leaves through sV: V is done with, since the last dS came after that.
+    const uint32_t sGrad = wg_.opaque_smem() + offsetof(Smem, sV);
+    write_gradient<C>(sGrad, rdK_, p.scale);
+    ptx::fence_proxy_async_shared();
+    wg_.sync();  // all of it is there
+    store_gradient(wg_, task, p.grad_key, p.grad_key_strides, p.grad_key_map, p.head_dim, sGrad,
+                   own);
+    if (warpgroup_thread() == 0) ptx::cp_async_bulk_wait_group_read();
+    warp_arrive(wg_.slot(C::kVBarrier).empty);
   }
 
-  int pairs_parity_ = 0, turns_parity_ = 0;
-  float dk_[C::kDim / 2];
+  BwdWarpgroup<C> wg_;
+  int ds_parity_ = 0, turn_parity_ = 0;
+  float rdK_[C::kDim / 2];
 };
 
 }  // namespace flashmoe::cuda::sm90

@@ -1,4 +1,5 @@
 #include "cuda/attention/ragged.cuh"
+#include "cuda/attention/sm90/bwd_convert_dq.cuh"
 #include "cuda/attention/sm90/bwd_preprocess.cuh"
 
 using namespace flashmoe::cuda;
@@ -13,7 +14,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads, 8)
   sm90::attention_bwd_preprocess<Fp16>(p);
 }
 
-extern "C" __global__ void __launch_bounds__(sm90::kFinishThreads)
+extern "C" __global__ void __launch_bounds__(sm90::kConvertDqThreads)
     sm90_attention_bwd_dq_fp16(const __grid_constant__ Sm90BwdParams p) {
   sm90::attention_bwd_dq<Fp16>(p);
 }

@@ -1,0 +1,313 @@
+// The consumers of the sm90 backward pass up to head dim 128: two warpgroups with 64 keys each and
+// their dK and dV, and the two threads that send their dQ to the accumulator.
+#pragma once
+
+#include "cuda/attention/sm90/bwd_epilogue.cuh"
+#include "cuda/attention/sm90/bwd_guard.cuh"
+#include "cuda/attention/sm90/bwd_scores.cuh"
+
+namespace flashmoe::cuda::sm90 {
+
+// The thread that sends dQ of one warpgroup from shared memory to the accumulator, and counts the
+// tasks whose dQ is complete.
+template <class C>
+__device__ __forceinline__ void store_dq(const typename C::Smem& shared, uint32_t smem,
+                                         int warpgroup, const Sm90BwdParams& p) {
+  const uint32_t from = smem + offsetof(typename C::Smem, sdQ) + warpgroup * C::kDqBytes;
+  const tma::Slot dq = C::slot(smem, C::kDqBarrier + warpgroup);
+  int parity = 0;
+  for_each_task<C>(shared, smem, [&](const BwdTask& task) {
+    for_each_query_tile<C>(task, p, [&](int head, int first) {
+      const SumOrder<C> order(task, head, first, p);
+      if (p.dq_accum) order.wait();
+      ptx::mbarrier_wait(dq.full, parity);
+      parity ^= 1;
+      if (p.dq_accum) {
+        float* const to = dq_accum_part<C>(order.row, warpgroup, p);
+        ptx::fence_proxy_async();  // after the sums of others, which wait() has seen
+        if (order.stores) {
+          ptx::cp_async_bulk_store_evict_last(to, from, C::kDqBytes);
+        } else {
+          ptx::cp_reduce_async_bulk_add_f32(to, from, C::kDqBytes);
+        }
+        ptx::cp_async_bulk_commit_group();
+        ptx::cp_async_bulk_wait_group_read();
+      }
+      ptx::mbarrier_arrive(dq.empty);
+      if (p.dq_accum && order.counts) {
+        ptx::cp_async_bulk_wait_group();
+        ptx::fence_proxy_async();
+        order.release();
+      }
+    });
+    if (!p.dq_accum) return;
+    ptx::cp_async_bulk_wait_group();  // all dQ of the task is in the accumulator
+    ptx::fence_proxy_async();
+    ptx::red_release_add(parts_done(p, task.sequence, task.key_head), 1);
+  });
+}
+
+template <class C>
+class BwdConsumer {
+  using Smem = typename C::Smem;
+  using Packed = PackedTile<C>;
+  static constexpr bool kLateDp = BwdScores<C>::kLateDp;
+
+ public:
+  __device__ __forceinline__ BwdConsumer(Smem& shared, uint32_t smem, int index,
+                                         const Sm90BwdParams& p)
+      : wg_(shared, smem, index, p) {}
+
+  __device__ __forceinline__ void run() {
+    wg_.for_each_task([&](const BwdTask& task) {
+      if (task.tiles == 0) {
+        fill_gradients(wg_, task);
+      } else {
+        compute(task);
+      }
+    });
+    if (warpgroup_thread() == 0) ptx::cp_async_bulk_wait_group();
+  }
+
+ private:
+  // How warpgroups share dQ of a tile: by rows, or where there are 64 only, by columns.
+  static constexpr bool kDqByRows = C::kBlockQ == 64 * C::kWarpgroups;
+  static constexpr int kDqColumns = 64;  // of a warpgroup
+
+  // One warpgroup issues its MMAs, then the other; the first begins.
+  __device__ __forceinline__ void wait_turn() const {
+    ptx::mbarrier_wait(wg_.slot(C::kMmaBarrier + wg_.index).full,
+                       (wg_.ring.count() + wg_.index + 1) % 2);
+  }
+  __device__ __forceinline__ void pass_turn() const {
+    warp_arrive(wg_.slot(C::kMmaBarrier + 1 - wg_.index).full);
+  }
+
+  __device__ __forceinline__ tma::Slot ds_slot() const {
+    return wg_.slot(C::kDsBarrier + wg_.ring.at());
+  }
+  // dS of this tile for both warpgroups, which compute dQ from it one tile later.
+  __device__ __forceinline__ void publish_ds(const Packed& rdS) {
+    store_ds<C>(wg_, rdS, wg_.first_key());
+    ptx::fence_proxy_async_shared();
+  }
+  // dS of the tile before, by both warpgroups.
+  __device__ __forceinline__ uint32_t previous_ds() const { return wg_.ds_tile(wg_.stage + 1); }
+  __device__ __forceinline__ void wait_previous_ds() const {
+    const tma::Ring<2> before(wg_.ring.count() - 1);
+    before.wait_full(wg_.slot(C::kDsBarrier + before.at()));
+  }
+
+  // dQ = dS K of the tile before.
+  __device__ __forceinline__ void issue_dq() {
+    const uint32_t sdS = previous_ds() + (kDqByRows ? wg_.index * 64 * 128 : 0);
+    const uint32_t sK =
+        wg_.smem + offsetof(Smem, sK) + (kDqByRows ? 0 : wg_.index * C::Keys::kBlockBytes);
+    using Wgmma = ptx::Wgmma<C::kBf16, kDqColumns>;
+    Wgmma::ss_tb_first(rdQ_, C::ScoreTile::along(C::ScoreTile::descriptor(sdS), 0),
+                       C::Keys::across(C::Keys::descriptor(sK), 0));
+#pragma unroll
+    for (int step = 1; step < C::kBlockK / 16; ++step) {
+      Wgmma::ss_tb(rdQ_, C::ScoreTile::along(C::ScoreTile::descriptor(sdS), step),
+                   C::Keys::across(C::Keys::descriptor(sK), step));
+    }
+    ptx::wgmma_commit_group();
+  }
+  // dQ to shared memory, of the CTA's tile of queries number `tile`.
+  __device__ __forceinline__ void write_dq(uint32_t tile) {
+    tma::Ring<1>(tile).wait_empty(wg_.slot(C::kDqBarrier + wg_.index));
+    const uint32_t to =
+        wg_.opaque_smem() + offsetof(Smem, sdQ) + wg_.index * C::kDqBytes + warpgroup_thread() * 16;
+#pragma unroll
+    for (int i = 0; i < kDqColumns / 8; ++i) {
+      ptx::st_shared_v4(to + i * 2048,
+                        uint4{__float_as_uint(rdQ_[4 * i]), __float_as_uint(rdQ_[4 * i + 1]),
+                              __float_as_uint(rdQ_[4 * i + 2]), __float_as_uint(rdQ_[4 * i + 3])});
+    }
+  }
+  // Hands dQ in shared memory to store_dq().
+  __device__ __forceinline__ void send_dq() {
+    ptx::fence_proxy_async_shared();
+    warp_arrive(wg_.slot(C::kDqBarrier + wg_.index).full);
+  }
+  // Sends dQ of the tile before, and frees its dS, where the next tile's goes.
+  __device__ __forceinline__ void send_previous_dq() {
+    warp_arrive(ds_slot().empty);
+    send_dq();
+  }
+
+  // A tile of queries, whose P is there and whose dP is on its way. Afterwards that is so of the
+  // next tile, if there is kMore, and dQ of the tile before has left. (For the `first` of a task,
+  // dQ is computed from whatever lies in sdS and dropped: ptxas serialises MMAs that are not always
+  // issued. It also does so if more than dP is on its way from one step to the next.)
+  template <bool kMore>
+  __device__ __forceinline__ void step(const BwdTask& task, bool first) {
+    if (wg_.needs_guard()) return step_guarded<kMore>(task, first);
+    const tma::Slot q = wg_.q_slot(), grad_out = wg_.grad_out_slot(), ds = ds_slot();
+    Packed rP, rdS;
+    pack<C>(rP, scores_.rS);
+    ptx::wgmma_wait_group<0>(scores_.rdP);
+    if (!kMore) warp_arrive(wg_.slot(C::kVBarrier).empty);
+    scores_.differentiate(wg_, rP);
+    pack<C>(rdS, scores_.rdP);
+    wg_.ring.wait_empty(ds);
+    publish_ds(rdS);
+    warp_arrive(ds.full);
+
+    wait_turn();
+    ptx::wgmma_keep_alive(rP);  // packed by now, and not between the MMAs
+    ptx::wgmma_keep_alive(rdS);
+    ptx::wgmma_fence();
+    issue_gradient<C>(rdV_, rP, wg_.stage_grad_out());
+    issue_gradient<C>(rdK_, rdS, wg_.stage_q());
+    wait_previous_ds();
+    ptx::wgmma_fence();
+    issue_dq();
+    ptx::wgmma_wait_group<1>(rdV_);
+    ptx::wgmma_wait_group<1>(rdK_);
+    ptx::wgmma_keep_alive(rP);
+    ptx::wgmma_keep_alive(rdS);
+    warp_arrive(grad_out.empty);
+    warp_arrive(q.empty);
+
+    wg_.advance();
+    if (kMore) {
+      ptx::mbarrier_wait(wg_.q_slot().full, wg_.ring.parity());
+      ptx::wgmma_fence();
+      scores_.issue_scores(wg_);
+    }
+    ptx::wgmma_wait_group<kMore ? 1 : 0>(rdQ_);
+    if (!first) write_dq(wg_.ring.count() - 2);
+    if (kMore && !kLateDp) scores_.issue_dp(wg_);
+    pass_turn();
+
+    if (!first) send_previous_dq();
+    if (kMore) scores_.find_probabilities(wg_, task);
+    if (kMore && kLateDp) scores_.issue_dp(wg_);
+  }
+
+  // step() where a mask hides something not finite, in this tile or in the tile before.
+  template <bool kMore>
+  __device__ __forceinline__ void step_guarded(const BwdTask& task, bool first) {
+    const tma::Slot q = wg_.q_slot(), grad_out = wg_.grad_out_slot(), ds = ds_slot();
+    Packed rP, rdS;
+    pack<C>(rP, scores_.rS);
+    ptx::wgmma_wait_group<0>(scores_.rdP);
+    if (!kMore) warp_arrive(wg_.slot(C::kVBarrier).empty);
+    scores_.differentiate(wg_, rP);
+    pack<C>(rdS, scores_.rdP);
+    wg_.ring.wait_empty(ds);
+    add_dv_guarded<C>(wg_, rdV_, rP, task);
+    publish_ds(rdS);
+    wg_.sync();  // the warpgroup's dS is there
+    warp_arrive(ds.full);
+    multiply_guarded<C, typename C::Rows>(
+        rdK_, C::kBlockQ,
+        [&](int key, int query) { return ds_at(wg_, task, query, wg_.first_key() + key); },
+        wg_.stage_q(), 0);
+    wait_turn();
+    if (!first) {
+      // The tile before, of this head or the last of the head before.
+      const int before = wg_.first_query() + C::kBlockQ;
+      find_dq_guarded(task, before < task.query_end ? before : task.query_begin);
+      write_dq(wg_.ring.count() - 1);
+    }
+    pass_turn();
+    warp_arrive(grad_out.empty);
+    warp_arrive(q.empty);
+    wg_.advance();
+    if (!first) send_previous_dq();
+    if (kMore) {
+      const bool in_tile = wg_.nonfinite & wg_.kInTile;
+      scores_.begin_tile(wg_, task);
+      if (in_tile) wg_.nonfinite |= wg_.kInPreviousTile;
+    }
+  }
+  // dQ of the tile before, whose first query is `first`.
+  __device__ __forceinline__ void find_dq_guarded(const BwdTask& task, int first) {
+    wait_previous_ds();
+#pragma unroll
+    for (float& x : rdQ_) x = 0;
+    multiply_guarded<C, typename C::Keys>(
+        rdQ_, C::kBlockK,
+        [&](int query, int key) {
+          return ds_at(wg_, task, first, previous_ds(), query + (kDqByRows ? 64 * wg_.index : 0),
+                       key);
+        },
+        wg_.opaque_smem() + offsetof(Smem, sK), kDqByRows ? 0 : 64 * wg_.index);
+  }
+
+  // Whether K or V of the tile is not finite: both warpgroups find the same.
+  __device__ __forceinline__ bool nonfinite_keys(const BwdTask& task) const {
+    if (!any_mask(wg_.p)) return false;
+    if (any_unseen(wg_, task, task.first_key, C::kBlockK)) {
+      ptx::bar_sync(C::kAgreeBarrier, C::kWarpgroups * kWarpgroupThreads);  // both have cleared
+    }
+    const bool bad = any_nonfinite<C, C::kWarpgroups * kWarpgroupThreads>(
+        wg_.opaque_smem() + offsetof(Smem, sK), 2 * C::Keys::kBytes);
+    return ptx::bar_red_or(C::kAgreeBarrier, C::kWarpgroups * kWarpgroupThreads, bad);
+  }
+
+  __device__ __forceinline__ void compute(const BwdTask& task) {
+    const int first_key = task.first_key + wg_.first_key();
+#pragma unroll
+    for (int i = 0; i < C::kDim / 2; ++i) rdK_[i] = rdV_[i] = 0;
+    ptx::mbarrier_wait(wg_.slot(C::kKBarrier).full, task.keys_parity);
+    clear_unseen_keys(wg_, task, first_key, wg_.opaque_smem() + offsetof(Smem, sK),
+                      wg_.first_row());
+    ptx::mbarrier_wait(wg_.q_slot().full, wg_.ring.parity());
+    ptx::wgmma_fence();
+    scores_.issue_scores(wg_);
+    ptx::mbarrier_wait(wg_.slot(C::kVBarrier).full, task.keys_parity);
+    clear_unseen_keys(wg_, task, first_key, wg_.opaque_smem() + offsetof(Smem, sV),
+                      wg_.first_row());
+    if (!kLateDp) scores_.issue_dp(wg_);
+    wg_.nonfinite = nonfinite_keys(task) ? wg_.kInKeys : 0;
+    scores_.find_probabilities(wg_, task);
+    if (kLateDp) scores_.issue_dp(wg_);
+#pragma unroll 1
+    while (wg_.ring.count() != task.last_tile) {
+      step<true>(task, wg_.ring.count() == task.first_tile);
+    }
+    step<false>(task, task.first_tile == task.last_tile);
+    finish(task);
+  }
+
+  // The last dQ, dV and dK.
+  __device__ __forceinline__ void finish(const BwdTask& task) {
+    if (wg_.needs_guard()) {
+      find_dq_guarded(task, task.query_begin);
+    } else {
+      wait_previous_ds();
+      ptx::wgmma_fence();
+      issue_dq();
+      ptx::wgmma_wait_group<0>(rdQ_);
+    }
+    warp_arrive(wg_.slot(C::kKBarrier).empty);
+    warp_arrive(wg_.slot(C::kDsBarrier + tma::Ring<2>(wg_.ring.count() - 1).at()).empty);
+    const Sm90BwdParams& p = wg_.p;
+    store(task, rdV_, 1.f, p.grad_value, p.grad_value_strides, p.grad_value_map, p.head_dim_v);
+    write_dq(wg_.ring.count() - 1);
+    send_dq();
+    store(task, rdK_, p.scale, p.grad_key, p.grad_key_strides, p.grad_key_map, p.head_dim);
+  }
+  // dV or dK, one after the other through the same shared memory.
+  __device__ __forceinline__ void store(const BwdTask& task, const float (&x)[C::kDim / 2],
+                                        float times, const void* gradient, const Strides& strides,
+                                        const TensorMap& map, int dim) {
+    const uint32_t sGrad =
+        wg_.opaque_smem() + offsetof(Smem, sGrads) + wg_.index * C::Grads::kBytes;
+    if (warpgroup_thread() == 0) ptx::cp_async_bulk_wait_group_read();
+    wg_.sync();  // TMA has read what was there before
+    write_gradient<C>(sGrad, x, times);
+    ptx::fence_proxy_async_shared();
+    wg_.sync();  // all of it is there
+    store_gradient(wg_, task, gradient, strides, map, dim, sGrad, task.first_key + wg_.first_key());
+  }
+
+  BwdWarpgroup<C> wg_;
+  BwdScores<C> scores_;
+  float rdK_[C::kDim / 2], rdV_[C::kDim / 2], rdQ_[kDqColumns / 2];
+};
+
+}  // namespace flashmoe::cuda::sm90

@@ -1,0 +1,87 @@
+// The epilogue of the sm90 backward pass: dK and dV through shared memory to TMA.
+#pragma once
+
+#include "cuda/attention/sm90/bwd_warpgroup.cuh"
+#include "cuda/ptx/ldmatrix.cuh"
+#include "cuda/ptx/tma.cuh"
+
+namespace flashmoe::cuda::sm90 {
+
+// Whether a ragged sequence ends within 64 keys, so that keys of the next one follow.
+__device__ __forceinline__ bool ends_within(const BwdTask& task, int first_key,
+                                            const Sm90BwdParams& p) {
+  return p.blocks && first_key + 64 > task.seq.len_k;
+}
+
+// dK or dV of 64 keys to shared memory: a C::Grads tile.
+template <class C>
+__device__ __forceinline__ void write_gradient(uint32_t to, const float (&x)[C::kDim / 2],
+                                               float times) {
+  const int r = warpgroup_warp() * 16 + lane() % 16;
+#pragma unroll
+  for (int i = 0; i < C::kDim / 16; ++i) {
+    uint32_t four[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      four[j] = C::Type::pack(x[8 * i + 2 * j] * times, x[8 * i + 2 * j + 1] * times);
+    }
+    const uint32_t at = C::Grads::at(r, 16 * (i % 4) + lane() / 16 * 8);
+    ptx::stmatrix_x4(to + i / 4 * C::Grads::kBlockBytes + at, four);
+  }
+}
+
+// The C::Grads tile at `from` to global memory: by TMA, but by ordinary stores where a ragged
+// sequence ends within the 64 keys. Shared memory is free again once the warps are through, and the
+// first thread has waited for TMA.
+template <class C>
+__device__ __forceinline__ void store_gradient(const BwdWarpgroup<C>& wg, const BwdTask& task,
+                                               const void* gradient, const Strides& strides,
+                                               const TensorMap& map, int dim, uint32_t from,
+                                               int first_key) {
+  if (!gradient) return;
+  if (!ends_within(task, first_key, wg.p)) {
+    if (warpgroup_thread() > 0) return;
+    const int token = static_cast<int>(task.seq.token_k) + first_key;
+#pragma unroll
+    for (int i = 0; i < C::Grads::kBlocks; ++i) {
+      ptx::tma_store_evict_first(from + i * C::Grads::kBlockBytes, &map, 64 * i, token,
+                                 task.key_head, task.batch);
+    }
+    ptx::cp_async_bulk_commit_group();
+    return;
+  }
+  const char* const to =
+      rows_of(gradient, wg.p, strides, task.batch, task.key_head, task.seq.token_k);
+  const int rows = task.seq.len_k - first_key;
+#pragma unroll 1
+  for (int i = warpgroup_thread(); i < rows * dim; i += kWarpgroupThreads) {
+    const int r = i / dim, column = i % dim;
+    const uint32_t at = from + column / 64 * C::Grads::kBlockBytes + C::Grads::at(r, column % 64);
+    reinterpret_cast<uint16_t*>(const_cast<char*>(
+        to + (first_key + r) * static_cast<int64_t>(strides.row_bytes())))[column] =
+        ptx::ld_shared_u16(at);
+  }
+}
+
+// dK and dV of keys that no query sees, or of lengths that are wrong.
+template <class C>
+__device__ void fill_gradients(const BwdWarpgroup<C>& wg, const BwdTask& task) {
+  const Sm90BwdParams& p = wg.p;
+  const uint16_t value = task.seq.valid ? 0 : C::Type::kNan;
+  const auto fill = [&](void* gradient, const Strides& strides, int dim) {
+    if (!gradient) return;
+    const char* to = rows_of(gradient, p, strides, task.batch, task.key_head, task.seq.token_k);
+    const int first_key = task.first_key + (C::kCluster > 1 ? wg.first_key() : 0);
+    const int end = min(first_key + C::kBlockK / C::kCluster, p.blocks ? task.seq.len_k : p.len_k);
+#pragma unroll 1
+    for (int r = first_key + wg.index; r < end; r += C::kWarpgroups) {
+      uint16_t* const numbers = reinterpret_cast<uint16_t*>(
+          const_cast<char*>(to) + r * static_cast<int64_t>(strides.row_bytes()));
+      for (int i = warpgroup_thread(); i < dim; i += kWarpgroupThreads) numbers[i] = value;
+    }
+  };
+  fill(p.grad_key, p.grad_key_strides, p.head_dim);
+  fill(p.grad_value, p.grad_value_strides, p.head_dim_v);
+}
+
+}  // namespace flashmoe::cuda::sm90

@@ -1,0 +1,119 @@
+// The guarded way of the sm90 backward pass. A NaN or infinity in Q, K, V or dO must not reach what
+// does not see it, but in an MMA a 0 of P or dS times NaN is NaN. So K and V are looked at when a
+// task begins, lse and delta show the same of Q and dO, and tiles in which a mask hides something
+// not finite are multiplied number by number, with hidden numbers left out.
+#pragma once
+
+#include "cuda/attention/sm90/bwd_scores.cuh"
+#include "cuda/attention/sm90/bwd_warpgroup.cuh"
+
+namespace flashmoe::cuda::sm90 {
+
+// K and V are looked at only where there is a mask.
+__device__ __forceinline__ bool any_mask(const Sm90BwdParams& p) {
+  return p.left < kNoLimit || p.right < kNoLimit;
+}
+
+// Whether something is not finite of what one of kThreads threads reads of so many bytes.
+template <class C, int kThreads>
+__device__ __forceinline__ bool any_nonfinite(uint32_t from, uint32_t bytes) {
+  uint32_t zero = 0;  // two numbers times 0, added up
+#pragma unroll 4
+  for (uint32_t i = (threadIdx.x - kWarpgroupThreads) % kThreads; i < bytes / 16; i += kThreads) {
+    const uint4 eight = ptx::ld_shared_v4(from + i * 16);
+    for (const uint32_t two : {eight.x, eight.y, eight.z, eight.w}) {
+      zero = C::kBf16 ? ptx::fma_rn_bf16x2(two, 0, zero) : ptx::fma_rn_f16x2(two, 0, zero);
+    }
+  }
+  return zero & 0x7fff7fff;
+}
+// The same for all threads of the warpgroup.
+template <class C>
+__device__ __forceinline__ bool warpgroup_any_nonfinite(const BwdWarpgroup<C>& wg, uint32_t from,
+                                                        uint32_t bytes) {
+  return ptx::bar_red_or(C::kWarpgroupBarrier + wg.index, kWarpgroupThreads,
+                         any_nonfinite<C, kWarpgroupThreads>(from, bytes));
+}
+
+// Whether some of `count` keys are seen by no row, or lie past the end of the sequence.
+template <class C>
+__device__ __forceinline__ bool any_unseen(const BwdWarpgroup<C>& wg, const BwdTask& task,
+                                           int first_key, int count) {
+  return task.seq.begin(0, wg.p) > first_key ||
+         task.seq.end(task.seq.len_q - 1, wg.p) <
+             (wg.p.blocks ? first_key + count : min(first_key + count, wg.p.len_k));
+}
+// Zeroes keys that no row sees: they may hold anything, above all past the end of the sequence. Of
+// 64 keys, in rows from `tile_row` on of K or V at `keys`.
+template <class C, class Keys = typename C::Keys>
+__device__ __forceinline__ void clear_unseen_keys(const BwdWarpgroup<C>& wg, const BwdTask& task,
+                                                  int first_key, uint32_t keys, int tile_row) {
+  const int begin = task.seq.begin(0, wg.p), end = task.seq.end(task.seq.len_q - 1, wg.p);
+  if (!any_unseen(wg, task, first_key, 64)) return;
+#pragma unroll 1
+  for (int i = warpgroup_thread(); i < 64 * Keys::kBlocks * 8; i += kWarpgroupThreads) {
+    const int r = i / 8 % 64, block = i / (64 * 8);
+    if (first_key + r >= begin && first_key + r < end) continue;
+    const uint32_t at = block * Keys::kBlockBytes + (tile_row + r) * 128 + i % 8 * 16;
+    ptx::st_shared_v4(keys + at, uint4{0, 0, 0, 0});
+  }
+  ptx::fence_proxy_async_shared();
+  wg.sync();
+}
+
+// A number of P or dS, and whether the query sees the key.
+struct GuardedNumber {
+  bool seen;
+  float value;
+};
+// From the tile of dS in shared memory at `tile`, whose first query is `first`.
+template <class C>
+__device__ __forceinline__ GuardedNumber ds_at(const BwdWarpgroup<C>& wg, const BwdTask& task,
+                                               int first, uint32_t tile, int query, int key) {
+  const int r = first + query, k = task.first_key + key;
+  return {k >= task.seq.begin(r, wg.p) && k < task.seq.end(r, wg.p) && r < task.seq.len_q,
+          C::Type::unpack(ptx::ld_shared_u16(tile + C::ScoreTile::at(query, key)))};
+}
+// From what store_ds() left of this tile of queries.
+template <class C>
+__device__ __forceinline__ GuardedNumber ds_at(const BwdWarpgroup<C>& wg, const BwdTask& task,
+                                               int query, int key) {
+  return ds_at(wg, task, wg.first_query(), wg.ds_tile(wg.stage), query, key);
+}
+
+// Adds a product to 64 rows of wgmma's accumulators, number by number. left(row, d) is a
+// GuardedNumber; `right` is the address of a Right tile with a row for each step of the depth, read
+// from `column` on. Slow, and rarely needed.
+template <class C, class Right, int kCount, class Left>
+__device__ __forceinline__ void multiply_guarded(float (&sums)[kCount], int depth, const Left& left,
+                                                 uint32_t right, int column) {
+#pragma unroll
+  for (int i = 0; i < kCount / 4; ++i) {
+#pragma unroll 1
+    for (int d = 0; d < depth; ++d) {  // the inner loop, or there would be too few registers
+      const GuardedNumber factors[2] = {left(fragment_row(), d), left(fragment_row() + 8, d)};
+      const uint32_t two =
+          ptx::ld_shared_u32(right + Right::at(d, column + 8 * i + lane() % 4 * 2));
+      const float numbers[2] = {C::Type::unpack(two & 0xffff), C::Type::unpack(two >> 16)};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (factors[j / 2].seen) sums[4 * i + j] += factors[j / 2].value * numbers[j % 2];
+      }
+    }
+  }
+}
+
+// dV += P^T dO; P passes through the place where dS will be.
+template <class C>
+__device__ __forceinline__ void add_dv_guarded(const BwdWarpgroup<C>& wg, float (&dv)[C::kDim / 2],
+                                               const PackedTile<C>& rP, const BwdTask& task) {
+  store_ds<C>(wg, rP, wg.first_key());
+  wg.sync();  // P is there
+  multiply_guarded<C, typename C::Rows>(
+      dv, C::kBlockQ,
+      [&](int key, int query) { return ds_at(wg, task, query, wg.first_key() + key); },
+      wg.stage_grad_out(), 0);
+  wg.sync();  // P is done with
+}
+
+}  // namespace flashmoe::cuda::sm90

@@ -1,0 +1,148 @@
+// The tile scheduler of the sm90 backward pass: which tile of keys a CTA or cluster has next, and
+// the tiles of queries that see it.
+#pragma once
+
+#include "cuda/attention/sequence.cuh"
+#include "cuda/attention/sm90/params.h"
+#include "cuda/ptx/cluster.cuh"
+#include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/shared.cuh"
+#include "cuda/tma/pipeline.cuh"
+
+namespace flashmoe::cuda::sm90 {
+
+// A tile of keys of one (batch, key head), and the tiles of queries that see it.
+struct alignas(16) BwdTask {
+  Sequence seq;
+  int64_t first_row;  // of the sequence in the workspace
+  int64_t slice_row;  // of the sequence in the dQ accumulator, which may hold a slice of the batch
+  int batch, key_head, first_key;
+  int sequence;                    // the batch index; ragged: the sequence's number
+  int query_begin, query_end;      // in whole tiles
+  int tiles;                       // of queries, of all heads of the group
+  uint32_t index;                  // how many tasks the CTA had before
+  uint32_t first_tile, last_tile;  // tiles of queries of this task, as the CTA counts them
+  uint8_t keys_parity;             // of the mbarriers of K and V
+  bool last;                       // true: there is no task any more, and this is none
+};
+
+// Fills in task `number` of all.
+//
+// The order of tasks decides who waits for whom. Tiles of keys add to the dQ of a tile of queries
+// in ascending order where sums are deterministic, and otherwise after the first, which stores. So
+// a task waits only for tasks with lower numbers, which some CTA already has, and the lowest
+// unfinished task waits for nobody.
+//
+// Three things keep the waits short:
+// - Tasks go through their tiles of queries from the last to the first. With causal masks and
+//   windows a later tile of keys begins at the same tile of queries or a later one, so it is behind
+//   the task it waits for by one hand-over, once, when it begins. (From the first to the last it
+//   would be ahead of the task it waits for.) Tiles of keys that most queries see go first, which
+//   also leaves the short ones for the end.
+// - A wave has as few heads as L2 holds: see key_heads_per_wave() on the host.
+// - A CTA takes its next task when all loads of the task before are issued, and no earlier: whoever
+//   waits for a task that is queued behind another one waits for both.
+template <class C>
+__device__ __forceinline__ void find_task(BwdTask& task, int number, const Sm90BwdParams& p) {
+  task.last = number >= p.num_tasks;
+  if (task.last) return;
+  if (p.blocks) {
+    const RaggedBlock block = p.blocks[number / p.heads];
+    task.last = block.kind == RaggedKind::kEmpty;  // all that follow are empty as well
+    if (task.last) return;
+    task.batch = 0;
+    task.key_head = p.first_head + number % p.heads;
+    task.first_key = block.block * C::kBlockK;
+    task.seq = find_sequence(block);
+    if (block.kind == RaggedKind::kRest) {  // keys that nobody sees
+      task.seq.valid = true;
+      task.seq.len_q = 0;
+    }
+    task.sequence = block.sequence;
+  } else {
+    const int heads = p.num_tasks / p.key_blocks, wave = p.heads_per_wave;
+    const int first_head = number / (wave * p.key_blocks) * wave;
+    const int count = min(wave, heads - first_head);
+    number -= first_head * p.key_blocks;
+    const int block = number / count, index = first_head + number % count;
+    task.batch = p.first_batch + index / p.heads;
+    task.key_head = p.first_head + index % p.heads;
+    task.first_key = block * C::kBlockK;
+    task.seq = find_sequence(p, task.batch);
+    task.sequence = task.batch;
+  }
+  const Sequence seq = task.seq;
+  task.first_row = workspace_row(p, seq, task.sequence);
+  task.slice_row = task.first_row - round_rows(p);
+  // Row i sees key j when i + shift - left <= j <= i + shift + right.
+  const int last_key = min(task.first_key + C::kBlockK, seq.len_k) - 1;
+  const int first = max(task.first_key - seq.shift - p.right, 0);
+  const int last = min(last_key - seq.shift + p.left, seq.len_q - 1);
+  const bool seen = seq.valid && first <= last && task.first_key <= last_key;
+  task.query_begin = first / C::kBlockQ * C::kBlockQ;
+  task.query_end = seen ? (last / C::kBlockQ + 1) * C::kBlockQ : task.query_begin;
+  task.tiles = (task.query_end - task.query_begin) / C::kBlockQ * p.group;
+}
+
+// Gives out task numbers. Of a cluster, CTA 0 takes a number from the counter and tells CTA 1.
+template <class C>
+class BwdScheduler {
+ public:
+  __device__ __forceinline__ BwdScheduler(uint32_t smem, int rank) : smem_(smem), rank_(rank) {}
+
+  __device__ __forceinline__ int next(const Sm90BwdParams& p) {
+    if constexpr (C::kCluster == 1) {
+      return atomicAdd(p.tile_counter, 1);
+    } else {
+      const uint32_t next_task = smem_ + offsetof(typename C::Smem, next_task);
+      const tma::Slot slot = C::slot(smem_, C::kNextTaskBarrier);
+      parity_ ^= 1;
+      int number;
+      if (rank_ == 0) {
+        number = atomicAdd(p.tile_counter, 1);
+        ptx::mbarrier_wait(slot.empty, parity_ ^ 1);
+        ptx::st_shared_cluster_u32(ptx::mapa(next_task, 1), number);
+        ptx::mbarrier_arrive_release_cluster(ptx::mapa(slot.full, 1));
+      } else {
+        ptx::mbarrier_wait_cluster(slot.full, parity_);
+        number = ptx::ld_shared_u32(next_task);
+        ptx::mbarrier_arrive_cluster(ptx::mapa(slot.empty, 0));
+      }
+      return number;
+    }
+  }
+
+ private:
+  const uint32_t smem_;
+  const int rank_;
+  int parity_ = 1;
+};
+
+// f(head, first query) for the tiles of queries of a task, in their order.
+template <class C, class F>
+__device__ __forceinline__ void for_each_query_tile(const BwdTask& task, const Sm90BwdParams& p,
+                                                    const F& f) {
+#pragma unroll 1
+  for (int head = task.key_head * p.group; head < (task.key_head + 1) * p.group; ++head) {
+#pragma unroll 1
+    for (int first = task.query_end; first > task.query_begin;) f(head, first -= C::kBlockQ);
+  }
+}
+
+// f(task) for all tasks of the CTA, by a thread of the producer's warpgroup that loads nothing.
+template <class C, class F>
+__device__ __forceinline__ void for_each_task(const typename C::Smem& shared, uint32_t smem,
+                                              const F& f) {
+  tma::Ring<2> tasks;
+#pragma unroll 1
+  for (;; tasks.advance()) {
+    const tma::Slot slot = C::slot(smem, C::kTaskBarrier + tasks.at());
+    tasks.wait_full(slot);
+    const BwdTask& task = shared.tasks[tasks.at()];
+    if (task.last) break;
+    f(task);
+    ptx::mbarrier_arrive(slot.empty);
+  }
+}
+
+}  // namespace flashmoe::cuda::sm90

@@ -1,0 +1,182 @@
+// The epilogue of the sm90 forward pass: O through shared memory to TMA, lse, and rows that are
+// computed once more because a mask hides a NaN or infinity from them.
+#pragma once
+
+#include "cuda/attention/sm90/fwd_warpgroup.cuh"
+#include "cuda/attention/softmax.cuh"
+#include "cuda/ptx/ldmatrix.cuh"
+#include "cuda/ptx/tma.cuh"
+
+namespace flashmoe::cuda::sm90 {
+
+template <class C>
+class FwdEpilogue {
+  using Type = typename C::Type;
+  using Smem = typename C::Smem;
+
+ public:
+  __device__ __forceinline__ explicit FwdEpilogue(const FwdWarpgroup<C>& wg) : wg_(wg), p_(wg.p) {}
+
+  // O / sum, and lse.
+  __device__ __forceinline__ void store(const float (&rO)[C::kDim / 2],
+                                        const RowState& rows) const {
+    float inverse[2], lse[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = quad_sum(rows.sum[half]);
+      inverse[half] = sum == 0 ? 0.f : __fdividef(1.f, sum);  // 0: no key allowed
+      lse[half] = sum == 0 ? -INFINITY : (rows.reference[half] + __log2f(sum)) * kLn2;
+    }
+    const uint32_t sO = wg_.smem + offsetof(Smem, sO);
+    const int r = wg_.index * kWarpgroupRows + warpgroup_warp() * 16 + lane() % 16;
+#pragma unroll
+    for (int first = 0; first < C::Rows::kBlocks; first += C::kOutStages) {
+      if (warpgroup_thread() == 0) ptx::cp_async_bulk_wait_group_read();
+      sync();  // TMA has read what sO held before
+#pragma unroll
+      for (int i = 4 * first; i < min(4 * (first + C::kOutStages), C::kDim / 16); ++i) {
+        uint32_t x[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float times = inverse[j % 2];
+          x[j] = Type::pack(rO[8 * i + 2 * j] * times, rO[8 * i + 2 * j + 1] * times);
+        }
+        const uint32_t block = sO + (i / 4 - first) * C::Out::kBytes;
+        ptx::stmatrix_x4(block + C::Out::at(r, (16 * i + lane() / 16 * 8) % 64), x);
+      }
+      ptx::fence_proxy_async_shared();
+      sync();  // the warpgroup's rows are in sO
+#pragma unroll
+      for (int i = first; i < min(first + C::kOutStages, C::Rows::kBlocks); ++i) {
+        store_block(sO + (i - first) * C::Out::kBytes, 64 * i);
+      }
+    }
+    // lse after the fences, which would wait for its stores.
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = wg_.task().first_row + wg_.index * kWarpgroupRows + fragment_row() + 8 * half;
+      if (lane() % 4 == 0) write_lse(r, lse[half]);
+    }
+    guard_rows(rO);
+  }
+
+ private:
+  __device__ __forceinline__ void sync() const {
+    ptx::bar_sync(C::kEpilogueBarrier + wg_.index, kWarpgroupThreads);
+  }
+
+  // 64 columns of the warpgroup's rows from sO: by TMA, but by ordinary stores where a ragged
+  // sequence ends within them and rows of the next one follow.
+  __device__ __forceinline__ void store_block(uint32_t sO, int column) const {
+    const int first = wg_.task().first_row + wg_.index * kWarpgroupRows;
+    if (!p_.blocks || first + kWarpgroupRows <= wg_.task().seq.len_q) {
+      if (warpgroup_thread() == 0) {
+        ptx::tma_store(sO + wg_.index * kWarpgroupRows * 128, &p_.out_map, column, 0,
+                       static_cast<int>(wg_.task().seq.token_q) + (first >> p_.pack),
+                       wg_.task().head, wg_.task().batch);
+        ptx::cp_async_bulk_commit_group();
+      }
+      return;
+    }
+    const int rows = min(wg_.task().seq.len_q - first, kWarpgroupRows);
+    const int columns = min(p_.head_dim_v - column, 64);
+#pragma unroll 1
+    for (int i = warpgroup_thread(); i < rows * 8; i += kWarpgroupThreads) {
+      const uint16_t* from = static_cast<const uint16_t*>(
+          __cvta_shared_to_generic(sO + C::Out::at(wg_.index * kWarpgroupRows + i / 8, i % 8 * 8)));
+      uint16_t* to = out_row(first + i / 8) + column + i % 8 * 8;
+      if (i % 8 * 8 + 8 <= columns) {
+        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+      } else {
+        for (int c = i % 8 * 8; c < columns; ++c) *to++ = *from++;
+      }
+    }
+  }
+
+  __device__ __forceinline__ uint16_t* out_row(int row) const {
+    return static_cast<uint16_t*>(p_.out) + wg_.row_offset(p_.out_strides, row);
+  }
+  __device__ __forceinline__ void write_lse(int row, float lse) const {
+    if (!p_.lse || wg_.query(row) >= wg_.task().seq.len_q) return;
+    const int head = row & ((1 << p_.pack) - 1);
+    p_.lse[wg_.task().lse + head * p_.lse_strides.head + wg_.query(row) * p_.lse_strides.row] = lse;
+  }
+
+  // A probability of 0 times a hidden NaN is NaN: rows of O that are not finite are recomputed
+  // where there is a mask. Lengths that are wrong give NaN.
+  __device__ __forceinline__ void guard_rows(const float (&rO)[C::kDim / 2]) const {
+    const bool hides = p_.left < kNoLimit || p_.right < kNoLimit || p_.key_lengths || p_.blocks;
+    if (!hides) return;
+    bool finite[2] = {wg_.task().seq.valid, wg_.task().seq.valid};
+#pragma unroll
+    for (int i = 0; i < C::kDim / 2; ++i) finite[i % 4 / 2] &= isfinite(rO[i]);
+    const uint32_t upper = __ballot_sync(0xffffffffu, !finite[0]);
+    const uint32_t lower = __ballot_sync(0xffffffffu, !finite[1]);
+    if (!ptx::bar_red_or(C::kEpilogueBarrier + wg_.index, kWarpgroupThreads, upper | lower)) return;
+    if (warpgroup_thread() == 0) ptx::cp_async_bulk_wait_group();
+    sync();  // TMA has written O
+    recompute_rows(upper, lower);
+  }
+
+  // Rows of the warp key by key, from the keys that each sees. `upper` has four bits for each of
+  // the first eight rows, `lower` for the others. Slow, and rarely needed.
+  __device__ __forceinline__ void recompute_rows(uint32_t upper, uint32_t lower) const {
+    const FwdTask& task = wg_.task();
+    constexpr int kColumns = (C::kDim + 31) / 32;  // of a lane
+    const int key_head = task.head / p_.group;
+    const auto number = [](const uint16_t* row, int column, int dim) {
+      return column < dim ? Type::unpack(row[column]) : 0.f;
+    };
+    const auto key_row = [&](const void* tensor, const Strides& strides, int key) {
+      return static_cast<const uint16_t*>(tensor) +
+             offset(p_, strides, task.batch, key_head, task.seq.token_k) + key * strides.row;
+    };
+#pragma unroll 1
+    for (int i = 0; i < 16; ++i) {
+      const int r = task.first_row + wg_.index * kWarpgroupRows + warpgroup_warp() * 16 + i;
+      if (wg_.query(r) >= task.seq.len_q) break;
+      if (((i < 8 ? upper : lower) >> (i % 8 * 4) & 0xf) == 0) continue;
+      const uint16_t* q =
+          static_cast<const uint16_t*>(p_.query) + wg_.row_offset(p_.query_strides, r);
+      float o[kColumns] = {}, reference = -INFINITY, sum = 0;
+      const int end = task.seq.valid ? task.seq.end(wg_.query(r), p_) : 0;
+#pragma unroll 1
+      for (int key = task.seq.begin(wg_.query(r), p_); key < end; ++key) {
+        const uint16_t* k = key_row(p_.key, p_.key_strides, key);
+        const uint16_t* v = key_row(p_.value, p_.value_strides, key);
+        float s = 0;
+        for (int c = lane(); c < p_.head_dim; c += 32) {
+          s += number(q, c, p_.head_dim) * number(k, c, p_.head_dim);
+        }
+        s = warp_sum(s);
+        s = p_.softcap_scale ? tanh_and_derivative(s * p_.softcap_scale).value : s * p_.sign;
+        s *= p_.scale_log2;
+        const float raised = fmaxf(reference, s);
+        const float finite = raised == -INFINITY ? 0.f : raised;
+        const float correction = ptx::ex2_approx_ftz(reference - finite);
+        const float weight = ptx::ex2_approx_ftz(s - finite);
+        reference = raised;
+        sum = sum * correction + weight;
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j) {
+          o[j] = o[j] * correction + weight * number(v, lane() + 32 * j, p_.head_dim_v);
+        }
+      }
+      float inverse = sum == 0 ? 0.f : __fdividef(1.f, sum);
+      float lse = sum == 0 ? -INFINITY : (reference + __log2f(sum)) * kLn2;
+      if (!task.seq.valid) inverse = lse = NAN;
+      if (lane() == 0) write_lse(r, lse);
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) {
+        const int column = lane() + 32 * j;
+        const uint32_t rounded = Type::pack(o[j] * inverse, 0) & 0xffff;
+        if (column < p_.head_dim_v) out_row(r)[column] = static_cast<uint16_t>(rounded);
+      }
+    }
+  }
+
+  const FwdWarpgroup<C>& wg_;
+  const Sm90FwdParams& p_;
+};
+
+}  // namespace flashmoe::cuda::sm90

@@ -1,0 +1,69 @@
+// The producer of the sm90 forward pass: one thread that loads Q, K and V by TMA as soon as a stage
+// is empty, also across tasks, and hands tasks to the consumers.
+#pragma once
+
+#include "cuda/attention/sm90/fwd_scheduler.cuh"
+#include "cuda/tma/pipeline.cuh"
+
+namespace flashmoe::cuda::sm90 {
+
+template <class C>
+class FwdProducer {
+  using Smem = typename C::Smem;
+
+ public:
+  __device__ __forceinline__ FwdProducer(Smem& shared, uint32_t smem, const Sm90FwdParams& p)
+      : shared_(shared), smem_(smem), p_(p) {}
+
+  __device__ __forceinline__ void run() {
+    for (const TensorMap* map : {&p_.query_map, &p_.key_map, &p_.value_map, &p_.out_map}) {
+      ptx::prefetch_tensormap(map);
+    }
+    const FwdScheduler<C> scheduler{p_};
+    tma::Ring<2> tasks;
+    int number = scheduler.first();
+#pragma unroll 1
+    for (;; tasks.advance()) {
+      FwdTask& task = shared_.tasks[tasks.at()];
+      tasks.wait_empty(C::slot(smem_, C::kTaskBarrier + tasks.at()));
+      scheduler.find_task(number, task);
+      ptx::mbarrier_arrive(C::slot(smem_, C::kTaskBarrier + tasks.at()).full);
+      if (!task.more) return;
+      number = scheduler.next(number, tasks.count());  // early: the counter takes a while to answer
+      load(task);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void load(const FwdTask& task) {
+    const int key_head = task.head / p_.group, token_k = static_cast<int>(task.seq.token_k);
+#pragma unroll 1
+    for (int n = task.key_end - 1; n >= task.key_begin; --n, keys_.advance()) {
+      const uint32_t stage = keys_.at() * sizeof(typename C::Keys);
+      const tma::Slot k = C::slot(smem_, C::kKBarrier + keys_.at());
+      const tma::Slot v = C::slot(smem_, C::kVBarrier + keys_.at());
+      const int row = token_k + n * C::kBlockK;
+      keys_.wait_empty(k);
+      tma::fill<typename C::Keys>(k, smem_ + offsetof(Smem, sK) + stage, p_.key_map, row, key_head,
+                                  task.batch);
+      if (n == task.key_end - 1) {  // after the first K, whose stage is empty earlier
+        const tma::Slot q = C::slot(smem_, C::kQBarrier);
+        queries_.wait_empty(q);
+        tma::fill<typename C::Rows>(q, smem_ + offsetof(Smem, sQ), p_.query_map, 0,
+                                    task.first_token(p_), task.head, task.batch);
+        queries_.advance();
+      }
+      keys_.wait_empty(v);
+      tma::fill<typename C::Keys>(v, smem_ + offsetof(Smem, sV) + stage, p_.value_map, row,
+                                  key_head, task.batch);
+    }
+  }
+
+  Smem& shared_;
+  const uint32_t smem_;
+  const Sm90FwdParams& p_;
+  tma::Ring<1> queries_;
+  tma::Ring<C::kStages> keys_;
+};
+
+}  // namespace flashmoe::cuda::sm90

@@ -1,0 +1,105 @@
+// The tile scheduler of the sm90 forward pass: which tile of queries a CTA has next, and which
+// tiles of keys it sees. The producer's thread runs it: it takes divisions, which consumers would
+// have to wait for.
+#pragma once
+
+#include "cuda/attention/sequence.cuh"
+#include "cuda/attention/sm90/params.h"
+#include "cuda/attention/sm90/warpgroup.cuh"
+
+namespace flashmoe::cuda::sm90 {
+
+// A tile of queries of one (batch, head), and the tiles of keys that it sees.
+struct alignas(8) FwdTask {
+  Sequence seq;
+  int batch = 0, head = 0, first_row = 0;
+  int key_begin = 0, key_end = 0;  // tiles of keys that any row sees
+  int warpgroup_end[3] = {};       // the end of those that rows of a warpgroup see
+  int unmasked_begin[3] = {}, unmasked_end[3] = {};  // those that need no mask, by warpgroup
+  int more = false;                                  // false: there is no task any more
+  int64_t lse = 0;                                   // offset of the sequence's first lse
+
+  // The tile's first token, as the tensor maps of Q and O count.
+  __device__ __forceinline__ int first_token(const Sm90FwdParams& p) const {
+    return static_cast<int>(seq.token_q) + (first_row >> p.pack);
+  }
+};
+
+template <class C>
+struct FwdScheduler {
+  const Sm90FwdParams& p;
+
+  __device__ __forceinline__ int first() const {
+    return p.tile_counter ? atomicAdd(p.tile_counter, 1) : blockIdx.x;
+  }
+
+  // The task of this CTA after its task `number`, which was its `count`th. Ragged: the next that no
+  // CTA has. Dense: CTAs go forth and back through the list, so that the one that had the longest
+  // task of one pass has the shortest of the next.
+  __device__ __forceinline__ int next(int number, uint32_t count) const {
+    if (p.tile_counter) return atomicAdd(p.tile_counter, 1);
+    return number + 1 + 2 * (count % 2 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
+  }
+
+  // Fills in task `number` of all.
+  __device__ __forceinline__ void find_task(int number, FwdTask& task) const {
+    task.more = number < p.num_tasks;
+    if (!task.more) return;
+    Sequence seq;
+    int first_row;
+    if (p.blocks) {
+      const RaggedBlock block = p.blocks[number / p.heads];
+      task.more = block.kind != RaggedKind::kEmpty;  // all that follow are empty as well
+      task.batch = 0;
+      task.head = number % p.heads;
+      first_row = block.block * C::kBlockQ;
+      seq = find_sequence(block);
+      if (block.kind == RaggedKind::kRest) {  // rows that see nothing
+        seq.valid = true;
+        seq.len_k = 0;
+      }
+    } else {
+      // A wave has as many heads as L2 holds the keys of; within it, the tiles that see most keys
+      // go first.
+      const int heads = p.heads * p.batch, wave = p.heads_per_wave;
+      const int first = number / (p.query_blocks * wave) * wave;
+      const int count = min(wave, heads - first);
+      const int rest = number - first * p.query_blocks;
+      int block = rest / count;
+      if (p.right < kNoLimit) block = p.query_blocks - 1 - block;
+      const int index = first + rest % count, batch = index / p.heads;
+      task.head = index % p.heads;
+      task.batch = batch;
+      first_row = block * C::kBlockQ;
+      seq = find_sequence(p, batch);
+    }
+    task.first_row = first_row;
+    task.seq = seq;
+    task.lse = offset(p, p.lse_strides, task.batch, task.head << p.pack, seq.token_q);
+    find_key_tiles(task, seq, first_row);
+  }
+
+ private:
+  __device__ __forceinline__ void find_key_tiles(FwdTask& task, const Sequence& seq,
+                                                 int first_row) const {
+    const int last_row = min((first_row + C::kBlockQ - 1) >> p.pack, seq.len_q - 1);
+    const int key_begin = seq.begin(first_row >> p.pack, p) / C::kBlockK;
+    const int key_end = (max(seq.end(last_row, p), 0) + C::kBlockK - 1) / C::kBlockK;
+    task.key_begin = key_begin;
+    // At least one tile, even if it is masked altogether.
+    task.key_end = seq.valid ? max(key_end, key_begin + 1) : key_begin + 1;
+#pragma unroll
+    for (int i = 0; i < C::kWarpgroups; ++i) {
+      const int first = (first_row + i * kWarpgroupRows) >> p.pack;
+      const int last = (first_row + i * kWarpgroupRows + kWarpgroupRows - 1) >> p.pack;
+      const int end = first < seq.len_q ? seq.end(min(last, seq.len_q - 1), p) : 0;
+      task.warpgroup_end[i] =
+          min(max((end + C::kBlockK - 1) / C::kBlockK, key_begin + 1), task.key_end);
+      const int begin = (seq.begin(last, p) + C::kBlockK - 1) / C::kBlockK;
+      task.unmasked_begin[i] = max(begin, key_begin);
+      task.unmasked_end[i] = max(max(seq.end(first, p), 0) / C::kBlockK, key_begin);
+    }
+  }
+};
+
+}  // namespace flashmoe::cuda::sm90

@@ -1,0 +1,120 @@
+// Scores and online softmax of a consumer warpgroup of the sm90 forward pass: 64 rows x block_k
+// keys.
+#pragma once
+
+#include "cuda/attention/sm90/fwd_warpgroup.cuh"
+#include "cuda/attention/softmax.cuh"
+#include "cuda/ptx/ldmatrix.cuh"
+
+namespace flashmoe::cuda::sm90 {
+
+template <class C>
+struct FwdSoftmax {
+  float rS[C::kBlockK / 2];  // S, then P, as wgmma lays out its accumulators
+  RowState rows;
+  float correction[2];  // what O is yet to be multiplied with, for each of the thread's two rows
+
+  // A softcap, or the sign of a scale that is not positive.
+  __device__ __forceinline__ void transform(const Sm90FwdParams& p) {
+    if (p.softcap_scale) {
+#pragma unroll
+      for (float& x : rS) x = tanh_and_derivative(x * p.softcap_scale).value;
+    } else {
+#pragma unroll
+      for (float& x : rS) x *= p.sign;
+    }
+  }
+
+  // Writes -inf over the scores of keys that a row does not see.
+  __device__ __forceinline__ void mask(const FwdWarpgroup<C>& wg) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int q = wg.query(wg.first_row() + fragment_row() + 8 * half);
+      const int first = wg.block * C::kBlockK + fragment_column();
+      const auto hide = [&](const auto& hidden) {
+#pragma unroll
+        for (int i = 0; i < C::kBlockK / 4; ++i) {
+          if (hidden(i / 2 * 8 + i % 2)) rS[i / 2 * 4 + 2 * half + i % 2] = -INFINITY;
+        }
+      };
+      const int end = wg.task().seq.end(q, wg.p) - first;
+      hide([&](int key) { return key >= end; });
+      if (wg.p.left == kNoLimit) continue;
+      const int begin = wg.task().seq.begin(q, wg.p) - first;
+      hide([&](int key) { return key < begin; });
+    }
+  }
+
+  // P in place of S. Where a row's maximum has outgrown its reference by kSlack, the reference
+  // moves and `correction` is not 1.
+  template <bool kFirst>
+  __device__ __forceinline__ void step(float scale_log2) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float top = rS[2 * half];
+#pragma unroll
+      for (int i = 0; i < C::kBlockK / 8; ++i) {
+        top = fmaxf(top, fmaxf(rS[4 * i + 2 * half], rS[4 * i + 2 * half + 1]));
+      }
+      top = quad_max(top) * scale_log2;
+      const float before = rows.reference[half];
+      if (kFirst || top > before + kSlack) rows.reference[half] = top;
+      const float reference = rows.finite_reference(half);
+      correction[half] = kFirst ? 1.f : ptx::ex2_approx_ftz(before - reference);
+      float sum = 0;
+#pragma unroll
+      for (int i = 0; i < C::kBlockK / 4; ++i) {
+        float& x = rS[i / 2 * 4 + 2 * half + i % 2];
+        x = ptx::ex2_approx_ftz(x * scale_log2 - reference);
+        sum += x;
+      }
+      rows.sum[half] = kFirst ? sum : rows.sum[half] * correction[half] + sum;
+    }
+  }
+
+  // step() that guesses: P against the old reference, with no look for a maximum, since few tiles
+  // have a score much above those before. Returns whether the guess fails in the warp: a score was
+  // too large, a row has no reference yet, or there is a NaN. Each shows in `sum`, to which the
+  // tile's P are added.
+  __device__ __forceinline__ bool guess(float (&sum)[2], float scale_log2) {
+    constexpr float kMost = 1 << 14;  // of a thread's sum; fp16 holds its terms
+#pragma unroll
+    for (int i = 0; i < C::kBlockK / 2; ++i) {
+      const int half = i % 4 / 2;
+      rS[i] = ptx::ex2_approx_ftz(rS[i] * scale_log2 - rows.reference[half]);
+      sum[half] += rS[i];
+    }
+    return __any_sync(0xffffffffu, !(sum[0] <= kMost && sum[1] <= kMost));
+  }
+
+  // S of the tile once more after a failed guess, by each warp for itself with mma.sync: the other
+  // warps of the warpgroup need not take part.
+  __device__ __forceinline__ void recompute_scores(const FwdWarpgroup<C>& wg) {
+    using Smem = typename C::Smem;
+    const int r = lane() % 16, column = lane() / 16 * 8;
+    const uint32_t q = wg.smem + offsetof(Smem, sQ) +
+                       (wg.index * kWarpgroupRows + warpgroup_warp() * 16) * 128 +
+                       C::Rows::at(r, column);
+    const uint32_t k = wg.smem + offsetof(Smem, sK) + wg.keys.at() * sizeof(typename C::Keys) +
+                       C::Keys::at(r, column);
+#pragma unroll
+    for (float& x : rS) x = 0;
+#pragma unroll 1
+    for (int step = 0; step < C::kDim / 16; ++step) {
+      const uint32_t chunk = step % 4 * 32;  // swizzled as the lane's first chunk is
+      uint32_t a[4];
+      ptx::ldmatrix_x4(a, (q ^ chunk) + step / 4 * C::Rows::kBlockBytes);
+#pragma unroll
+      for (int n = 0; n < C::kBlockK / 16; ++n) {
+        uint32_t b[4];  // keys 0 to 7 and 8 to 15, of each two halves of the depth
+        ptx::ldmatrix_x4(b, (k ^ chunk) + step / 4 * C::Keys::kBlockBytes + n * 16 * 128);
+        float(&left)[4] = reinterpret_cast<float(&)[4]>(rS[8 * n]);
+        float(&right)[4] = reinterpret_cast<float(&)[4]>(rS[8 * n + 4]);
+        C::Type::mma(left, a, b[0], b[2], left);
+        C::Type::mma(right, a, b[1], b[3], right);
+      }
+    }
+  }
+};
+
+}  // namespace flashmoe::cuda::sm90

@@ -1,0 +1,89 @@
+// What a consumer warpgroup of the sm90 forward pass knows: its task, its place in the pipeline and
+// its turn in the ping-pong.
+#pragma once
+
+#include "cuda/attention/sm90/fwd_scheduler.cuh"
+#include "cuda/attention/sm90/warpgroup.cuh"
+#include "cuda/tma/pipeline.cuh"
+
+namespace flashmoe::cuda::sm90 {
+
+template <class C>
+struct FwdWarpgroup {
+  typename C::Smem& shared;
+  const uint32_t smem;  // the same as an address in shared memory
+  const Sm90FwdParams& p;
+  const int index;  // of the consumers
+  tma::Ring<2> tasks;
+  tma::Ring<C::kStages> keys;
+  int block;  // the tile of keys that is next
+
+  __device__ __forceinline__ FwdWarpgroup(typename C::Smem& shared, uint32_t smem, int index,
+                                          const Sm90FwdParams& p)
+      : shared(shared), smem(smem), p(p), index(index) {}
+
+  __device__ __forceinline__ tma::Slot slot(int barrier) const { return C::slot(smem, barrier); }
+  __device__ __forceinline__ tma::Slot k_slot() const { return slot(C::kKBarrier + keys.at()); }
+  __device__ __forceinline__ tma::Slot v_slot() const { return slot(C::kVBarrier + keys.at()); }
+  __device__ __forceinline__ void release(const tma::Slot& slot) const { warp_arrive(slot.empty); }
+
+  __device__ __forceinline__ const FwdTask& task() const { return shared.tasks[tasks.at()]; }
+  // Loads a number of the task from shared memory each time: registers are few.
+  static __device__ __forceinline__ int reload(const int& x) {
+    return *const_cast<const volatile int*>(&x);
+  }
+  // The first of the warpgroup's rows, in the sequence.
+  __device__ __forceinline__ int first_row() const {
+    return task().first_row + index * kWarpgroupRows;
+  }
+  // The query of a row: 2^pack heads may share a tile.
+  __device__ __forceinline__ int query(int row) const { return row >> p.pack; }
+  __device__ __forceinline__ bool needs_mask() const {
+    return block >= reload(task().unmasked_end[index]) ||
+           block < reload(task().unmasked_begin[index]);
+  }
+
+  // Waits for the next task and returns whether there is one.
+  __device__ __forceinline__ bool take_task() {
+    tasks.wait_full(slot(C::kTaskBarrier + tasks.at()));
+    const FwdTask& task = this->task();
+    if (!tma::warp_uniform(task.more)) return false;
+    block = tma::warp_uniform(task.warpgroup_end[index]) - 1;
+    return true;
+  }
+  // Each thread arrives for itself: each has read the task for itself.
+  __device__ __forceinline__ void release_task() {
+    ptx::mbarrier_arrive(slot(C::kTaskBarrier + tasks.at()).empty);
+    __syncwarp();  // so that the compiler knows in the next task that the warp is converged
+    tasks.advance();
+  }
+
+  // Ping-pong: warpgroups issue MMAs one after the other, so that the softmax of one runs under the
+  // MMAs of another. begin() and end() enclose all tasks: the last warpgroup makes it the first's
+  // turn, and the first waits for the turn that is left over.
+  __device__ __forceinline__ void begin_ping_pong() const {
+    if (C::kWarpgroups > 1 && index == C::kWarpgroups - 1) {
+      ptx::bar_arrive(C::kPingPong, C::kPingPongThreads);
+    }
+  }
+  __device__ __forceinline__ void wait_turn() const {
+    if (C::kWarpgroups > 1) ptx::bar_sync(C::kPingPong + index, C::kPingPongThreads);
+  }
+  __device__ __forceinline__ void pass_turn() const {
+    if (C::kWarpgroups > 1) {
+      ptx::bar_arrive(C::kPingPong + (index + 1) % C::kWarpgroups, C::kPingPongThreads);
+    }
+  }
+  __device__ __forceinline__ void end_ping_pong() const {
+    if (C::kWarpgroups > 1 && index == 0) ptx::bar_sync(C::kPingPong, C::kPingPongThreads);
+  }
+
+  // Where a row of the task begins in a tensor, in elements.
+  __device__ __forceinline__ int64_t row_offset(const Strides& strides, int row) const {
+    const FwdTask& task = this->task();
+    const int head = (task.head << p.pack) + (row & ((1 << p.pack) - 1));
+    return offset(p, strides, task.batch, head, task.seq.token_q) + query(row) * strides.row;
+  }
+};
+
+}  // namespace flashmoe::cuda::sm90

@@ -41,6 +41,18 @@ struct Ragged {
   bool operator==(const Ragged&) const = default;
 };
 
+// Row i of Sq queries sits at key position p = i + L - Sq, L being the number of keys.
+struct AttentionOptions {
+  bool causal = false;          // key j is allowed when j <= p
+  int64_t window_left = -1;     // and p - left <= j; -1 = no limit
+  int64_t window_right = -1;    // and j <= p + right; -1 = no limit
+  std::optional<double> scale;  // 1 / sqrt(D) unless given
+  double softcap = 0;           // c * tanh(x / c) for c > 0; 0 = off
+  bool deterministic = false;   // ask for a bitwise reproducible backward pass
+
+  bool operator==(const AttentionOptions&) const = default;
+};
+
 // "..." stands for any leading (batch) dimensions, the same for every tensor.
 struct AttentionProblem {
   Pass pass = Pass::kForward;
@@ -69,13 +81,7 @@ struct AttentionProblem {
   std::optional<TensorSpec> grad_value;
   std::optional<TensorSpec> grad_bias;  // the bias's own shape and dtype
 
-  // Options. Row i of Sq queries sits at key position p = i + L - Sq, L being the number of keys.
-  bool causal = false;          // key j is allowed when j <= p
-  int64_t window_left = -1;     // and p - left <= j; -1 = no limit
-  int64_t window_right = -1;    // and j <= p + right; -1 = no limit
-  std::optional<double> scale;  // 1 / sqrt(D) unless given
-  double softcap = 0;           // c * tanh(x / c) for c > 0; 0 = off
-  bool deterministic = false;   // ask for a bitwise reproducible backward pass
+  AttentionOptions options;
 
   bool operator==(const AttentionProblem&) const = default;
 };
@@ -119,7 +125,7 @@ struct AttentionLaunch : LaunchStep {
 
 // Who does the work and how it is partitioned. Plain data: print it, compare it, test it.
 struct AttentionPlan {
-  AttentionProblem problem;      // as asked, with scale filled in
+  AttentionProblem problem;      // as asked, with options.scale filled in
   std::string kernel;            // the one that does most of the work: "cpu_neon_attention_fwd"
   const void* handle = nullptr;  // CUDA: that kernel in the library's catalogue
   std::string family;            // "sm80"; "cpu"

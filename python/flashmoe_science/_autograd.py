@@ -6,7 +6,7 @@ A derivative that is not there has to fail: to autograd a result without one is 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, are_deterministic_algorithms_enabled, is_grad_enabled
+from torch import Tensor, is_grad_enabled
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
@@ -22,6 +22,11 @@ _NO_SECOND_DERIVATIVE = (
     "flashmoe_science attention has no second derivative yet: its gradients cannot be "
     f"differentiated twice. {_INSTEAD}"
 )
+
+
+def _split(args) -> tuple[tuple, tuple]:
+    """The tensors of an op, from query to cu_seqlens_k, and what comes after them."""
+    return args[:7], args[7:]
 
 
 def _refuse_tangents(tensors) -> None:
@@ -42,9 +47,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value, bias, rest):
-        run, lengths, ctx.options, ctx.deterministic, return_lse = rest
+        run, lengths, ctx.options, return_lse = rest
         out, lse = run(query, key, value, bias, *lengths, *ctx.options)
-        ctx.save_for_backward(query, key, value, bias, *lengths, out, lse)
+        ctx.save_for_backward(out, lse, query, key, value, bias, *lengths)
         if not return_lse:
             return out
         ctx.set_materialize_grads(False)
@@ -58,8 +63,8 @@ class _Attention(torch.autograd.Function):
         else:
             run = _library.backward
             if forward_ad._current_level >= 0:
-                _refuse_tangents((grad_out, grad_lse, *saved[:4]))
-        grads = run(grad_out, grad_lse, *saved, *ctx.options, ctx.deterministic, *needs)
+                _refuse_tangents((grad_out, grad_lse, *saved[2:6]))
+        grads = run(grad_out, grad_lse, *saved, *ctx.options, *needs)
         return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), None
 
 
@@ -89,7 +94,7 @@ class _AttentionBackward(torch.autograd.Function):
 _apply = super(torch.autograd.Function, _Attention).apply
 
 
-def attend(run, tensors, options, deterministic, return_lse):
+def attend(run, tensors, options, return_lse):
     """``run`` on the tensors, recorded for the backward pass where a gradient is wanted.
 
     Without one it is called directly: autograd costs half as much again.
@@ -103,25 +108,22 @@ def attend(run, tensors, options, deterministic, return_lse):
         or v.requires_grad
         or (bias is not None and bias.requires_grad)
     ):
-        if deterministic is None:
-            deterministic = are_deterministic_algorithms_enabled()
-        return _apply(q, k, v, bias, (run, lengths, options, deterministic, return_lse))
+        return _apply(q, k, v, bias, (run, lengths, options, return_lse))
     out, lse = run(*tensors, *options)
     return (out, lse) if return_lse else out
+
+
+def _below_autograd(*args):
+    with torch._C._AutoDispatchBelowAutograd():
+        return _library.attention(*args)
 
 
 # The op that traced graphs hold has autograd of its own, so that an exported program can be
 # trained. It is also what torch.func sees: each of its levels comes by here, so that none is
 # forgotten. Called eagerly it would cost twice what attend() does (38 us for 21 on a GPU host).
 def _attention_autograd(*args):
-    tensors, options, deterministic = args[:7], args[7:-1], args[-1]
-
-    def run(*args):
-        with torch._C._AutoDispatchBelowAutograd():
-            return _library.differentiable(*args, deterministic)
-
     with enable_single_level_autograd_function():  # torch.func wants to hear that we mean it
-        return attend(run, tensors, options, deterministic, return_lse=True)
+        return attend(_below_autograd, *_split(args), return_lse=True)
 
 
 _fragment = torch.library.Library("flashmoe", "FRAGMENT")
@@ -143,7 +145,8 @@ def _stack(tensor: Tensor | None, dim: int | None, size: int, rank: int = 0) -> 
     return stacked[(slice(None), *([None] * (rank - stacked.dim())))]
 
 
-def _stack_inputs(size, dims, q, k, v, bias, key_lengths, cu_q, cu_k) -> tuple:
+def _stack_inputs(info, dims, tensors) -> tuple:
+    (q, k, v, bias, key_lengths, cu_q, _), size = tensors, info.batch_size
     if cu_q is not None:
         raise NotImplementedError(
             "flashmoe_science attention over ragged batches has no vmap yet, which torch.func.vmap "
@@ -157,24 +160,22 @@ def _stack_inputs(size, dims, q, k, v, bias, key_lengths, cu_q, cu_k) -> tuple:
 
 @torch.library.register_vmap("flashmoe::attention")
 def _attention_vmap(info, dims, *args):
-    tensors = _stack_inputs(info.batch_size, dims, *args[:7])
-    return _library.differentiable(*tensors, *args[7:]), (0, 0)
+    tensors, options = _split(args)
+    return _library.attention(*_stack_inputs(info, dims, tensors), *options), (0, 0)
 
 
 @torch.library.register_vmap("flashmoe::explain")
 def _explain_vmap(info, dims, *args):
-    tensors = _stack_inputs(info.batch_size, dims, *args[:7])
-    return torch.ops.flashmoe.explain(*tensors, *args[7:]), None
+    tensors, rest = _split(args)
+    return _library.explain(*_stack_inputs(info, dims, tensors), *rest), None
 
 
 @torch.library.register_vmap("flashmoe::attention_backward")
-def _attention_backward_vmap(info, dims, grad_out, grad_lse, *args):
-    size = info.batch_size
-    inputs = _stack_inputs(size, dims[2:], *args[:7])
-    grad_out, grad_lse, out, lse = (
-        _stack(x, dim, size)
-        for x, dim in zip((grad_out, grad_lse, *args[7:9]), (*dims[:2], *dims[9:11]), strict=True)
-    )
-    needs, grads = args[-4:], _library.backward(grad_out, grad_lse, *inputs, out, lse, *args[9:])
+def _attention_backward_vmap(info, dims, *args):
+    results, (tensors, rest) = args[:4], _split(args[4:])
+    results = (_stack(x, dim, info.batch_size) for x, dim in zip(results, dims[:4], strict=True))
+    inputs = _stack_inputs(info, dims[4:], tensors)
+    grads = _library.backward(*results, *inputs, *rest)
+    needs = rest[-4:]
     wanted = (*needs[:3], needs[3] and inputs[3] is not None)
     return grads, tuple(0 if want else None for want in wanted)

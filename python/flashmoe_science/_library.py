@@ -43,7 +43,7 @@ def _check_devices(query, names, tensors) -> None:
 
 @torch.library.register_fake("flashmoe::attention")
 @torch.library.register_fake("flashmoe::attention_forward")
-def _attention_forward_fake(query, key, value, bias, key_lengths, cu_q, cu_k, *options):
+def _attention_fake(query, key, value, bias, key_lengths, cu_q, cu_k, *options):
     _check_devices(query, INPUTS, (key, value, bias, key_lengths, cu_q, cu_k))
     if query.shape[-1] == value.shape[-1]:
         out = torch.empty_like(query)
@@ -55,11 +55,11 @@ def _attention_forward_fake(query, key, value, bias, key_lengths, cu_q, cu_k, *o
 
 @torch.library.register_fake("flashmoe::attention_backward")
 def _attention_backward_fake(
-    grad_out, grad_lse, query, key, value, bias, key_lengths, cu_q, cu_k, out, lse, *options
+    grad_out, grad_lse, out, lse, query, key, value, bias, key_lengths, cu_q, cu_k, *rest
 ):
     inputs = (key, value, bias, key_lengths, cu_q, cu_k)
     _check_devices(query, (*INPUTS, *RESULTS), (*inputs, out, lse, grad_out, grad_lse))
-    needs = options[-4:]
+    needs = rest[-4:]
     likes = (query, key, value, query if bias is None else bias)
     wanted = (*needs[:3], needs[3] and bias is not None)
     return tuple(
@@ -70,4 +70,5 @@ def _attention_backward_fake(
 
 forward = torch.ops.flashmoe.attention_forward.default
 backward = torch.ops.flashmoe.attention_backward.default
-differentiable = torch.ops.flashmoe.attention.default
+attention = torch.ops.flashmoe.attention.default
+explain = torch.ops.flashmoe.explain.default

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from . import _library  # noqa: F401  (registers the ops)
+from . import _library
 from .attention import _check_tensors, _options
 
 __all__ = ["explain"]
@@ -45,12 +44,11 @@ def explain(
     tensors = {"q": q, "k": k, "v": v, "bias": bias, "key_lengths": key_lengths}
     optional = ("bias", "key_lengths", "cu_seqlens_q", "cu_seqlens_k")
     _check_tensors(optional, **tensors, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    return torch.ops.flashmoe.explain(
+    return _library.explain(
         *tensors.values(),
         cu_seqlens_q,
         cu_seqlens_k,
-        *_options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap),
+        *_options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, deterministic),
         backward,
-        deterministic,
         device or "",
     )

@@ -117,12 +117,12 @@ AttentionProblem problem_of(const flash_attention_args& a, DType dtype, Pass pas
     p.grad_value = optional_spec(a.grad_value, dtype, value);
     p.grad_bias = optional_spec(a.grad_bias, bias_dtype, bias);
   }
-  p.causal = a.causal != 0;
-  p.window_left = a.window_left;
-  p.window_right = a.window_right;
-  if (a.has_scale) p.scale = a.scale;
-  p.softcap = a.softcap;
-  p.deterministic = a.deterministic != 0;
+  p.options = {.causal = a.causal != 0,
+               .window_left = a.window_left,
+               .window_right = a.window_right,
+               .scale = a.has_scale ? std::optional(a.scale) : std::nullopt,
+               .softcap = a.softcap,
+               .deterministic = a.deterministic != 0};
   return p;
 }
 

@@ -11,7 +11,7 @@ std::string window_text(const Geometry& g) {
 
 std::string options_text(const AttentionProblem& p, const Geometry& g) {
   std::string line = text("scale ", g.scale);
-  if (p.causal && g.left < 0) {
+  if (p.options.causal && g.left < 0) {
     line += ", causal";
   } else if (g.left >= 0 || g.right >= 0) {
     line += ", " + window_text(g);

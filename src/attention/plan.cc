@@ -32,7 +32,7 @@ Result<AttentionPlan> plan(const AttentionProblem& problem) {
   const Geometry g = geometry(problem);
   AttentionPlan plan;
   plan.problem = problem;
-  plan.problem.scale = g.scale;
+  plan.problem.options.scale = g.scale;
   plan.batch = g.batch;
   plan.heads_q = g.heads_q;
   plan.heads_k = g.heads_k;

@@ -203,15 +203,15 @@ Status check_bias(const AttentionProblem& p) {
                  shape_text(want), ", (..., query heads, query length, key length)");
 }
 
-Status check_options(const AttentionProblem& p) {
-  if (p.window_left < -1 || p.window_right < -1) {
-    return invalid("window is (", p.window_left, ", ", p.window_right,
+Status check_options(const AttentionOptions& o) {
+  if (o.window_left < -1 || o.window_right < -1) {
+    return invalid("window is (", o.window_left, ", ", o.window_right,
                    "); each side must be at least 0, or -1 for no limit");
   }
-  if (p.scale && !std::isfinite(*p.scale))
-    return invalid("scale is ", *p.scale, "; it must be finite");
-  if (!std::isfinite(p.softcap) || p.softcap < 0) {
-    return invalid("softcap is ", p.softcap, "; it must be positive, or 0 for none");
+  if (o.scale && !std::isfinite(*o.scale))
+    return invalid("scale is ", *o.scale, "; it must be finite");
+  if (!std::isfinite(o.softcap) || o.softcap < 0) {
+    return invalid("softcap is ", o.softcap, "; it must be positive, or 0 for none");
   }
   return {};
 }
@@ -280,7 +280,7 @@ Status check(const AttentionProblem& p) {
                      ", which does not broadcast to the batch ", shape_text(lead));
     }
   }
-  FLASHMOE_RETURN_IF_ERROR(check_options(p));
+  FLASHMOE_RETURN_IF_ERROR(check_options(p.options));
   FLASHMOE_RETURN_IF_ERROR(check_results(p));
   if (p.pass == Pass::kBackward) FLASHMOE_RETURN_IF_ERROR(check_gradients(p));
   return {};
@@ -307,10 +307,11 @@ Geometry geometry(const AttentionProblem& p) {
   g.group = g.heads_q / g.heads_k;
   g.head_dim = p.query.size(-1);
   g.head_dim_v = p.value.size(-1);
-  g.left = p.window_left;
-  g.right = p.causal ? 0 : p.window_right;
-  g.scale = p.scale ? *p.scale : 1 / std::sqrt(static_cast<double>(g.head_dim));
-  g.softcap = p.softcap;
+  const AttentionOptions& o = p.options;
+  g.left = o.window_left;
+  g.right = o.causal ? 0 : o.window_right;
+  g.scale = o.scale ? *o.scale : 1 / std::sqrt(static_cast<double>(g.head_dim));
+  g.softcap = o.softcap;
   return g;
 }
 

@@ -17,6 +17,43 @@ void check_same_device(const Tensor& query, std::initializer_list<NamedTensor> t
 
 }  // namespace
 
+// Braces are filled from left to right, and so in the order of the schema.
+
+Arguments Arguments::read(ArgumentReader& in) {
+  return {.query = in.next<Tensor>(),
+          .key = in.next<Tensor>(),
+          .value = in.next<Tensor>(),
+          .bias = in.next<OptionalTensor>(),
+          .key_lengths = in.next<OptionalTensor>(),
+          .cu_seqlens_q = in.next<OptionalTensor>(),
+          .cu_seqlens_k = in.next<OptionalTensor>(),
+          .max_seqlen_q = in.next<int64_t>(),
+          .max_seqlen_k = in.next<int64_t>(),
+          .options = {.causal = in.next<bool>(),
+                      .window_left = in.next<int64_t>(),
+                      .window_right = in.next<int64_t>(),
+                      .scale = in.next<std::optional<double>>(),
+                      .softcap = in.next<double>(),
+                      .deterministic = in.next<bool>()}};
+}
+
+BackwardArguments BackwardArguments::read(ArgumentReader& in) {
+  return {.grad_out = in.next<OptionalTensor>(),
+          .grad_lse = in.next<OptionalTensor>(),
+          .out = in.next<Tensor>(),
+          .lse = in.next<Tensor>(),
+          .forward = Arguments::read(in),
+          .needs_query = in.next<bool>(),
+          .needs_key = in.next<bool>(),
+          .needs_value = in.next<bool>(),
+          .needs_bias = in.next<bool>()};
+}
+
+ExplainArguments ExplainArguments::read(ArgumentReader& in) {
+  return {
+      .call = Arguments::read(in), .backward = in.next<bool>(), .device = in.next<std::string>()};
+}
+
 void check_same_device(const Arguments& a, std::initializer_list<NamedTensor> more) {
   check_same_device(a.query, {{"key", &a.key},
                               {"value", &a.value},

@@ -1,22 +1,40 @@
-// The arguments every attention op has.
+// The arguments of the attention ops.
 #pragma once
 
 #include <initializer_list>
+#include <string>
 #include <utility>
 
+#include "boxed.h"
 #include "convert.h"
 
 namespace flashmoe::ops {
 
-// In the order of the schemas (schema.cc).
+// What every attention op has: FLASHMOE_ARGUMENTS of schema.cc.
 struct Arguments {
-  const Tensor &query, &key, &value;
-  const OptionalTensor &bias, &key_lengths, &cu_seqlens_q, &cu_seqlens_k;
+  Tensor query, key, value;
+  OptionalTensor bias, key_lengths, cu_seqlens_q, cu_seqlens_k;
   int64_t max_seqlen_q, max_seqlen_k;
-  bool causal;
-  int64_t window_left, window_right;
-  std::optional<double> scale;
-  double softcap;
+  AttentionOptions options;
+
+  static Arguments read(ArgumentReader& in);
+};
+
+struct BackwardArguments {
+  OptionalTensor grad_out, grad_lse;
+  Tensor out, lse;
+  Arguments forward;
+  bool needs_query, needs_key, needs_value, needs_bias;
+
+  static BackwardArguments read(ArgumentReader& in);
+};
+
+struct ExplainArguments {
+  Arguments call;
+  bool backward;
+  std::string device;  // "": the tensors' own
+
+  static ExplainArguments read(ArgumentReader& in);
 };
 
 // Fails unless all of them, and the tensors that an op has besides, are where query is.

@@ -8,7 +8,7 @@ namespace {
 
 // Everything but query, key, value and what a pass adds. Lengths and bias are read with whatever
 // strides they have.
-AttentionProblem options_of(const Arguments& a, const Device& device) {
+AttentionProblem problem_of(const Arguments& a, const Device& device) {
   AttentionProblem p;
   p.device = device;
   p.bias = spec_of("bias", a.bias);
@@ -20,11 +20,7 @@ AttentionProblem options_of(const Arguments& a, const Device& device) {
     p.ragged = Ragged{spec_of("cu_seqlens_q", *a.cu_seqlens_q),
                       spec_of("cu_seqlens_k", *a.cu_seqlens_k), a.max_seqlen_q, a.max_seqlen_k};
   }
-  p.causal = a.causal;
-  p.window_left = a.window_left;
-  p.window_right = a.window_right;
-  p.scale = a.scale;
-  p.softcap = a.softcap;
+  p.options = a.options;
   return p;
 }
 
@@ -59,7 +55,8 @@ ForwardCall forward_call(const Arguments& a, const Device& device) {
   call.value = place("value", a.value, device);
   call.out = place(out_spec(call.query.outside, call.value.outside), device);
 
-  call.problem = options_of(a, device);
+  call.problem = problem_of(a, device);
+  call.problem.options.deterministic = false;  // it always is: one plan for both
   call.problem.query = call.query.inside;
   call.problem.key = call.key.inside;
   call.problem.value = call.value.inside;
@@ -83,10 +80,9 @@ BackwardCall backward_call(const Arguments& a, const BackwardInputs& in, const D
   call.grad_key = gradient(in.needs_key, call.key);
   call.grad_value = gradient(in.needs_value, call.value);
 
-  AttentionProblem& p = call.problem = options_of(a, device);
+  AttentionProblem& p = call.problem = problem_of(a, device);
   if (in.needs_bias && p.bias) call.grad_bias = packed_like(*p.bias);
   p.pass = Pass::kBackward;
-  p.deterministic = in.deterministic;
   p.query = call.query.inside;
   p.key = call.key.inside;
   p.value = call.value.inside;

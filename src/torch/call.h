@@ -20,7 +20,6 @@ struct BackwardInputs {
   TensorSpec lse;
   std::optional<Placement> grad_out;
   std::optional<TensorSpec> grad_lse;
-  bool deterministic;
   bool needs_query, needs_key, needs_value, needs_bias;
 };
 

@@ -1,8 +1,8 @@
 // What would run, and why. Only shapes matter, so meta tensors do.
-#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "call.h"
@@ -53,7 +53,7 @@ std::string explain_forward(const Arguments& a, const Device& device) {
 }
 
 // All gradients, of a loss of `out` alone; out and its gradient as the forward pass lays out.
-std::string explain_backward(const Arguments& a, const Device& device, bool deterministic) {
+std::string explain_backward(const Arguments& a, const Device& device) {
   const ForwardCall forward = forward_call(a, device);
   raise_if_error(plan(forward.problem).status());
   const Placement out = place(forward.out.outside, device);
@@ -62,7 +62,6 @@ std::string explain_backward(const Arguments& a, const Device& device, bool dete
                                            .lse = *forward.problem.lse,
                                            .grad_out = out,
                                            .grad_lse = std::nullopt,
-                                           .deterministic = deterministic,
                                            .needs_query = true,
                                            .needs_key = true,
                                            .needs_value = true,
@@ -79,23 +78,14 @@ std::string explain_backward(const Arguments& a, const Device& device, bool dete
                                                              {"grad_value", &*call.grad_value}}));
 }
 
-std::string explain_attention(const Tensor& query, const Tensor& key, const Tensor& value,
-                              const OptionalTensor& bias, const OptionalTensor& key_lengths,
-                              const OptionalTensor& cu_seqlens_q,
-                              const OptionalTensor& cu_seqlens_k, int64_t max_seqlen_q,
-                              int64_t max_seqlen_k, bool causal, int64_t window_left,
-                              int64_t window_right, std::optional<double> scale, double softcap,
-                              bool backward, bool deterministic, std::string device) {
-  const Arguments a{query,        key,          value,        bias,         key_lengths,
-                    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal,
-                    window_left,  window_right, scale,        softcap};
-  const Device where = device_named(device, query);
-  return backward ? explain_backward(a, where, deterministic) : explain_forward(a, where);
+std::tuple<std::string> explain_attention(const ExplainArguments& a) {
+  const Device device = device_named(a.device, a.call.query);
+  return a.backward ? explain_backward(a.call, device) : explain_forward(a.call, device);
 }
 
 }  // namespace
 }  // namespace flashmoe::ops
 
 STABLE_TORCH_LIBRARY_IMPL(flashmoe, CompositeExplicitAutograd, m) {
-  m.impl("explain", TORCH_BOX(&flashmoe::ops::explain_attention));
+  m.impl("explain", flashmoe::ops::Boxed<flashmoe::ops::explain_attention>::call);
 }

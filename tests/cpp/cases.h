@@ -14,16 +14,17 @@
 
 namespace testing {
 
+using flashmoe::AttentionOptions;
 using flashmoe::AttentionProblem;
 using flashmoe::AttentionTensors;
 using flashmoe::Pass;
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
 
-// A problem and a tensor for each of its specs. `options` has the options and the ragged maxima;
-// problem() fills in the specs of the tensors that there are.
+// A problem and a tensor for each of its specs; problem() fills in those of the tensors there are.
 struct Case {
-  AttentionProblem options;
+  AttentionOptions options;
+  int64_t max_seqlen_q = 0, max_seqlen_k = 0;  // of a ragged batch
   Tensor query, key, value, bias, key_lengths, cu_seqlens_q, cu_seqlens_k;
   Tensor out, lse, grad_out, grad_lse, grad_query, grad_key, grad_value, grad_bias;
 
@@ -34,7 +35,8 @@ struct Case {
     const auto maybe = [](const Tensor& t) {
       return t ? std::optional<TensorSpec>(t.spec()) : std::nullopt;
     };
-    AttentionProblem p = options;
+    AttentionProblem p;
+    p.options = options;
     p.pass = pass;
     p.device.num_threads = num_threads;
     p.query = query.spec();
@@ -43,8 +45,7 @@ struct Case {
     p.bias = maybe(bias);
     p.key_lengths = maybe(key_lengths);
     if (ragged()) {
-      p.ragged->cu_seqlens_q = cu_seqlens_q.spec();
-      p.ragged->cu_seqlens_k = cu_seqlens_k.spec();
+      p.ragged = {cu_seqlens_q.spec(), cu_seqlens_k.spec(), max_seqlen_q, max_seqlen_k};
     }
     p.out = out.spec();
     p.lse = maybe(lse);
@@ -231,9 +232,8 @@ class CaseMaker {
   void make_inputs(Case& c) {
     const DType int_dtype = chance(random_, 0.5) ? DType::kInt32 : DType::kInt64;
     if (ragged_) {
-      c.options.ragged.emplace();
-      c.cu_seqlens_q = cu_seqlens(int_dtype, lengths_q_, &len_q_, &c.options.ragged->max_seqlen_q);
-      c.cu_seqlens_k = cu_seqlens(int_dtype, lengths_k_, &len_k_, &c.options.ragged->max_seqlen_k);
+      c.cu_seqlens_q = cu_seqlens(int_dtype, lengths_q_, &len_q_, &c.max_seqlen_q);
+      c.cu_seqlens_k = cu_seqlens(int_dtype, lengths_k_, &len_k_, &c.max_seqlen_k);
     } else if (chance(random_, 0.3)) {
       make_key_lengths(c, int_dtype);
     }
@@ -351,6 +351,8 @@ inline Case float64_twin(const Case& c) {
   const DType f64 = DType::kFloat64;
   Case twin;
   twin.options = c.options;
+  twin.max_seqlen_q = c.max_seqlen_q;
+  twin.max_seqlen_k = c.max_seqlen_k;
   twin.query = copy(c.query, f64);
   twin.key = copy(c.key, f64);
   twin.value = copy(c.value, f64);

@@ -17,13 +17,13 @@ TEST(the_problem_as_numbers) {
   CHECK_EQ(plan.len_k, 70);
   CHECK_EQ(plan.head_dim, 16);
   CHECK_EQ(plan.head_dim_v, 24);
-  CHECK_EQ(*plan.problem.scale, 0.25);
+  CHECK_EQ(*plan.problem.options.scale, 0.25);
 }
 
 TEST(a_given_scale_stays) {
   AttentionProblem p = problem(Pass::kForward, 1, 1, 4, 4);
-  p.scale = 0;
-  CHECK_EQ(*plan_for(p, 1).problem.scale, 0.);
+  p.options.scale = 0;
+  CHECK_EQ(*plan_for(p, 1).problem.options.scale, 0.);
 }
 
 // How the work is cut decides the bits of the result, so the number of threads must not.
@@ -111,8 +111,8 @@ TEST(the_chosen_candidate_is_last_and_says_so) {
 
 TEST(explain_names_the_kernel_and_the_options) {
   AttentionProblem p = problem(Pass::kBackward, 2, 4, 300, 24, DType::kFloat16);
-  p.causal = true;
-  p.softcap = 30;
+  p.options.causal = true;
+  p.options.softcap = 30;
   p.bias = contiguous(DType::kFloat32, {300, 300});
   const std::string words = flashmoe::explain(p);
   for (const std::string& part :

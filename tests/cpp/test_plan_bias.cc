@@ -268,7 +268,7 @@ TEST(workspace_is_linear_in_length) {
       const auto bytes = [&](int64_t length) {
         const Sizes s{.batch = 1, .heads_q = 4, .heads_k = 4, .len_q = length, .len_k = length};
         AttentionProblem p = cuda_problem(cc, Pass::kBackward, DType::kFloat16, 64, 64, s, ragged);
-        p.deterministic = true;
+        p.options.deterministic = true;
         return static_cast<double>(plan_of(p).workspace_bytes);
       };
       const double base = bytes(1 << 14);

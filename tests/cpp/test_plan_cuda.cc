@@ -47,14 +47,14 @@ TEST(every_option_has_a_plan) {
   for (const Chip& chip : kChips) {
     for (Pass pass : {Pass::kForward, Pass::kBackward}) {
       AttentionProblem p = cuda_problem(chip.compute_capability, pass, DType::kFloat16, 64, 64, {});
-      p.causal = true;
-      p.window_left = 100;
-      p.softcap = 20;
-      p.scale = -0.5;
+      p.options.causal = true;
+      p.options.window_left = 100;
+      p.options.softcap = 20;
+      p.options.scale = -0.5;
       p.key_lengths = contiguous(DType::kInt64, {2});
       if (pass == Pass::kBackward) p.grad_lse = p.lse;
       for (bool deterministic : {false, true}) {
-        p.deterministic = deterministic;
+        p.options.deterministic = deterministic;
         check_plan(plan_of(p), chip, {});
       }
       // A gradient that is not asked for needs no kernel.
@@ -236,7 +236,7 @@ TEST(explain_tells_what_is_reproducible) {
     CHECK_CONTAINS(words, launch_line(kernels_before(plan)[0]));
     CHECK_CONTAINS(words, launch_line(kernels_after(plan)[0]));
     AttentionProblem in_turns = p;
-    in_turns.deterministic = true;
+    in_turns.options.deterministic = true;
     CHECK_CONTAINS(flashmoe::explain(in_turns), "\n  bitwise reproducible\n");
     AttentionProblem without_query = p;  // what is summed in any order is not there
     without_query.grad_query.reset();
@@ -312,7 +312,7 @@ TEST(every_tile_can_be_forced) {
     AttentionProblem p = cuda_problem(cc, backward ? Pass::kBackward : Pass::kForward, k.dtype,
                                       k.head_dim, k.head_dim, {});
     if (bias) p.bias = contiguous(DType::kFloat32, {300, 517});
-    if (k.name.find("_general_") != std::string::npos) p.softcap = 3;
+    if (k.name.find("_general_") != std::string::npos) p.options.softcap = 3;
     CHECK_EQ(plan_of(p).kernel, k.name);
   }
 }

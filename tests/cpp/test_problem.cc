@@ -145,14 +145,14 @@ TEST(bad_dense_problems) {
       {"key_lengths shape",
        [](P p) { p.key_lengths = contiguous(DType::kInt32, {3}); },
        {"key_lengths", "(3,)", "(2,)"}},
-      {"window left", [](P p) { p.window_left = -2; }, {"window", "-2"}},
+      {"window left", [](P p) { p.options.window_left = -2; }, {"window", "-2"}},
       {"window right",
-       [](P p) { p.window_right = std::numeric_limits<int64_t>::min(); },
+       [](P p) { p.options.window_right = std::numeric_limits<int64_t>::min(); },
        {"window", "-9223372036854775808"}},
-      {"scale", [](P p) { p.scale = std::nan(""); }, {"scale", "nan"}},
-      {"infinite scale", [](P p) { p.scale = kInf; }, {"scale", "inf"}},
-      {"softcap", [](P p) { p.softcap = -1; }, {"softcap", "-1"}},
-      {"infinite softcap", [](P p) { p.softcap = kInf; }, {"softcap", "inf"}},
+      {"scale", [](P p) { p.options.scale = std::nan(""); }, {"scale", "nan"}},
+      {"infinite scale", [](P p) { p.options.scale = kInf; }, {"scale", "inf"}},
+      {"softcap", [](P p) { p.options.softcap = -1; }, {"softcap", "-1"}},
+      {"infinite softcap", [](P p) { p.options.softcap = kInf; }, {"softcap", "inf"}},
       {"more than 2^63 elements",
        [](P p) {
          p.query = huge_spec(DType::kFloat32, {kHuge, kHuge, 5, 8});
@@ -315,7 +315,11 @@ Case case_for(const AttentionProblem& p) {
     return t;
   };
   Case c;
-  c.options = p;
+  c.options = p.options;
+  if (p.ragged) {
+    c.max_seqlen_q = p.ragged->max_seqlen_q;
+    c.max_seqlen_k = p.ragged->max_seqlen_k;
+  }
   c.query = tensor(p.query);
   c.key = tensor(p.key);
   c.value = tensor(p.value);

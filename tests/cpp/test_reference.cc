@@ -168,8 +168,7 @@ TEST(ragged_is_its_sequences) {
   const int64_t heads = 2, dim = 3;
   Case c;
   c.options.causal = true;
-  c.options.ragged.emplace();
-  c.options.ragged->max_seqlen_q = c.options.ragged->max_seqlen_k = 5;
+  c.max_seqlen_q = c.max_seqlen_k = 5;
   const auto tensor = [&](std::vector<int64_t> shape) {
     Tensor t(DType::kFloat64, shape);
     t.set(random_values(random, t.count()));
@@ -193,7 +192,7 @@ TEST(ragged_is_its_sequences) {
     const int64_t rows = ends_q[s + 1] - ends_q[s], keys = ends_k[s + 1] - ends_k[s];
     // The same memory seen as (1, heads, length, dim).
     AttentionProblem p;
-    p.causal = true;
+    p.options.causal = true;
     const auto view = [&](int64_t length) {
       TensorSpec spec = flashmoe::contiguous(DType::kFloat64, {1, heads, length, dim});
       spec.stride = {0, dim, heads * dim, 1};

@@ -309,7 +309,7 @@ def test_compile_with_gradients(backend):
 @every_dtype
 def test_opcheck(dtype):
     """What traced graphs believe about the op: schema, and shapes and strides of its results."""
-    options = (None, None, None, None, 0, 0, True, -1, -1, None, 0.0)
+    options = (None, None, None, None, 0, 0, True, -1, -1, None, 0.0, False)
     op = torch.ops.flashmoe.attention_forward.default
     for layout in (torch.clone, rows_first, heads_in_the_middle, odd_rows):
         tensors = [layout(x) for x in qkv(40, 50, dtype=dtype)]
@@ -317,7 +317,7 @@ def test_opcheck(dtype):
         torch.library.opcheck(op, (*tensors, *options), test_utils=tests)
 
 
-OPTION_VALUES = (0, 0, True, 40, -1, None, 9.0)  # as the ops take them
+OPTION_VALUES = (0, 0, True, 40, -1, None, 9.0, True)  # as the ops take them
 
 
 @every_dtype
@@ -325,7 +325,7 @@ def test_opcheck_with_gradients(dtype):
     tensors = [x.requires_grad_() for x in qkv(40, 50, dtype=dtype)]
     nothing = (None, None, None, None)
     op = torch.ops.flashmoe.attention.default
-    torch.library.opcheck(op, (*tensors, *nothing, *OPTION_VALUES, True))
+    torch.library.opcheck(op, (*tensors, *nothing, *OPTION_VALUES))
     for layout in (torch.clone, rows_first, odd_rows):
         tensors = [layout(x) for x in qkv(40, 50, dtype=dtype)]
         out, lse = torch.ops.flashmoe.attention_forward.default(*tensors, *nothing, *OPTION_VALUES)
@@ -333,10 +333,10 @@ def test_opcheck_with_gradients(dtype):
             (layout(torch.randn_like(out)), (True, True, True, False)),
             (None, (False, True, False, False)),
         ):
-            arguments = (grad_out, torch.randn_like(lse), *tensors, *nothing, out, lse)
+            arguments = (grad_out, torch.randn_like(lse), out, lse, *tensors, *nothing)
             torch.library.opcheck(
                 torch.ops.flashmoe.attention_backward.default,
-                (*arguments, *OPTION_VALUES, True, *needs),
+                (*arguments, *OPTION_VALUES, *needs),
                 test_utils=("test_schema", "test_faketensor"),
             )
 

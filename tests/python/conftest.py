@@ -10,6 +10,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "python" / "flashmoe_science"
 sys.path.insert(0, str(ROOT / "python"))
 
+# torch.compile keeps what it compiled for other processes, and does not notice that an op of ours
+# takes other arguments than it did then.
+torch.compiler.config.force_disable_caches = True
+
 # Files that look at the checkout and not at the library.
 WITHOUT_LIBRARY = {"test_house.py", "test_image_cache.py"}
 

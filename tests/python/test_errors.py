@@ -221,12 +221,12 @@ def test_explain_refuses_the_same():
 
 def backward_arguments():
     q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 6)
-    options = (0, 0, False, -1, -1, None, 0.0)
+    options = (0, 0, False, -1, -1, None, 0.0, True)
     out, lse = torch.ops.flashmoe.attention_forward(q, k, v, None, None, None, None, *options)
     named = {"grad_out": torch.randn_like(out), "grad_lse": torch.randn_like(lse)}
-    named |= {"query": q, "key": k, "value": v, "bias": None, "key_lengths": None}
-    named |= {"cu_seqlens_q": None, "cu_seqlens_k": None, "out": out, "lse": lse}
-    return named, (*options, True, True, True, True, False)
+    named |= {"out": out, "lse": lse, "query": q, "key": k, "value": v, "bias": None}
+    named |= {"key_lengths": None, "cu_seqlens_q": None, "cu_seqlens_k": None}
+    return named, (*options, True, True, True, False)
 
 
 @pytest.mark.parametrize(

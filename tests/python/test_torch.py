@@ -260,12 +260,13 @@ def forward_arguments(kind: str, grad: bool):
     dtype = torch.float16 if kind == "half" else torch.float32
     if kind == "ragged":
         tensors, cu, longest, bias = ragged()
-        arguments = (*tensors, bias, None, *cu, *longest, True, 3, -1, None, 0.0)
+        arguments = (*tensors, bias, None, *cu, *longest, True, 3, -1, None, 0.0, False)
     else:
         tensors = qkv(2, 3, dtype=dtype, dv=8 if kind == "half" else 5)
         bias = torch.randn(3, 1, 9, 13, requires_grad=True) if kind == "bias" else None
         lengths = torch.tensor([[5], [13]]) if kind == "lengths" else None
-        arguments = (*tensors, bias, lengths, None, None, 0, 0, kind == "half", -1, -1, 0.4, 2.0)
+        options = (0, 0, kind == "half", -1, -1, 0.4, 2.0, True)
+        arguments = (*tensors, bias, lengths, None, None, *options)
     return tuple(
         x.detach().requires_grad_(grad and x.is_floating_point())
         if isinstance(x, torch.Tensor)
@@ -285,13 +286,10 @@ def test_opcheck_backward(kind):
     arguments = forward_arguments(kind, grad=False)
     out, lse = FORWARD(*arguments)
     grads = (torch.randn_like(out), torch.randn_like(lse))
-    tensors, options = arguments[:7], arguments[7:]
     bias = arguments[3] is not None
     for needs in ((True, True, True, bias), (False, True, False, False)):
-        torch.library.opcheck(BACKWARD, (*grads, *tensors, out, lse, *options, True, *needs))
-    torch.library.opcheck(
-        BACKWARD, (None, grads[1], *tensors, out, lse, *options, False, True, True, True, False)
-    )
+        torch.library.opcheck(BACKWARD, (*grads, out, lse, *arguments, *needs))
+    torch.library.opcheck(BACKWARD, (None, grads[1], out, lse, *arguments, True, True, True, False))
 
 
 @pytest.mark.parametrize("kind", ["plain", "bias", "ragged"])
@@ -299,8 +297,9 @@ def test_the_op_itself_is_differentiable(kind):
     """An exported graph calls it, with no Python of ours around it."""
     arguments = forward_arguments(kind, grad=True)
     leaves = [x for x in arguments[:4] if x is not None]
-    got = grads_of(torch.ops.flashmoe.attention.default(*arguments, False), leaves)
-    named = dict(zip(("causal", "left", "right", "scale", "softcap"), arguments[9:], strict=True))
+    got = grads_of(torch.ops.flashmoe.attention.default(*arguments), leaves)
+    names = ("causal", "left", "right", "scale", "softcap", "deterministic")
+    named = dict(zip(names, arguments[9:], strict=True))
     options = {"causal": named["causal"], "window": (named["left"], named["right"])}
     options |= {"scale": named["scale"], "softcap": named["softcap"], "return_lse": True}
     if kind == "ragged":

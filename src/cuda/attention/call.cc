@@ -299,7 +299,7 @@ void fill_backward(AttentionBwdParams& p, const Call& call, uint32_t preprocess_
   p.dq_semaphore = at<int32_t>(call, w.dq_semaphore);
   p.tile_counter = at<int32_t>(call, w.tile_counter);
   // Without queries the preprocess kernel does not run, and nobody adds.
-  p.deterministic = problem.deterministic && accumulates && plan.len_q > 0;
+  p.deterministic = problem.options.deterministic && accumulates && plan.len_q > 0;
   p.preprocess_heads = preprocess_heads;
   if (!problem.ragged) return;
   p.blocks = at<RaggedBlock>(call, w.key_blocks);

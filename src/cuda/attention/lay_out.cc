@@ -191,7 +191,7 @@ void lay_out_backward(AttentionPlan& plan, const Gpu& gpu, const Kernel* bias_su
     }
   }
   limit_slices(plan);
-  plan.dq_order_varies = accumulates_dq(plan) && !p.deterministic;
+  plan.dq_order_varies = accumulates_dq(plan) && !p.options.deterministic;
   plan.workspace_bytes = backward_workspace(plan, bias_sum).bytes;
 }
 

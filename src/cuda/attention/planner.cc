@@ -97,7 +97,7 @@ Status check_counts(const AttentionPlan& plan) {
       bias_sum_grid(plan, 16, 16).steps > INT32_MAX) {
     return unsupported("the gradient of a bias that is shared by more than 2^31 - 1 blocks");
   }
-  if (p.pass == Pass::kBackward && p.deterministic && plan.work_items > INT32_MAX) {
+  if (p.pass == Pass::kBackward && p.options.deterministic && plan.work_items > INT32_MAX) {
     return unsupported("a backward pass of ", plan.work_items,
                        " blocks; at most 2^31 - 1 can be put in order");
   }

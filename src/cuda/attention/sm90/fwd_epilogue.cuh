@@ -2,6 +2,7 @@
 // computed once more because a mask hides a NaN or infinity from them.
 #pragma once
 
+#include "cuda/attention/score.cuh"
 #include "cuda/attention/sm90/fwd_warpgroup.cuh"
 #include "cuda/attention/softmax.cuh"
 #include "cuda/ptx/ldmatrix.cuh"
@@ -148,9 +149,7 @@ class FwdEpilogue {
         for (int c = lane(); c < p_.head_dim; c += 32) {
           s += number(q, c, p_.head_dim) * number(k, c, p_.head_dim);
         }
-        s = warp_sum(s);
-        s = p_.softcap_scale ? tanh_and_derivative(s * p_.softcap_scale).value : s * p_.sign;
-        s *= p_.scale_log2;
+        s = ScoreRule<Sm90FwdParams>(p_).score(warp_sum(s));
         const float raised = fmaxf(reference, s);
         const float finite = raised == -INFINITY ? 0.f : raised;
         const float correction = ptx::ex2_approx_ftz(reference - finite);

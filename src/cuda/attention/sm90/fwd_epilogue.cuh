@@ -55,7 +55,7 @@ class FwdEpilogue {
     // lse after the fences, which would wait for its stores.
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int r = wg_.task().first_row + wg_.index * kWarpgroupRows + fragment_row() + 8 * half;
+      const int r = wg_.fragment_row(half);
       if (lane() % 4 == 0) write_lse(r, lse[half]);
     }
     guard_rows(rO);

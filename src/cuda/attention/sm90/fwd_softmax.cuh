@@ -17,19 +17,23 @@ struct FwdSoftmax {
   RowState rows;
   float correction[2];  // what O is yet to be multiplied with, for each of the thread's two rows
 
-  // A softcap, or the sign of a scale that is not positive.
+  // A softcap, or the sign of a scale that is not positive: general kernels always have one of
+  // them, so there is no third branch, as ScoreRule::transform() has it.
   __device__ __forceinline__ void transform(const Rule& rule) {
-    rule.transform([&](const auto& f) {
+    if (rule.p.softcap_scale) {
 #pragma unroll
-      for (float& x : rS) x = f(x);
-    });
+      for (float& x : rS) x = rule.cap(x).value;
+    } else {
+#pragma unroll
+      for (float& x : rS) x *= rule.sign();
+    }
   }
 
   // Writes -inf over the scores of keys that a row does not see.
   __device__ __forceinline__ void mask(const FwdWarpgroup<C>& wg) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int q = wg.query(wg.first_row() + fragment_row() + 8 * half);
+      const int q = wg.query(wg.fragment_row(half));
       const int first = wg.block * C::kBlockK + fragment_column();
       const auto hide = [&](const auto& hidden) {
 #pragma unroll

@@ -68,9 +68,9 @@ __device__ __forceinline__ void row_products(float (&sums)[kRows], const char* c
   }
 }
 
-// lse in base 2 and delta = out.dO - grad_lse of every row; mma_sync/small.cuh has the same for the
-// other families. The dQ accumulator needs no zeros, as the first tile of keys stores; its
-// semaphores do.
+// lse in base 2 and delta = out.dO - grad_lse of every row; mma_sync/bwd_preprocess.cuh has the
+// same for the other families. The dQ accumulator needs no zeros, as the first tile of keys stores;
+// its semaphores do.
 template <class T>
 __device__ __forceinline__ void attention_bwd_preprocess(const Sm90BwdParams& p) {
   ptx::griddepcontrol_launch_dependents();

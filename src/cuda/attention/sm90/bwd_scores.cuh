@@ -1,8 +1,8 @@
 // The score step of the sm90 backward pass: S and dP of 64 keys by MMA, and P and dS from them.
 #pragma once
 
+#include "cuda/attention/score.cuh"
 #include "cuda/attention/sm90/bwd_warpgroup.cuh"
-#include "cuda/attention/softmax.cuh"
 #include "cuda/ptx/ldmatrix.cuh"
 #include "cuda/ptx/wgmma.cuh"
 
@@ -89,11 +89,11 @@ struct BwdScores {
   }
   // P = 2^(S - lse), and with a softcap the slopes that dS is yet to be multiplied with.
   __device__ __forceinline__ void exponentiate(const BwdWarpgroup<C>& wg) {
+    const ScoreRule<Sm90BwdParams> rule(wg.p);
     if (C::kTile.general_score && wg.p.softcap_scale) {
 #pragma unroll
       for (int i = 0; i < C::kBlockQ / 4; ++i) {
-        const Tanh two[] = {tanh_and_derivative(rS[2 * i] * wg.p.softcap_scale),
-                            tanh_and_derivative(rS[2 * i + 1] * wg.p.softcap_scale)};
+        const Tanh two[] = {rule.cap(rS[2 * i]), rule.cap(rS[2 * i + 1])};
         rS[2 * i] = two[0].value;
         rS[2 * i + 1] = two[1].value;
         slopes[i / 4][i % 4] = C::Type::pack(two[0].derivative, two[1].derivative);
@@ -105,8 +105,7 @@ struct BwdScores {
       const float2 lse = wg.two_queries(lse_delta + 64 * i);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        rS[4 * i + j] =
-            ptx::ex2_approx_ftz(rS[4 * i + j] * wg.p.scale_log2 - (j % 2 ? lse.y : lse.x));
+        rS[4 * i + j] = rule.probability(rS[4 * i + j], j % 2 ? lse.y : lse.x);
       }
     }
   }

@@ -33,6 +33,10 @@ class FwdConsumer {
   }
 
  private:
+  __device__ __forceinline__ ScoreRule<Sm90FwdParams> rule() const {
+    return ScoreRule<Sm90FwdParams>(wg_.p);
+  }
+
   // S = Q K^T
   __device__ __forceinline__ void issue_scores() {
     const uint32_t sQ = wg_.smem + offsetof(Smem, sQ) + wg_.index * kWarpgroupRows * 128;
@@ -91,7 +95,7 @@ class FwdConsumer {
   // The softmax of a tile, which runs under O of the tile before; then waits for that O and brings
   // it to the new reference.
   __device__ __forceinline__ void softmax_and_correct() {
-    softmax_.template step<false>(wg_.p.scale_log2);
+    softmax_.template step<false>(rule());
     const bool corrects = softmax_.correction[0] != 1 || softmax_.correction[1] != 1;
     const float sum = softmax_.rows.sum[0] + softmax_.rows.sum[1];
     const bool any = __any_sync(0xffffffffu, corrects || !(sum >= 0));
@@ -100,11 +104,11 @@ class FwdConsumer {
   }
   __device__ __forceinline__ void guess_softmax() {
     float sum[2] = {0, 0};
-    const bool failed = softmax_.guess(sum, wg_.p.scale_log2);
+    const bool failed = softmax_.guess(sum, rule());
     ptx::wgmma_wait_all_after(failed, rO_);
     if (failed) {
       softmax_.recompute_scores(wg_);
-      softmax_.template step<false>(wg_.p.scale_log2);
+      softmax_.template step<false>(rule());
       correct_output();
     } else {
 #pragma unroll
@@ -141,9 +145,9 @@ class FwdConsumer {
   }
   __device__ __forceinline__ void first_softmax() {
     release_scores();
-    if (C::kTile.general_score) softmax_.transform(wg_.p);
+    if (C::kTile.general_score) softmax_.transform(rule());
     if (wg_.needs_mask()) softmax_.mask(wg_);
-    softmax_.template step<true>(wg_.p.scale_log2);
+    softmax_.template step<true>(rule());
     pack_probabilities();
     --wg_.block;
 #pragma unroll
@@ -157,7 +161,7 @@ class FwdConsumer {
     ptx::wgmma_wait_group<1>(softmax_.rS);
     if (kMasked || C::kTile.general_score) {
       release_scores();
-      if (C::kTile.general_score) softmax_.transform(wg_.p);
+      if (C::kTile.general_score) softmax_.transform(rule());
       if (kMasked) softmax_.mask(wg_);
       softmax_and_correct();
     } else {

@@ -2,6 +2,7 @@
 // computed once more because a mask hides a NaN or infinity from them.
 #pragma once
 
+#include "cuda/attention/score.cuh"
 #include "cuda/attention/sm90/fwd_warpgroup.cuh"
 #include "cuda/attention/softmax.cuh"
 #include "cuda/ptx/ldmatrix.cuh"
@@ -54,7 +55,7 @@ class FwdEpilogue {
     // lse after the fences, which would wait for its stores.
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int r = wg_.task().first_row + wg_.index * kWarpgroupRows + fragment_row() + 8 * half;
+      const int r = wg_.fragment_row(half);
       if (lane() % 4 == 0) write_lse(r, lse[half]);
     }
     guard_rows(rO);
@@ -148,9 +149,7 @@ class FwdEpilogue {
         for (int c = lane(); c < p_.head_dim; c += 32) {
           s += number(q, c, p_.head_dim) * number(k, c, p_.head_dim);
         }
-        s = warp_sum(s);
-        s = p_.softcap_scale ? tanh_and_derivative(s * p_.softcap_scale).value : s * p_.sign;
-        s *= p_.scale_log2;
+        s = ScoreRule<Sm90FwdParams>(p_).score(warp_sum(s));
         const float raised = fmaxf(reference, s);
         const float finite = raised == -INFINITY ? 0.f : raised;
         const float correction = ptx::ex2_approx_ftz(reference - finite);

@@ -2,6 +2,7 @@
 // keys.
 #pragma once
 
+#include "cuda/attention/score.cuh"
 #include "cuda/attention/sm90/fwd_warpgroup.cuh"
 #include "cuda/attention/softmax.cuh"
 #include "cuda/ptx/ldmatrix.cuh"
@@ -10,18 +11,21 @@ namespace flashmoe::cuda::sm90 {
 
 template <class C>
 struct FwdSoftmax {
+  using Rule = ScoreRule<Sm90FwdParams>;
+
   float rS[C::kBlockK / 2];  // S, then P, as wgmma lays out its accumulators
   RowState rows;
   float correction[2];  // what O is yet to be multiplied with, for each of the thread's two rows
 
-  // A softcap, or the sign of a scale that is not positive.
-  __device__ __forceinline__ void transform(const Sm90FwdParams& p) {
-    if (p.softcap_scale) {
+  // A softcap, or the sign of a scale that is not positive: general kernels always have one of
+  // them, so there is no third branch, as ScoreRule::transform() has it.
+  __device__ __forceinline__ void transform(const Rule& rule) {
+    if (rule.p.softcap_scale) {
 #pragma unroll
-      for (float& x : rS) x = tanh_and_derivative(x * p.softcap_scale).value;
+      for (float& x : rS) x = rule.cap(x).value;
     } else {
 #pragma unroll
-      for (float& x : rS) x *= p.sign;
+      for (float& x : rS) x *= rule.sign();
     }
   }
 
@@ -29,7 +33,7 @@ struct FwdSoftmax {
   __device__ __forceinline__ void mask(const FwdWarpgroup<C>& wg) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int q = wg.query(wg.first_row() + fragment_row() + 8 * half);
+      const int q = wg.query(wg.fragment_row(half));
       const int first = wg.block * C::kBlockK + fragment_column();
       const auto hide = [&](const auto& hidden) {
 #pragma unroll
@@ -48,7 +52,7 @@ struct FwdSoftmax {
   // P in place of S. Where a row's maximum has outgrown its reference by kSlack, the reference
   // moves and `correction` is not 1.
   template <bool kFirst>
-  __device__ __forceinline__ void step(float scale_log2) {
+  __device__ __forceinline__ void step(const Rule& rule) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float top = rS[2 * half];
@@ -56,7 +60,7 @@ struct FwdSoftmax {
       for (int i = 0; i < C::kBlockK / 8; ++i) {
         top = fmaxf(top, fmaxf(rS[4 * i + 2 * half], rS[4 * i + 2 * half + 1]));
       }
-      top = quad_max(top) * scale_log2;
+      top = quad_max(top) * rule.scale_log2();
       const float before = rows.reference[half];
       if (kFirst || top > before + kSlack) rows.reference[half] = top;
       const float reference = rows.finite_reference(half);
@@ -65,7 +69,7 @@ struct FwdSoftmax {
 #pragma unroll
       for (int i = 0; i < C::kBlockK / 4; ++i) {
         float& x = rS[i / 2 * 4 + 2 * half + i % 2];
-        x = ptx::ex2_approx_ftz(x * scale_log2 - reference);
+        x = rule.probability(x, reference);
         sum += x;
       }
       rows.sum[half] = kFirst ? sum : rows.sum[half] * correction[half] + sum;
@@ -76,12 +80,12 @@ struct FwdSoftmax {
   // have a score much above those before. Returns whether the guess fails in the warp: a score was
   // too large, a row has no reference yet, or there is a NaN. Each shows in `sum`, to which the
   // tile's P are added.
-  __device__ __forceinline__ bool guess(float (&sum)[2], float scale_log2) {
+  __device__ __forceinline__ bool guess(float (&sum)[2], const Rule& rule) {
     constexpr float kMost = 1 << 14;  // of a thread's sum; fp16 holds its terms
 #pragma unroll
     for (int i = 0; i < C::kBlockK / 2; ++i) {
       const int half = i % 4 / 2;
-      rS[i] = ptx::ex2_approx_ftz(rS[i] * scale_log2 - rows.reference[half]);
+      rS[i] = rule.probability(rS[i], rows.reference[half]);
       sum[half] += rS[i];
     }
     return __any_sync(0xffffffffu, !(sum[0] <= kMost && sum[1] <= kMost));

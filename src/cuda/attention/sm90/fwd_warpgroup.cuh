@@ -36,6 +36,10 @@ struct FwdWarpgroup {
   __device__ __forceinline__ int first_row() const {
     return task().first_row + index * kWarpgroupRows;
   }
+  // The two rows of the accumulators that a thread holds, in the sequence.
+  __device__ __forceinline__ int fragment_row(int half) const {
+    return first_row() + warpgroup_warp() * 16 + (lane() >> 2) + 8 * half;
+  }
   // The query of a row: 2^pack heads may share a tile.
   __device__ __forceinline__ int query(int row) const { return row >> p.pack; }
   __device__ __forceinline__ bool needs_mask() const {

@@ -363,7 +363,28 @@ def speed_page(sections: list[Section], summaries: dict[str, str]) -> str:
     parts += [section_text(section, summaries[section.workload]) for section in sections]
     if not sections:
         parts.append("No results are committed yet.")
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, PEER_HELP]) + "\n"
+
+
+PEER_HELP = """\
+## Your own implementation beside ours
+
+```python
+# theirs.py
+import theirs
+
+NAME = "theirs"                       # how the table calls it; without it, the file's name
+
+def attention(q, k, v, causal):       # (B, S, H, D), k and v (B, S, Hkv, D); out as q
+    return theirs.attention(q, k, v, is_causal=causal)
+```
+
+`python -m flashmoe_science bench --workload dense,gqa --peer theirs.py` checks it against float64,
+gradients included where they are timed, by the rule that ours is held to, and then gives it the
+same turns. What is wrong is reported and not timed. A function
+`attention_varlen(q, k, v, cu_seqlens, max_seqlen, causal)` is for ragged batches, and the parameters
+`bias`, `window` and `deterministic` for workloads that need them:
+`python/flashmoe_science/bench/peer_file.py` says it all."""
 
 
 def readme_block(sections: list[Section]) -> str:

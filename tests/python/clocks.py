@@ -36,6 +36,7 @@ class FakeCudaClock(timing.CudaClock):
         self.flush = torch.empty(1000, dtype=torch.int8)
         self.call_ms, self.first_ms, self.can_capture = call_ms, first_ms, can_capture
         self.seen: set[int] = set()
+        self.load_ms = 0.1  # one round
         self.events: list[str] = []  # "pause" and the names of implementations that have one
 
     def sample(self, call, reset, count, expected_ms=0):

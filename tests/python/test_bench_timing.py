@@ -51,12 +51,57 @@ def test_regimes_differ_by_the_same_pause_before_every_turn():
     events = clock.events
     until = events.index("pause")
     # Both calls of an implementation before its turns; a round ahead that does not count; two more.
-    ahead, counted = ["a", "ours"], ["ours", "a", "a", "ours"]
+    ahead, counted = ["ours", "a"], ["ours", "a", "a", "ours"]
     assert events[:until] == ["ours", "ours", "a", "a", *ahead, *counted]
     assert events[until:] == [e for name in counted for e in ("pause", name)]
     for timings in found.values():
         assert all(len(t.turns) == 2 for t in timings.values()), "the round ahead is not among them"
         assert timings["ours"].host_us == 1.0
+
+
+def test_a_sustained_load_begins_before_it_counts():
+    clock = FakeCudaClock()
+    clock.load_ms = 9.0
+    case = scripted(clock, clock.events, {"ours": 1, "a": 1})
+    schedule = timing.Schedule(1, 0.002, (SUSTAINED, RESTED))
+    timing.measure(case, ["a"], "fwd", clock, schedule)
+    # Two samples of 1 ms a turn: 4 ms a round, so three rounds ahead and one that counts.
+    until = clock.events.index("pause")
+    assert clock.events[4:until] == ["ours", "a"] * 4
+    assert clock.events[until:] == ["pause", "ours", "pause", "a"]
+
+
+class Event:
+    """torch.cuda.Event, on a device whose time goes on by a millisecond an event."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        Event.now += 1.0
+        self.at = Event.now
+
+    def elapsed_time(self, other):
+        return other.at - self.at
+
+
+def test_every_call_of_a_gpu_finds_another_cache(monkeypatch):
+    """The order of what the device is given: reset, flush, perhaps a wait, event, call, event."""
+    done: list[str] = []
+    clock = object.__new__(timing.CudaClock)
+    clock.flush = type("Flush", (), {"zero_": lambda self: done.append("flush")})()
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append("wait"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("synchronize"))
+    call, reset = (lambda: done.append("call")), (lambda: done.append("reset"))
+    assert clock.sample(call, reset, 3, expected_ms=1e6) == [1.0] * 3
+    once = ["reset", "flush", "call"]
+    assert done == ["reset", "flush", "wait", "call", *once, *once, "synchronize"]
+    monkeypatch.setattr(timing.time, "sleep", lambda seconds: done.append(f"{seconds} s"))
+    clock.pause()
+    assert done[-2:] == ["synchronize", f"{timing.PAUSE_S} s"], "nothing runs during the pause"
 
 
 def test_a_regime_can_be_left_out():

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from clocks import CPU, ONE_TURN
 from flashmoe_science.bench import peers, ragged, runner, timing, workloads
@@ -80,6 +81,19 @@ def test_a_window_is_that_of_the_library(dtype):
     assert heads_to_compare(dataclasses.replace(case, reference_scores=1 << 25)) == 2
     wider = workloads.our_dense(causal=True, window=(6, 0))
     assert not check(dataclasses.replace(case, ours=wider), backward=True).ok
+
+
+@pytest.mark.parametrize("name", ["dense", "decode", "deterministic", "pair_bias", "triangle"])
+def test_dense_cases_of_a_gpu_have_their_tokens_first(monkeypatch, name):
+    """For everyone: a layout that only peers get would be another condition."""
+    relaid = []
+    monkeypatch.setattr(workloads, "tokens_first", lambda x, g: relaid.append([*x]) or (x, g))
+    shape = Shape.parse("2,4,8,16")
+    with FakeTensorMode():
+        case = WORKLOADS[name].make(shape, torch.bfloat16, CUDA)
+    assert relaid == [[*case.leaves]]
+    WORKLOADS[name].make(shape, torch.bfloat16, CPU)
+    assert len(relaid) == 1, "a CPU has heads first, as ever"
 
 
 def test_even_lengths_are_dense():

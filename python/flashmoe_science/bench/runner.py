@@ -233,12 +233,12 @@ def estimated_seconds(specs: list[RowSpec], setting: Setting) -> float:
     """Roughly how long the rows will take, short calls not using up their budget."""
     schedule, device = setting.schedule, setting.device.type
     turn_s = {SUSTAINED: schedule.budget_s, RESTED: schedule.budget_s + timing.PAUSE_S}
-    rounds = {SUSTAINED: schedule.turns + setting.clock.rounds_ahead, RESTED: schedule.turns}
     seconds = len(specs) * ROW_S
     for spec in specs:
         theirs = [p for p in WORKLOADS[spec.workload].peers(device) if p in setting.peers]
         count = 1 + max(1, len(theirs)) + len(setting.files)
-        seconds += sum(count * rounds[r] * turn_s[r] for r in schedule.regimes)
+        seconds += sum(count * schedule.turns * turn_s[r] for r in schedule.regimes)
+        seconds += setting.clock.load_ms / 1e3
         seconds += COMPILE_S if "flex" in theirs else 0
     return seconds
 

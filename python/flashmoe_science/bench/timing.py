@@ -37,7 +37,7 @@ FAR_SLOWER = 4.0  # times the best peer: such a peer cannot decide a row, so it 
 FEW_SAMPLES = 6  # below this, a row says so
 BIG_FLOPS = 8e9  # of a CPU forward pass: first calls are made on a few heads
 LONG_MS = 100.0  # a call this long gets one sample a turn: it averages over its own noise
-MOST_SAMPLES = 100  # of a turn
+MOST_SAMPLES = 200  # of a turn
 GRAPH_CALLS = (16, 256)  # fewest and most calls in a CUDA graph
 HOST_CALLS = 20  # at most, for host_us
 PAUSE_S = 0.15  # of a rested GPU before every turn
@@ -86,7 +86,7 @@ class CpuClock:
     big_flops = BIG_FLOPS
     again_below_ms = 300.0  # a first call this short is made again: it includes one-time costs
     method = "wall clock"
-    rounds_ahead = 0  # of a sustained regime, before those that count
+    load_ms = 0.0  # of calls ahead of a sustained regime, which do not count
 
     def once(self, call: Call) -> float:
         """Milliseconds of one call."""
@@ -116,7 +116,7 @@ class CudaClock:
     # The first call may load or compile kernels: cuDNN takes half a second, FlexAttention many.
     again_below_ms = float("inf")
     method = "events"
-    rounds_ahead = 1  # a GPU takes a tenth of a second to reach its power limit
+    load_ms = 100.0  # a GPU takes as long to reach its power limit
 
     def __init__(self, device: torch.device) -> None:
         properties = torch.cuda.get_device_properties(device)
@@ -396,16 +396,17 @@ def run_turns(
     schedule: Schedule,
     regime: str,
 ) -> dict[str, Timing]:
-    """The turns of everyone in one regime."""
+    """The turns of everyone in one regime; a sustained one begins on a chip that is busy."""
     timings = {name: Timing() for name in runners}
-    ahead = clock.rounds_ahead if regime == SUSTAINED else 0
-    for round_ in range(-ahead, schedule.turns):
+    busy_ms = 0.0
+    while regime == SUSTAINED and runners and busy_ms < clock.load_ms:
+        for name, runner in runners.items():
+            busy_ms += sum(runner.turn(clock, schedule, estimates[name]))
+    for round_ in range(schedule.turns):
         for name in rotated(list(runners), round_):
             if regime == RESTED:
                 clock.pause()
-            times = runners[name].turn(clock, schedule, estimates[name])
-            if round_ >= 0:
-                timings[name].turns.append(times)
+            timings[name].turns.append(runners[name].turn(clock, schedule, estimates[name]))
     for name, timing in timings.items():
         timing.method = runners[name].method(clock)
     return timings

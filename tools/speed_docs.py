@@ -370,7 +370,7 @@ PEER_HELP = """\
 ## Your own implementation beside ours
 
 ```python
-# theirs.py
+# peer.py
 import theirs
 
 NAME = "theirs"                       # how the table calls it; without it, the file's name
@@ -379,11 +379,11 @@ def attention(q, k, v, causal):       # (B, S, H, D), k and v (B, S, Hkv, D); ou
     return theirs.attention(q, k, v, is_causal=causal)
 ```
 
-`python -m flashmoe_science bench --workload dense,gqa --peer theirs.py` checks it against float64,
+`python -m flashmoe_science bench --workload dense,gqa --peer peer.py` checks it against float64,
 gradients included where they are timed, by the rule that ours is held to, and then gives it the
 same turns. What is wrong is reported and not timed. A function
-`attention_varlen(q, k, v, cu_seqlens, max_seqlen, causal)` is for ragged batches, and the parameters
-`bias`, `window` and `deterministic` for workloads that need them:
+`attention_varlen(q, k, v, cu_seqlens, max_seqlen, causal)` is for ragged batches, and parameters
+`bias`, `window` and `deterministic` are for workloads that need them:
 `python/flashmoe_science/bench/peer_file.py` says it all."""
 
 

@@ -239,8 +239,9 @@ def test_decode_is_timed_as_a_graph_over_copies():
     size = sum(t.nbytes for t in case.leaves.values())
     assert clock.copies(size) == 1 + 1000 // size == 2, "together more than the cache"
     assert clock.copies(10**9) == 1 and clock.copies(1) == timing.GRAPH_CALLS[1]
-    ours = timing.measure(case, [], "fwd", clock, ONE_TURN)[SUSTAINED]["ours"]
+    ours = timing.measure(case, [], "fwd", clock, timing.Schedule(1, 0.096))[SUSTAINED]["ours"]
     assert ours.method == "CUDA graph of 16 calls" and ours.ms == 32 / 16
+    assert len(ours.turns[0]) == 3, "of 32 ms each: a sample is the whole graph"
     assert seen[0] != seen[1] and seen[:2] * 8 == seen[:16], "copies in turn"
 
 

@@ -284,6 +284,8 @@ class Runner:
 
     def turn(self, clock: Clock, schedule: Schedule, estimate_ms: float) -> list[float]:
         """Milliseconds of the calls of one turn, without those that warm up."""
+        if self.prefers_graph and not (self.graph or self.why_no_graph):
+            self.sample(clock, 1)  # captures the graph, whose size decides how many fit a turn
         sample_ms = estimate_ms * (self.graph_calls if self.graph else 1)
         warm_up = warm_up_calls(sample_ms)
         count = warm_up + samples_per_turn(sample_ms, schedule.budget_s)

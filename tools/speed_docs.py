@@ -373,9 +373,10 @@ PEER_HELP = """\
 # peer.py
 import theirs
 
-NAME = "theirs"                       # how the table calls it; without it, the file's name
+NAME = "theirs"  # how the table calls it; without it, the file's name
 
-def attention(q, k, v, causal):       # (B, S, H, D), k and v (B, S, Hkv, D); out as q
+
+def attention(q, k, v, causal):  # (B, S, H, D), k and v (B, S, Hkv, D); out as q
     return theirs.attention(q, k, v, is_causal=causal)
 ```
 

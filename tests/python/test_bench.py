@@ -244,7 +244,7 @@ def test_missing_tools_are_named(monkeypatch, capsys):
 def test_list(capsys):
     assert main(["bench", "--list"]) == 0
     text = capsys.readouterr().out
-    assert all(name in text for name in WORKLOADS) and "1,8,1024,128" in text
+    assert all(name in text for name in WORKLOADS) and "1,8,512,128" in text
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

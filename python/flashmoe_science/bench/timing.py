@@ -35,7 +35,7 @@ Call = Callable[[], None]
 
 FAR_SLOWER = 4.0  # times the best peer: such a peer cannot decide a row, so it is not timed further
 FEW_SAMPLES = 6  # below this, a row says so
-BIG_FLOPS = 8e9  # of a CPU forward pass: first calls are made on a few heads
+BIG_FLOPS = 2e9  # of a CPU forward pass: first calls are made on a few heads
 LONG_MS = 100.0  # a call this long gets one sample a turn: it averages over its own noise
 MOST_SAMPLES = 200  # of a turn
 GRAPH_CALLS = (16, 256)  # fewest and most calls in a CUDA graph

@@ -299,7 +299,7 @@ WORKLOADS = {
     "dense": Workload(
         "attention without a bias, (B, H, S, D)",
         {
-            "cpu": ("4,8,256,64", "1,8,1024,64", "1,8,1024,128", "64,8,30,16"),
+            "cpu": ("4,8,256,64", "1,8,1024,64", "1,8,512,128", "64,8,30,16"),
             "cuda": gpu_dense_shapes((64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384)),
         },
         make_dense,
@@ -318,7 +318,7 @@ WORKLOADS = {
         {"cpu": ("1,8,128,64", "1,8,128,64,kv2"), "cuda": shapes_of(GQA)},
         make_dense,
         peers_on=FEW_PEERS,
-        own_passes={"cpu": ("fwd",), "cuda": ("fwd",)},
+        own_passes={"cpu": ("fwd",), "cuda": ("fwd", "bwd")},
     ),
     "window": Workload(
         "dense with a window of the last N keys (wN), beside all of them; PyTorch gets a mask",

@@ -55,6 +55,36 @@ def attention(q, k, v, causal):
     return forward(q, k, v.detach(), causal) + 0 * v.mean()
 """
 )
+# As libraries with kernels of their own are: an autograd.Function that wants tensors without gaps.
+LIBRARY = """
+import torch
+import torch.nn.functional as F
+
+def forward(q, k, v, causal):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    gqa = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=gqa)
+    return out.transpose(1, 2).contiguous()
+
+class Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, causal, deterministic):
+        assert all(x.is_contiguous() for x in (q, k, v))
+        ctx.save_for_backward(q, k, v)
+        ctx.causal = causal
+        return forward(q, k, v, causal)
+
+    @staticmethod
+    def backward(ctx, dout):
+        assert dout.is_contiguous()
+        leaves = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            out = forward(*leaves, ctx.causal)
+        return *torch.autograd.grad(out, leaves, dout), None, None
+
+def attention(q, k, v, causal=False, deterministic=False):
+    return Attention.apply(q, k, v, causal, deterministic)
+"""
 EVERYTHING = """
 import torch
 import torch.nn.functional as F
@@ -123,6 +153,16 @@ def test_a_right_peer_is_checked_and_timed(bench, capsys):
     errors = [set(row["implementations"]["right"]["check"]["errors"]) for row in rows.values()]
     assert errors[0] == {"out max", "out rms"} and "grad_k rms" in errors[1]
     assert "right" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("workload", ["dense", "gqa", "deterministic"])
+def test_a_library_is_called_without_copies_in_both_passes(bench, workload):
+    options = f"--workload {workload} --shape 2,4,17,8,kv2,causal --pass bwd,fwd+bwd,fwd"
+    _, rows = bench({"library": LIBRARY}, options)
+    assert list(rows) == [p for p in ("bwd", "fwd+bwd", "fwd") if p in WORKLOADS[workload].passes]
+    for row in rows.values():
+        assert row["implementations"]["library"]["check"]["status"] == "ok"
+        assert row["ratios"]["library"] > 0
 
 
 def test_a_wrong_peer_is_said_and_not_timed(bench, capsys):

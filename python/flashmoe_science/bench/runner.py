@@ -152,7 +152,8 @@ def kernels_of(case: Case, direction: str) -> dict[str, str]:
         plans = {p: case.ours.explain(case.leaves, p == "bwd") for p in direction.split("+")}
     except RuntimeError:  # the check says why
         return {}
-    return {p: re.search(r"^  kernel +(\S+)", plan, re.M)[1] for p, plan in plans.items()}
+    named = {p: re.search(r"^  kernel +(\S+)", plan, re.M) for p, plan in plans.items()}
+    return {p: found[1] for p, found in named.items() if found}
 
 
 def family_of(kernels: dict[str, str]) -> str:

@@ -127,8 +127,14 @@ def format_ms(implementation: dict[str, Any] | None) -> str:
     return f"~{text}" if "estimated_from_heads" in implementation else text
 
 
-def paragraph(text: str) -> str:
-    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+def paragraph(text: str, indent: str = "") -> str:
+    return textwrap.fill(
+        text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def bullet(text: str) -> str:
+    return paragraph(f"- {text}", "  ")
 
 
 # bench/results/README.md
@@ -202,8 +208,9 @@ class Section:
 
     @property
     def picture(self) -> str:
-        """Its file in docs/."""
-        return "speed/" + re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-") + ".svg"
+        """Its file in docs/, named as the results are."""
+        machine = RESULT_FILE.fullmatch(self.files[0].path.name)["machine"]
+        return f"speed/{self.workload}-{machine}.svg"
 
     @property
     def regime(self) -> str:
@@ -332,18 +339,15 @@ def standing(section: Section, direction: str, regime: str) -> str:
 
 def section_text(section: Section, summary: str) -> str:
     standings = [standing(section, p, r) for p in PASSES for r in (SUSTAINED, RESTED)]
-    rows = ", ".join(
-        f"[{f.path.stem}](../bench/results/README.md#{f.path.stem})" for f in section.files
-    )
+    rows = ", ".join(f"[all rows](../bench/results/README.md#{f.path.stem})" for f in section.files)
     where = "; ".join(dict.fromkeys(file.provenance for file in section.files))
-    title = f"{section.workload.replace('_', ' ')} on {section.machine}"
     about = f"{summary[0].upper()}{summary[1:]}"
     return "\n\n".join([
         f"## {section.title}",
-        paragraph(f"{about}. The table is {section.regime}. {where}; all rows: {rows}."),
-        f"![{title}: ours beside the best peer]({section.picture})",
+        paragraph(f"{about}. The table is {section.regime}. {where}; {rows}."),
+        f"![Ours beside the best peer]({section.picture})",
         section_table(section),
-        "\n".join(f"- {text}" for text in standings if text),
+        "\n".join(bullet(text) for text in standings if text),
     ])  # fmt: skip
 
 
@@ -394,10 +398,10 @@ def readme_block(sections: list[Section]) -> str:
         return "No results are committed yet; `make bench` measures your machine."
     first = sections[0]
     texts = [text for p in PASSES if (text := standing(first, p, first.regime))]
-    lines = "\n".join(f"- {text}" for text in texts)
+    lines = "\n".join(bullet(text) for text in texts)
     title = f"{first.workload.replace('_', ' ')} attention on {first.machine}"
     return (
-        f"![{title}: ours beside the best peer](docs/{first.picture})\n\n"
+        f"![Ours beside the best peer](docs/{first.picture})\n\n"
         f"{title[0].upper()}{title[1:]}, the best peer's time over ours, "
         f"{first.files[0].about['date'][:10]}:\n\n{lines}\n\n"
         "All workloads, and where we are slower: [docs/speed.md](docs/speed.md)."

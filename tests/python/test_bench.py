@@ -43,7 +43,7 @@ def bench_run(tmp_path_factory):
         "cpu",
         *arguments.split(),
     ]
-    command += ["--budget", "0.01", "--threads", "1", "--out", str(out)]
+    command += ["--budget", "0.001", "--threads", "1", "--out", str(out)]
     environment = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,26 +1,26 @@
 """Rewrites the parts of the documentation that are made from facts.
 
-README.md            between <!-- support:begin --> and <!-- support:end -->: what runs where, asked
-                     of the planner itself
-docs/performance.md  between <!-- cpu:begin --> and <!-- cpu:end -->: the newest results of each
-                     machine in bench/results/cpu-<machine>-<date>.json; and so for gpu. A name may
-                     go on, -<date>-sm80.json: those are another series of the same machine
+README.md                between <!-- support:begin --> and <!-- support:end -->: what runs where,
+                         asked of the planner itself; <!-- speed:begin -->: the picture
+docs/speed.md            for users: each workload beside its best peer, pictures in docs/speed/
+bench/results/README.md  every row of every results file (tools/speed_docs.py)
 
-With --check nothing is written, and the exit code is 1 if anything would change.
+--part support or --part speed does one of the two; the table of support is that of a build with all
+families of kernels. With --check nothing is written, and the exit code is 1 if anything would
+change.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
-import json
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+PARTS = ("support", "speed")
 YES, NO = "\N{CHECK MARK}", "\N{EN DASH}"
 DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 BACKENDS = {
@@ -29,14 +29,6 @@ BACKENDS = {
     "sm_80": ("fp32", "fp16", "bf16"),
     "sm_90": ("fp32", "fp16", "bf16"),
 }
-RESULT_FILE = re.compile(
-    r"(?P<kind>cpu|gpu)-(?P<machine>.+?)-(?P<date>\d{4}-\d{2}-\d{2})(?P<series>-.+)?\.json"
-)
-PASSES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backward"}
-PEERS = {"flash": "FlashAttention-2", "cudnn": "cuDNN", "nondeterministic": "not deterministic"}
-ANCHORS = {"fa3": "FA3, measured before", "fa4": "FA4, measured before"}
-BEST_OF_ALL = "the best of all, FA3 and FA4 included"
-
 Maker = Callable[..., Any]  # makes a meta tensor of a size, in the dtype asked about or another
 Call = dict[str, Any]  # arguments of explain()
 
@@ -133,210 +125,6 @@ def markdown_row(cells: list[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def newest_results(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """The last results of each machine and series, in the order of their names.
-
-    Older files say neither which family ran a row nor what was measured before: added here.
-    """
-    from flashmoe_science.bench.anchors import add_anchors
-    from flashmoe_science.bench.bars import name_families
-
-    newest: dict[tuple[str, str], tuple[str, Path]] = {}
-    for path in folder.glob("*.json"):
-        found = RESULT_FILE.fullmatch(path.name)
-        if found and found["kind"] == kind:
-            key, dated = (found["machine"], found["series"] or ""), (found["date"], path)
-            newest[key] = max(newest.get(key, dated), dated)
-    found = [json.loads(path.read_text()) for _, (_, path) in sorted(newest.items())]
-    for results in found:
-        name_families(results)
-        add_anchors(results["rows"], results["about"])
-    return found
-
-
-def format_ms(implementation: dict[str, Any] | None) -> str:
-    if implementation is None or implementation["ms"] is None:
-        return NO
-    ms = implementation["ms"]
-    text = f"{ms:.3f}" if ms < 10 else f"{ms:.1f}" if ms < 1000 else f"{ms:.0f}"
-    return f"~{text}" if "estimated_from_heads" in implementation else text
-
-
-def provenance(about: dict[str, Any]) -> str:
-    versions, commit = about["versions"], (about["commit"] or "unknown")[:10]
-    changed = " with uncommitted changes" if about["dirty"] else ""
-    return (
-        f"Commit {commit}{changed}, {about['date'][:10]}, torch {versions['torch']}, "
-        f"Python {versions['python']}"
-    )
-
-
-def cpu_results(results: dict[str, Any]) -> str:
-    """One machine: where and when, every row, and the means."""
-    about, rows = results["about"], results["rows"]
-    peers = list(dict.fromkeys(n for r in rows for n in r["implementations"] if n != "ours"))
-    header = ["batch, heads, length, dim", "dtype", "pass", "ours ms", "GFLOP/s"]
-    header += [*(f"PyTorch {peer} ms" for peer in peers), "best peer / ours"]
-    lines = [
-        f"### {about['cpu']['name']}, {about['threads']} threads, {about['cpu_target']}",
-        "",
-        f"{provenance(about)}.",
-        "",
-        markdown_row(header),
-        markdown_row(["---"] * 3 + ["--:"] * (len(header) - 3)),
-    ]
-    for row in rows:
-        ours = row["implementations"]["ours"]
-        name = shape_of(row)
-        if row["workload"] != "dense":
-            name = f"{row['workload']} {name}"
-        rate = NO if ours["ms"] is None else f"{ours['gflops']:.1f}"
-        times = [format_ms(row["implementations"].get(peer)) for peer in peers]
-        ratio = format_ratio(row["ratio"])
-        cells = [name, row["dtype"], row["pass"], format_ms(ours), rate, *times, ratio]
-        lines.append(markdown_row(cells))
-    means = []
-    for mean in results["means"]:
-        workload = mean.get("workload", "dense").replace("dense", "")
-        name = f"{workload} {mean['dtype']} {mean['pass']}".strip()
-        means.append(f"{name} {mean['ratio']:.2f}")
-    return "\n".join([*lines, "", f"Geometric means of best peer / ours: {'; '.join(means)}."])
-
-
-def shape_of(row: dict[str, Any]) -> str:
-    return row["label"].replace(",", ", ")
-
-
-def format_ratio(ratio: float | None) -> str:
-    return NO if ratio is None else f"{ratio:.2f}"
-
-
-def gpu_results(results: dict[str, Any]) -> str:
-    """One machine: where and when, where we stand, and a table for each workload and pass."""
-    about, rows = results["about"], results["rows"]
-    forced = about.get("forced_family")
-    clocks = [about.get(f"gpu_state_{when}") for when in ("before", "after")]
-    where = provenance(about)
-    if all(clocks):
-        before, after = (state["clocks.sm"] for state in clocks)
-        where += f"; SM clock {before} before the run, {after} after it"
-    parts = [f"### {about['gpu']['name']}" + (f", FLASHMOE_FAMILY={forced}" if forced else "")]
-    parts += filter(None, [f"{where}.", standings_table(rows)])
-    sections: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in rows:
-        sections.setdefault((row["workload"], row["pass"]), []).append(row)
-    for (workload, direction), members in sections.items():
-        parts.append(f"#### {workload.replace('_', ' ').capitalize()}, {PASSES[direction]}")
-        parts.append(section_table(members))
-    return "\n\n".join(parts)
-
-
-def standings_table(rows: list[dict[str, Any]]) -> str:
-    """Where we stand against the bars of `bench --check`; nothing where none was measured."""
-    from flashmoe_science.bench.bars import standings
-
-    found = standings(rows, "cuda")
-    if all(s.verdict == "not measured" for s in found):
-        return ""
-    header = ["peer / ours", "rows", "mean", "wanted", "lowest", "wanted", ""]
-    lines = [markdown_row(header), markdown_row(["---", *["--:"] * 5, "---"])]
-    for s in found:
-        against = against_of(s.bar)
-        name = f"{s.bar.name} ({against})" if against else s.bar.name
-        lowest = s.ratios[s.lowest] if s.lowest else None
-        verdict = {"met": YES, "missed": "**missed**"}.get(s.verdict, s.verdict)
-        each = f"{s.bar.each:.2f}" if s.bar.each else NO
-        cells = [name, s.rows, format_ratio(s.mean), f"{s.bar.mean:.2f}"]
-        lines.append(markdown_row([*cells, format_ratio(lowest), each, verdict]))
-    return "\n".join(lines)
-
-
-def against_of(bar: Any) -> str | None:
-    """Whom a bar is about, where its name does not say."""
-    if bar.everyone:
-        return BEST_OF_ALL
-    return ANCHORS[bar.anchor] if bar.anchor else PEERS.get(bar.peer)
-
-
-def ratios_of(rows: list[dict[str, Any]]) -> dict[str, dict[tuple[str, str], float | None]]:
-    """Peer / ours by the peer's name in words, then by shape and dtype; anchors last.
-
-    None where it cannot run or we are wrong; without those that have no ratio anywhere.
-    """
-    from flashmoe_science.bench.anchors import label_of
-    from flashmoe_science.bench.bars import ratio_to, ratio_to_anchor
-
-    peers: dict[str, dict] = {}
-    known: dict[str, dict] = {}
-    for row in rows:
-        key, wrong = (shape_of(row), row["dtype"]), row["check"]["status"] == "failed"
-        for name in row["implementations"]:
-            ratio = None if wrong else ratio_to(row, name)
-            peers.setdefault(PEERS.get(name, name), {})[key] = ratio
-        for name in row.get("anchors", {}):
-            ratio = None if wrong else ratio_to_anchor(row, name)
-            known.setdefault(label_of(name), {})[key] = ratio
-    del peers["ours"]
-    return {h: found for h, found in {**peers, **known}.items() if any(found.values())}
-
-
-def section_table(rows: list[dict[str, Any]]) -> str:
-    """One line a shape, dtypes side by side: our time and rate, and peer / ours for each peer."""
-    from flashmoe_science.bench.bars import geometric_mean
-
-    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
-    ratios = ratios_of(rows)
-    # Whom nobody asked in a dtype has no column there.
-    asked = {heading: {dtype for _, dtype in found} for heading, found in ratios.items()}
-    of_dtype = {d: [heading for heading in ratios if d in asked[heading]] for d in dtypes}
-    unit = "GB/s" if "gb_per_s" in rows[0]["implementations"]["ours"] else "TFLOP/s"
-    header = ["batch, heads, length, dim"]
-    for dtype in dtypes:
-        header += [f"{dtype} ms", unit, *(f"{heading} / ours" for heading in of_dtype[dtype])]
-    lines = [markdown_row(header), markdown_row(["---", *["--:"] * (len(header) - 1)])]
-    by_shape: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        by_shape.setdefault(shape_of(row), {})[row["dtype"]] = row
-    for shape, members in by_shape.items():
-        cells = [shape]
-        for dtype in dtypes:
-            cells += ours_cells(members.get(dtype))
-            cells += [format_ratio(ratios[h].get((shape, dtype))) for h in of_dtype[dtype]]
-        lines.append(markdown_row(cells))
-    notes = []
-    for heading, either in ratios.items():
-        found = {key: ratio for key, ratio in either.items() if ratio}
-        lowest = min(found, key=found.__getitem__)
-        mean = geometric_mean(list(found.values()))
-        where = " ".join(lowest)
-        note = f"{heading} / ours: geometric mean {mean:.2f}"
-        notes.append(f"{note}, lowest {found[lowest]:.2f} ({where}).")
-    methods = {row["implementations"]["ours"].get("method") for row in rows}
-    notes += [f"Timed as a {m}." for m in sorted(filter(None, methods)) if "graph of" in m]
-    return "\n".join([*lines, "", *notes]).rstrip()
-
-
-def ours_cells(row: dict[str, Any] | None) -> list[str]:
-    """Our milliseconds and rate on a GPU."""
-    ours = row["implementations"]["ours"] if row else {"ms": None}
-    if row is None or ours["ms"] is None:
-        return [NO, NO]
-    if row["check"]["status"] == "failed":
-        return ["wrong", NO]
-    mark = "" if row["check"]["status"] == "ok" else " (unchecked)"
-    fast = f"{ours['gb_per_s']:.0f}" if "gb_per_s" in ours else f"{ours['gflops'] / 1e3:.1f}"
-    return [format_ms(ours) + mark, fast]
-
-
-def tables_of(kind: str, folder: Path) -> str:
-    table_of = {"cpu": cpu_results, "gpu": gpu_results}[kind]
-    tables = [table_of(results) for results in newest_results(folder, kind)]
-    if not tables:
-        return "No results are committed yet; `make bench` measures your machine."
-    note = "A ~ marks a peer so slow that it was called once on a few heads, and the time scaled."
-    return "\n\n".join([*tables, note] if any("~" in table for table in tables) else tables)
-
-
 def replace_block(text: str, name: str, content: str, path: Path) -> str:
     """text with what lies between the markers of name replaced by content."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
@@ -346,34 +134,60 @@ def replace_block(text: str, name: str, content: str, path: Path) -> str:
     return f"{head}{begin}\n{content}\n{end}{rest.split(end)[1]}"
 
 
+def generated(root: Path, parts: list[str]) -> dict[str, str]:
+    """What every file should be, by its path."""
+    readme = root / "README.md"
+    if not readme.exists():
+        sys.exit(f"{readme} is missing")
+    text, files = readme.read_text(), {}
+    if "support" in parts:
+        text = replace_block(text, "support", support_table(), readme)
+    if "speed" in parts:
+        import speed_docs
+        from flashmoe_science.bench.workloads import WORKLOADS
+
+        files, block = speed_docs.pages(root, WORKLOADS)
+        text = replace_block(text, "speed", block, readme)
+    return {"README.md": text, **files}
+
+
+def left_over(root: Path, files: dict[str, str]) -> list[str]:
+    """Pictures of results that are no longer there."""
+    found = (root / "docs" / "speed").glob("*.svg")
+    return sorted({str(path.relative_to(root)) for path in found} - files.keys())
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if out of date")
+    parser.add_argument("--part", choices=PARTS, help="default: both")
     parser.add_argument("--root", type=Path, default=ROOT, help="where README.md and docs/ are")
     args = parser.parse_args(argv)
-    blocks = (
-        ("README.md", "support", support_table()),
-        ("docs/performance.md", "cpu", tables_of("cpu", args.root / "bench" / "results")),
-        ("docs/performance.md", "gpu", tables_of("gpu", args.root / "bench" / "results")),
-    )
+    parts = [args.part] if args.part else list(PARTS)
+    files = generated(args.root, parts)
     stale = False
-    for file, name, content in blocks:
+    for file, new in files.items():
         path = args.root / file
-        if not path.exists():
-            sys.exit(f"{path} is missing")
-        old = path.read_text()
-        new = replace_block(old, name, content, path)
+        old = path.read_text() if path.exists() else ""
         if new == old:
             continue
         stale = True
         if args.check:
             changes = difflib.unified_diff(old.splitlines(), new.splitlines(), file, "generated")
-            print("\n".join([*changes, f"{file} is out of date: run `make docs`"]))
+            print("\n".join([*list(changes)[:100], f"{file} is out of date: run `make docs`"]))
         else:
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(new)
             print(f"wrote {file}")
+    for file in left_over(args.root, files) if "speed" in parts else ():
+        stale = True
+        if args.check:
+            print(f"{file} is out of date: run `make docs`")
+        else:
+            (args.root / file).unlink()
+            print(f"removed {file}")
     return 1 if args.check and stale else 0
 
 

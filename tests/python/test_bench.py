@@ -8,6 +8,7 @@ import importlib.util
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -17,23 +18,14 @@ import pytest
 import torch
 
 import flashmoe_science
+from clocks import CPU, ONE_TURN, FakeCudaClock
 from flashmoe_science.__main__ import main
-from flashmoe_science.bench import (
-    accuracy,
-    bars,
-    machine,
-    peers,
-    ragged,
-    report,
-    runner,
-    timing,
-    workloads,
-)
+from flashmoe_science.bench import accuracy, machine, ragged, report, runner, timing, workloads
+from flashmoe_science.bench import results as results_file
 from flashmoe_science.bench.case import Shape, tokens_first
 from flashmoe_science.bench.workloads import WORKLOADS
 
 PACKAGE = Path(flashmoe_science.__file__).parent
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +43,9 @@ def bench_run(tmp_path_factory):
         "cpu",
         *arguments.split(),
     ]
-    command += ["--budget", "0.01", "--threads", "1", "--out", str(out)]
+    command += ["--budget", "0.001", "--threads", "1", "--out", str(out)]
     environment = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done, json.loads((out / "results.json").read_text()), out
 
@@ -69,6 +61,7 @@ def test_every_row_is_there(bench_run):
     }
     assert len(rows) == len(expected) and set(rows) == expected
     assert all(row["check"]["status"] == "ok" for row in results["rows"])
+    assert {row["regime"] for row in results["rows"]} == {"sustained"}, "all that a CPU has"
     assert not [row for row in results["rows"] if "memory" in row], "which is a GPU's"
     for row in results["rows"]:
         assert row["family"] == "cpu" and list(row["kernels"]) == row["pass"].split("+")
@@ -86,12 +79,11 @@ def test_ratios_and_means_follow_from_the_times(bench_run):
         assert times[row["best_peer"]] == best
         for name, ms in times.items():
             assert row["ratios"].get(name) == (ms and pytest.approx(ms / ours))
-            assert bars.ratio_to(row, name) == row["ratios"].get(name)
         measured = row["implementations"]["ours"]
         assert measured["gflops"] == pytest.approx(row["flops"] / ours / 1e6)
-        assert measured["ms"] == min(measured["round_medians_ms"])
-        assert len(measured["round_medians_ms"]) == 2 and measured["samples"] >= 4
-        assert measured["min_ms"] <= measured["median_ms"] <= measured["max_ms"]
+        assert measured["ms"] == statistics.median(measured["turn_medians_ms"])
+        assert len(measured["turn_medians_ms"]) == 3 and measured["samples"] >= 3
+        assert measured["min_ms"] <= measured["ms"] <= measured["max_ms"]
         assert measured["method"] == "wall clock"
         assert ("gb_per_s" in measured) == (row["workload"] == "decode")
     flops = {r["pass"]: r["flops"] for r in results["rows"] if r["workload"] == "dense"}
@@ -99,10 +91,15 @@ def test_ratios_and_means_follow_from_the_times(bench_run):
     assert len(results["means"]) == len(results["rows"]), "one shape each"
 
 
+def row(dtype: str, ratio: float, status: str = "ok") -> dict:
+    ratios = {"ratio": ratio, "ratios": {"flash": ratio}}
+    return {"dtype": dtype, "check": {"status": status}, **ratios}
+
+
 def test_means_are_geometric():
     rows = [row("fp32", 2.0), row("fp32", 8.0), row("fp32", 1e9, "failed"), row("bf16", 3.0)]
     rows[0]["ratios"] = {"flash": 3.0, "math": 2.0}
-    found = {mean["dtype"]: mean for mean in runner.means(rows, "dtype")}
+    found = {mean["dtype"]: mean for mean in results_file.means(rows, "dtype")}
     assert found["fp32"]["rows"] == 2 and found["fp32"]["lowest"] == 2.0
     assert found["fp32"]["ratio"] == pytest.approx(4.0)
     flash = found["fp32"]["peers"]["flash"]
@@ -132,6 +129,7 @@ def test_results_say_where_they_come_from(bench_run):
     assert about["date"].startswith("20") and about["date"].endswith("+00:00")
     assert {"commit", "dirty", "cores_busy_with_other_work", "forced_family"} <= about.keys()
     assert results["seconds"] >= sum(r["seconds"] for r in results["rows"]) > 0
+    assert results["complete"] and results["turns"] == 3 and results["regimes"] == ["sustained"]
     assert all(0 < r["check"]["seconds"] < r["seconds"] for r in results["rows"])
     assert (
         "bench --device cpu --workload dense" in results["command"]
@@ -206,6 +204,10 @@ def test_a_call_that_fails_fails_the_run(monkeypatch, tmp_path, capsys):
         ("--workload decode --pass bwd", "decode has only fwd"),
         ("--workload decode --shape 1,8,64,64,causal", "does not take causal"),
         ("--peers cudnn --device cpu", "cudnn"),
+        ("--regimes calm --device cpu", "calm"),
+        ("--regimes rested --device cpu", "not one of sustained"),
+        ("--turns 0 --device cpu", "at least 1"),
+        ("--peer nobody.py --device cpu", "no such file"),
         ("--device tpu", "tpu"),
         ("--device cuda:99", "no such GPU"),
     ],
@@ -242,7 +244,7 @@ def test_missing_tools_are_named(monkeypatch, capsys):
 def test_list(capsys):
     assert main(["bench", "--list"]) == 0
     text = capsys.readouterr().out
-    assert all(name in text for name in WORKLOADS) and "1,16,2048,128" in text
+    assert all(name in text for name in WORKLOADS) and "1,8,512,128" in text
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -263,9 +265,7 @@ def test_peers_compute_the_same_thing(name):
     case = WORKLOADS[name].make(shape, torch.float32, CPU)
     truth = accuracy.compute(case.reference, accuracy.in_double(case), backward=True)
     math_peer = case.peers.get("math") or case.peers[case.baseline]
-    leaves, grad = math_peer.prepare(case.leaves, case.grad)
-    padded = dataclasses.replace(case, leaves=leaves, grad=grad)
-    found = accuracy.compute(math_peer, padded, backward=True)
+    found = accuracy.compute(math_peer, case, backward=True)
     if case.lengths:
         unpad = functools.partial(packed_again, case.lengths)
         found = {n: t for n, t in found.items() if n != "grad_bias"}
@@ -325,7 +325,8 @@ def test_a_deterministic_row_must_repeat_its_bits(monkeypatch):
 def test_our_own_peer_stays_whatever_peers_are_asked_for(threads):
     threads(1)
     spec = runner.RowSpec("deterministic", Shape.parse("1,2,16,8"), "fp32", "bwd")
-    found = runner.run_row(spec, ["flash"], CPU, timing.CpuClock(), 0.001)
+    setting = runner.Setting(CPU, ["flash"], [], timing.CpuClock(), ONE_TURN)
+    (found,) = runner.run_row(spec, setting)
     assert list(found["implementations"]) == ["ours", "nondeterministic"]
     assert found["best_peer"] == "nondeterministic" and found["ratio"] > 0
 
@@ -336,12 +337,6 @@ def test_tokens_first_changes_the_layout_only():
     assert all(torch.equal(leaves[n], case.leaves[n]) for n in leaves)
     assert leaves["bias"] is case.leaves["bias"] and torch.equal(grad, case.grad)
     assert all(t.transpose(1, 2).is_contiguous() for t in (leaves["q"], leaves["k"], grad))
-    relaid = {
-        device: [n for n, i in found.items() if i.prepare_backward is tokens_first]
-        for device in ("cpu", "cuda")
-        for found in [peers.sdpa_peers(torch.device(device), case.ours.run)]
-    }
-    assert relaid == {"cpu": [], "cuda": ["flash", "cudnn", "efficient"]}
 
 
 def test_ragged_lengths_are_many_and_always_the_same():
@@ -351,97 +346,68 @@ def test_ragged_lengths_are_many_and_always_the_same():
     assert lengths != sorted(lengths)
 
 
-def row(dtype: str, ratio: float | None, status: str = "ok") -> dict:
-    fixed = {"workload": "dense", "label": "1,1,1,1", "pass": "fwd", "ratios": {"flash": ratio}}
-    fixed["implementations"] = {"ours": {"ms": 1.0}, "flash": {"ms": ratio}}
-    return {**fixed, "dtype": dtype, "ratio": ratio, "check": {"status": status}}
-
-
-@pytest.mark.parametrize(
-    ("rows", "missed"),
-    [
-        ([row("fp32", 1.0), row("bf16", 1.2), row("fp16", 1.3)], 0),
-        ([row("fp32", 0.9), row("fp32", 1.2)], 0),
-        ([row("fp32", 0.95)], 1),
-        ([row("bf16", 1.1)], 1),
-        ([row("fp32", 0.89), row("fp32", 2.0)], 1),
-        ([row("fp16", 0.5)], 2),
-        ([row("fp32", 1.5), row("fp32", None)], 0),
-        ([row("fp32", None)], 1),
-        ([row("fp32", 1.5), row("fp32", 1.5, "failed")], 1),
-        ([], 1),
-    ],
-)
-def test_check_knows_the_bars(rows, missed):
-    assert len(bars.missed_bars(rows, "cpu")) == missed
-
-
-def gpu_row(spec: runner.RowSpec, flash: float | None) -> dict:
-    """A row in which we take 2 ms, cuDNN half of that, and flash that times a ratio."""
-    peers = {"flash": {"ms": flash and 2 * flash}, "cudnn": {"ms": 1.0}}
-    baseline = None
-    if spec.workload == "deterministic":
-        peers, baseline = {"nondeterministic": peers["flash"]}, "nondeterministic"
-    implementations = {"ours": {"ms": 2.0}, **peers}
-    return {
-        "workload": spec.workload, "label": str(spec.shape), "dtype": spec.dtype,
-        "shape": dataclasses.asdict(spec.shape), "pass": spec.direction, "family": "sm80",
-        "check": {"status": "ok"}, "implementations": implementations,
-        **runner.compare(implementations, baseline),
-    }  # fmt: skip
-
-
-def whole_table(ratio_of) -> list[dict]:
-    names = ("dense", "small_dims", "decode", "deterministic")
-    specs = runner.rows_of(names, None, ("bf16", "fp16"), None, "cuda")
-    return [gpu_row(spec, ratio_of(spec)) for spec in specs]
-
-
-def test_gpu_bars_are_about_flash():
-    """The default shapes and passes on a GPU answer every bar, whatever cuDNN does."""
-    found = bars.standings(whole_table(lambda spec: 1.6), "cuda")
-    assert [s.verdict for s in found] == ["met"] * 8 and found[-1].bar.dims == (64, 128)
-    assert [len(s.ratios) for s in found] == [40, 20, 40, 20, 6, 6, 10, 24]
-
-
-@pytest.mark.parametrize(
-    ("workload", "direction", "ratio", "missed"),
-    [
-        ("dense", "fwd", 1.04, 1),  # the mean of dims 64 and 128; 1 is enough for 256
-        ("dense", "bwd", 0.99, 2 + 60),  # both means, and every row from 1,024 tokens on
-        ("small_dims", "fwd+bwd", 1.4, 1 + 6),
-        ("decode", "fwd", 0.9, 1 + 10),
-        ("deterministic", "bwd", 0.79, 1),
-        ("deterministic", "bwd", 0.81, 0),
-        ("decode", "fwd", None, 0),  # FlashAttention-2 did not run
-    ],
-)
-def test_check_knows_the_bars_of_a_gpu(workload, direction, ratio, missed):
-    def ratio_of(spec):
-        return ratio if (spec.workload, spec.direction) == (workload, direction) else 1.6
-
-    assert len(bars.missed_bars(whole_table(ratio_of), "cuda")) == missed
-
-
-def test_a_wrong_row_misses_its_bar():
-    rows = whole_table(lambda spec: 1.6)
-    decode = next(row for row in rows if row["workload"] == "decode")
-    decode["check"] = {"status": "failed"}
-    assert [line.split(": ")[1] for line in bars.missed_bars(rows, "cuda")] == ["wrong"]
-    decode["check"] = {"status": "refused"}
-    decode["implementations"]["ours"]["ms"] = None
-    missed = [line.split(": ")[1] for line in bars.missed_bars(rows, "cuda")]
-    assert missed == ["refused, not timed"]
-
-
-def test_the_table_of_a_gpu_fits_three_minutes():
-    names = ("dense", "small_dims", "decode", "deterministic", "ragged")
-    specs = runner.rows_of(names, None, ("bf16", "fp16"), None, "cuda")
-    peers = ["flash", "varlen"]
-    assert runner.estimated_seconds(specs, peers, 0.03, "cuda") < 180
-    resting = runner.estimated_seconds(specs, peers, 0, "cuda") - len(specs) * runner.ROW_S
-    assert resting >= 4 * len(specs) * timing.REST_S, "ours and a peer, two rounds each"
+def test_dense_rows_beside_two_peers_fit_four_minutes_of_a_gpu():
+    """In both regimes, 36 rows forward and 36 backward."""
+    specs = runner.rows_of(["dense"], None, ["bf16"], None, "cuda")
+    assert len(specs) == 72
+    schedule = timing.SCHEDULES["cuda"]
+    device = torch.device("cuda")
+    setting = runner.Setting(device, ["cudnn"], [None], FakeCudaClock(), schedule)
+    seconds = runner.estimated_seconds(specs, setting)
+    assert 72 * 3 * 3 * timing.PAUSE_S < seconds < 240
+    sustained = dataclasses.replace(schedule, regimes=("sustained",))
+    assert runner.estimated_seconds(specs, dataclasses.replace(setting, schedule=sustained)) < 80
     assert report.format_duration(150) == "2 minutes" and report.format_duration(42.4) == "42 s"
+
+
+def test_rows_of_a_gpu_are_there_in_both_regimes(monkeypatch):
+    monkeypatch.setattr(runner.memory, "measure", lambda case, backward: None)
+    dense = WORKLOADS["dense"]
+    on_cpu = dataclasses.replace(
+        dense, make=lambda shape, dtype, device: dense.make(shape, dtype, CPU)
+    )
+    monkeypatch.setitem(WORKLOADS, "dense", on_cpu)
+    schedule = dataclasses.replace(ONE_TURN, regimes=results_file.REGIMES)
+    setting = runner.Setting(torch.device("cuda"), ["math"], [], FakeCudaClock(), schedule)
+    spec = runner.RowSpec("dense", Shape.parse("1,2,8,8"), "fp32", "bwd")
+    rows = runner.run_row(spec, setting)
+    assert [row["regime"] for row in rows] == ["sustained", "rested"]
+    assert results_file.headline(rows) == rows[:1] and results_file.headline(rows[1:]) == rows[1:]
+    assert all(row["ratio"] == 1.0 and row["check"]["status"] == "ok" for row in rows)
+
+
+def test_a_run_that_is_cut_leaves_its_rows(monkeypatch, tmp_path):
+    right, calls = runner.run_row, []
+
+    def cut(spec, setting):
+        calls.append(spec)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return right(spec, setting)
+
+    monkeypatch.setattr(runner, "run_row", cut)
+    shapes = ["1,2,16,8", "1,2,17,8", "1,2,18,8", "1,2,19,8"]
+    options = "--dtype fp32 --pass fwd --budget 0.001 --no-plot --device cpu --out"
+    command = ["bench", *options.split(), str(tmp_path), "--shape", *shapes]
+    assert main(command) == 130
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert [row["label"] for row in found["rows"]] == shapes[:2] and not found["complete"]
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_a_wrong_row_is_said_once_for_both_regimes(capsys):
+    check = {"status": "failed", "reason": "off by one"}
+    implementations = {"ours": {"ms": 1.0}, "x": {"ms": None, "reason": "no room"}}
+    fixed = {"workload": "dense", "label": "1,1,1,1", "dtype": "bf16", "pass": "fwd"}
+    rows = [
+        {**fixed, "regime": regime, "check": check, "implementations": implementations}
+        for regime in results_file.REGIMES
+    ]
+    about = {"cores_busy_with_other_work": 0}
+    report.print_problems(report.make_console(), {"about": about, "rows": rows})
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and "ours failed: off by one (1 rows" in lines[0]
+    assert "x cannot run: no room (1 rows" in lines[1]
 
 
 def test_a_forced_family_is_said(monkeypatch):
@@ -450,13 +416,3 @@ def test_a_forced_family_is_said(monkeypatch):
     assert about["forced_family"] == "sm80"
     about |= {"device": "cuda", "gpu": {"name": "GPU"}}
     assert machine.title(about) == "GPU, FLASHMOE_FAMILY=sm80"
-
-
-def test_check_decides_the_exit_code(monkeypatch, tmp_path, capsys):
-    arguments = "--shape 1,2,16,8 --dtype fp32 --pass fwd --budget 0.001 --no-plot --check"
-    command = ["bench", "--device", "cpu", *arguments.split(), "--out", str(tmp_path)]
-    monkeypatch.setitem(bars.BARS, "cpu", (bars.Bar("fp32", 0.0, peer=None),))
-    assert main(command) == 0
-    monkeypatch.setitem(bars.BARS, "cpu", (bars.Bar("fp32", 1e9, peer=None),))
-    assert main(command) == 1
-    assert "missed: fp32" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The benchmark for molecules, proteins and crystals: cases, peers, bars, memory, plot."""
+"""The benchmark for molecules, proteins and crystals: cases, peers, memory, plot."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import functools
 import inspect
 import io
 import statistics
-import time
 
 import pytest
 import torch
 from rich.console import Console
 
+from clocks import CPU, ONE_TURN, FakeCudaClock
 from flashmoe_science.bench import (
     accuracy,
-    bars,
     memory,
     peers,
     plot,
@@ -26,9 +25,10 @@ from flashmoe_science.bench import (
     workloads,
 )
 from flashmoe_science.bench.case import Implementation, Shape
+from flashmoe_science.bench.results import compare
 from flashmoe_science.bench.workloads import WORKLOADS
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CUDA = torch.device("cuda")
 MATERIALS = ("pair_bias", "triangle", "crystals", "crystals_bias")
 
 
@@ -118,44 +118,10 @@ def test_flex_that_does_not_compile_says_so(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", broken)
     case = make("triangle", "2,2,8,8")
-    timings = timing.measure(case, ["math", "flex"], "fwd", timing.CpuClock(), 0.001)
+    timings = timing.measure(case, ["math", "flex"], "fwd", timing.CpuClock(), ONE_TURN)[
+        "sustained"
+    ]
     assert timings["flex"].reason == "RuntimeError: no compiler here" and timings["math"].ms
-
-
-class FakeCudaClock(timing.CudaClock):
-    """A CUDA clock without CUDA, on which everyone's first call takes ten seconds."""
-
-    def __init__(self) -> None:
-        self.seen: set[int] = set()
-
-    def sample(self, call, reset, count):
-        reset()
-        call()
-        runner_of_call = id(call.__self__.implementation)
-        first = runner_of_call not in self.seen
-        self.seen.add(runner_of_call)
-        return [10_000.0 if first else 1.0] * count
-
-    def rest(self):
-        pass
-
-    def host_us(self, call, reset, count):
-        return 1.0
-
-
-def test_compiling_is_not_timed():
-    case = make("pair_bias", "1,2,8,8")
-    peer = Implementation(case.peers["math"].run, backend="math")
-    case = dataclasses.replace(case, peers={"a": peer, "b": dataclasses.replace(peer)})
-    timings = timing.measure(case, ["a", "b"], "fwd+bwd", FakeCudaClock(), 0.001)
-    for found in timings.values():
-        assert found.ms == 1.0 and len(found.rounds) == 2, "nobody is dropped for a slow start"
-
-
-def test_the_device_waits_for_a_slow_host():
-    assert timing.cycles_to_wait(0.0) == timing.cycles_to_wait(100e-6) == 500_000
-    assert timing.cycles_to_wait(800e-6) == 2_400_000, "1.2 ms at 2 GHz"
-    assert timing.cycles_to_wait(1.0) == 4_000_000, "at most 2 ms"
 
 
 def test_a_peer_without_a_gradient_is_none():
@@ -165,25 +131,11 @@ def test_a_peer_without_a_gradient_is_none():
         return case.reference.run(leaves | {"bias": leaves["bias"].detach()})
 
     case = dataclasses.replace(case, peers={"careless": Implementation(forgets_bias)})
-    timings = timing.measure(case, ["careless"], "fwd+bwd", timing.CpuClock(), 0.001)
+    timings = timing.measure(case, ["careless"], "fwd+bwd", timing.CpuClock(), ONE_TURN)
+    timings = timings["sustained"]
     assert timings["careless"].reason == "RuntimeError: gives no gradient of bias"
-    timings = timing.measure(case, ["careless"], "fwd", timing.CpuClock(), 0.001)
+    timings = timing.measure(case, ["careless"], "fwd", timing.CpuClock(), ONE_TURN)["sustained"]
     assert timings["careless"].ms, "the forward pass alone is another matter"
-
-
-def test_the_peer_a_row_is_about_is_always_repeated():
-    def at(seconds: float) -> Implementation:
-        def run(leaves):
-            time.sleep(seconds)
-            return leaves["q"] * 1.0
-
-        return Implementation(run)
-
-    case = dataclasses.replace(
-        make("dense", "1,2,8,8"), peers={"a": at(0.001), "b": at(0.03)}, baseline="b"
-    )
-    timings = timing.measure(case, ["a", "b"], "fwd", timing.CpuClock(), 0.001)
-    assert len(timings["b"].rounds) == 2
 
 
 def varlen_2_10(calls, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
@@ -302,7 +254,7 @@ def test_a_row_of_a_gpu(monkeypatch):
     monkeypatch.setitem(WORKLOADS, "crystals", made)
     monkeypatch.setattr(memory, "measure", lambda case, backward: {"backward": backward})
     spec = runner.RowSpec("crystals", Shape.parse("6,4,50,8"), "bf16", "fwd+bwd")
-    row = runner.run_row(spec, [], CUDA, FakeCudaClock(), 0.001)
+    (row,) = runner.run_row(spec, runner.Setting(CUDA, [], [], FakeCudaClock(), ONE_TURN))
     assert row["check"]["status"] == "ok" and row["memory"] == {"backward": True}
     assert list(row["implementations"]) == ["ours", "varlen"] and row["best_peer"] == "varlen"
     assert row["implementations"]["ours"]["gb_per_s"] == pytest.approx(3 * case.bytes / 1e6)
@@ -357,79 +309,20 @@ def made_up_row(spec: runner.RowSpec, ours: float = 2.0, ratio: float = 5.0, hel
     implementations = {"ours": {"ms": ms}, "efficient": {"ms": ms * ratio}}
     return {
         "workload": spec.workload, "label": str(shape), "dtype": spec.dtype,
-        "shape": dataclasses.asdict(shape), "pass": spec.direction, "flops": 4.0 * scores,
+        "shape": dataclasses.asdict(shape), "pass": spec.direction, "regime": "sustained",
+        "flops": 4.0 * scores,
         "check": {"status": "ok"}, "implementations": implementations,
         "memory": {"peak_bytes": int(held * 1e9), "needed_bytes": 10**9},
-        **runner.compare(implementations),
+        **compare(implementations),
     }  # fmt: skip
-
-
-def made_up_table(**changes) -> list[dict]:
-    """Every default row of a GPU; changes are for one of them, named by the rest."""
-    where = {key: changes.pop(key) for key in ("workload", "label", "direction") if key in changes}
-    rows = []
-    for spec in runner.rows_of(MATERIALS, None, ("bf16",), None, "cuda"):
-        facts = {"workload": spec.workload, "label": str(spec.shape), "direction": spec.direction}
-        rows.append(made_up_row(spec, **(changes if where.items() <= facts.items() else {})))
-    return rows
-
-
-def test_bars_of_the_materials_are_about_their_rows():
-    found = bars.standings(made_up_table(), "cuda")
-    assert [s.verdict for s in found] == ["met"] * 9
-    assert [len(s.ratios) for s in found] == [5, 5, 5, 5, 4, 2, 2, 4, 28]
-    by_name = {s.bar.name.split(" (")[0]: s for s in found}
-    assert by_name["triangle of odd length"].mean == pytest.approx(1), "per score"
-    assert by_name["crystals with pair bias"].mean == pytest.approx(1)
-    assert by_name["peak memory"].mean == pytest.approx(1 / 1.05)
-    against = [s.bar.against for s in found]
-    assert against[4:5] + against[-2:] == ["our other row", "our other row", "what is needed"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "missed"),
-    [
-        ({"workload": "pair_bias", "direction": "fwd", "ratio": 1.2}, 1),
-        ({"workload": "pair_bias", "direction": "fwd+bwd", "ratio": 2.4}, 1),
-        ({"workload": "pair_bias", "label": "8,8,256,64", "ratio": 2.0}, 0),  # a mean
-        ({"workload": "triangle", "ratio": 1.4}, 2),
-        ({"workload": "triangle", "label": "257,4,257,32", "ours": 2.28}, 0),  # 14%
-        ({"workload": "triangle", "label": "257,4,257,32", "ours": 2.32}, 2),  # 16%, both passes
-        ({"workload": "triangle", "label": "384,4,384,32", "ours": 1.7}, 2),  # 381 beside it
-        ({"workload": "triangle", "label": "512,4,512,32", "ours": 1.0}, 0),  # nobody's neighbour
-        ({"workload": "crystals", "direction": "fwd", "ratio": 3.9}, 1 + 2),
-        ({"workload": "crystals", "direction": "fwd+bwd", "ratio": 3.1}, 0),
-        ({"workload": "crystals_bias", "ours": 3.9}, 0),
-        ({"workload": "crystals_bias", "direction": "fwd", "ours": 4.1}, 2),
-        ({"workload": "crystals_bias", "ratio": 0.1}, 0),  # its padded peer decides nothing
-        ({"workload": "triangle", "label": "512,4,512,32", "held": 1.11}, 2),
-    ],
-)
-def test_check_knows_the_bars_of_the_materials(changes, missed):
-    assert len(bars.missed_bars(made_up_table(**changes), "cuda")) == missed
-
-
-def test_a_row_without_its_sibling_or_its_memory_is_not_measured():
-    rows = [row for row in made_up_table() if row["workload"] == "crystals_bias"]
-    beside, held = bars.standings(rows, "cuda")
-    assert beside.verdict == "not measured" and beside.rows == "0 of 4" and held.verdict == "met"
-    rows = [row for row in made_up_table() if row["workload"] == "pair_bias"]
-    del rows[0]["memory"]
-    held = bars.standings(rows, "cuda")[-1]
-    assert held.unmeasured == ["pair_bias (8,8,256,64) bf16 fwd"] and held.rows == "9 of 10"
-    assert held.verdict == "met" and not bars.missed_bars(rows, "cuda")
-
-
-def test_bars_of_workloads_that_were_not_run_are_not_listed():
-    rows = [row for row in made_up_table() if row["workload"] == "triangle"]
-    names = [s.bar.name for s in bars.standings(rows, "cuda")]
-    assert len(names) == 4 and all(name.startswith(("triangle", "peak memory")) for name in names)
 
 
 def test_an_estimate_counts_compiling():
     specs = runner.rows_of(["pair_bias"], None, ["bf16"], None, "cuda")
-    without = runner.estimated_seconds(specs, ["math"], 0.1, "cuda")
-    assert runner.estimated_seconds(specs, ["math", "flex"], 0.1, "cuda") > without + 10 * 5
+    setting = runner.Setting(CUDA, ["math"], [], FakeCudaClock(), ONE_TURN)
+    with_flex = dataclasses.replace(setting, peers=["math", "flex"])
+    without = runner.estimated_seconds(specs, setting)
+    assert runner.estimated_seconds(specs, with_flex) > without + 10 * 5
 
 
 ABOUT = {
@@ -451,7 +344,7 @@ def made_up_results() -> dict:
             n: ({"ms": ms} | data if ms else {"ms": None, "reason": "too large"})
             for n, ms in times.items()
         }
-        row |= runner.compare(row["implementations"], "varlen")
+        row |= compare(row["implementations"], "varlen")
         row["lengths"] = runner.spread(tuple(ragged.crystal_lengths(50, 443)))
         rows.append(row)
     return {"about": ABOUT, "rows": rows}
@@ -460,14 +353,12 @@ def made_up_results() -> dict:
 def test_the_table_of_a_gpu_says_how_much_memory():
     results, out = made_up_results(), io.StringIO()
     del results["rows"][1]["memory"]
-    report.print_table(Console(width=190, color_system=None, file=out), results)
+    report.print_tables(Console(width=190, color_system=None, file=out), results)
     text = out.getvalue()
     lines = {line.split()[0]: line.split() for line in text.splitlines() if "bf16" in line}
     assert "peak memory" in text
-    assert lines["crystals"][-2:] == ["1.05", "4.00x"] and lines["crystals_bias"][-2:] == [
-        "-",
-        "4.00x",
-    ]
+    assert lines["crystals"][-3:] == ["1.05", "varlen", "4.00x"]
+    assert lines["crystals_bias"][-3:] == ["-", "varlen", "4.00x"]
 
 
 def texts_of(figure) -> str:

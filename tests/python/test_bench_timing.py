@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 
+import pytest
 import torch
 
+from clocks import CPU, ONE_TURN, FakeCpuClock, FakeCudaClock, scripted
 from flashmoe_science.bench import accuracy, runner, timing
 from flashmoe_science.bench.case import Implementation, Shape, tokens_first
+from flashmoe_science.bench.results import RESTED, SUSTAINED
 from flashmoe_science.bench.workloads import WORKLOADS
-
-CPU = torch.device("cpu")
-
-
-def fake_case(calls: list[str], seconds: dict[str, float]):
-    """A case whose implementations sleep for given times and write their names down."""
-
-    def fake(name: str) -> Implementation:
-        def run(leaves):
-            calls.append(name)
-            time.sleep(seconds[name])
-            return leaves["q"] * 1.0
-
-        return Implementation(run)
-
-    case = WORKLOADS["dense"].make(Shape.parse("1,4,8,8"), torch.float32, CPU)
-    peers = {name: fake(name) for name in seconds if name != timing.OURS}
-    return dataclasses.replace(case, ours=fake(timing.OURS), peers=peers)
 
 
 def in_runs(calls: list[str]) -> list[str]:
@@ -35,61 +19,165 @@ def in_runs(calls: list[str]) -> list[str]:
     return [name for i, name in enumerate(calls) if i == 0 or calls[i - 1] != name]
 
 
-def test_order_is_peers_ours_ours_peers(monkeypatch):
-    monkeypatch.setattr(timing, "FAR_SLOWER", 1e9)  # nobody is left out, on a busy machine either
+def test_everyone_has_turns_in_rotated_order():
     calls: list[str] = []
-    case = fake_case(calls, {"ours": 0.002, "a": 0.002, "b": 0.003})
-    timings = timing.measure(case, ["a", "b"], "fwd", timing.CpuClock(), budget_s=0.01)
-    assert in_runs(calls) == ["ours", "a", "b", "a", "b", "ours", "b", "a"]
-    assert all(len(t.rounds) == 2 for t in timings.values())
-    assert timings["a"].ms >= 2 and timings["b"].ms >= 3
+    clock = FakeCpuClock()
+    case = scripted(clock, calls, {"ours": 2, "a": 2, "b": 3})
+    schedule = timing.Schedule(3, 0.006)
+    found = timing.measure(case, ["a", "b"], "fwd", clock, schedule)
+    first_calls, rounds = ["ours", "a", "b"], ["ours", "a", "b", "a", "b", "ours", "b", "ours", "a"]
+    assert in_runs(calls) == [*first_calls, *rounds]
+    assert list(found) == [SUSTAINED], "the only regime of a CPU"
+    timings = found[SUSTAINED]
+    assert [len(turn) for turn in timings["a"].turns] == [3, 3, 3], "as many as fit the budget"
+    assert [len(turn) for turn in timings["b"].turns] == [2, 2, 2]
+    assert timings["a"].ms == 2 and timings["b"].ms == 3
+    assert timing.rotated([], 2) == []
 
 
-def test_the_clock_rests_before_each_round(monkeypatch):
-    monkeypatch.setattr(timing, "FAR_SLOWER", 1e9)
-    calls: list[str] = []
+def test_a_time_is_the_median_of_the_medians():
+    timed = timing.Timing([[1, 1, 9], [5, 5, 5], [3, 4, 90]])
+    assert timed.ms == 4 and not timed.few and len(timed.samples) == 9
+    assert runner.as_data(timed, flops=8e6)["turn_medians_ms"] == [1, 5, 4]
+    assert runner.as_data(timed, flops=8e6)["gflops"] == 2
 
-    class Clock(timing.CpuClock):
-        def rest(self):
-            calls.append("rest")
 
-    case = fake_case(calls, {"ours": 0.001, "a": 0.001})
-    timing.measure(case, ["a"], "fwd", Clock(), budget_s=0.01)
-    rounds = ["rest", "a", "rest", "ours", "rest", "ours", "rest", "a"]
-    assert in_runs(calls) == ["ours", "a", *rounds]
+def test_regimes_differ_by_the_same_pause_before_every_turn():
+    clock = FakeCudaClock()
+    case = scripted(clock, clock.events, {"ours": 1, "a": 1})
+    schedule = timing.Schedule(2, 0.002, (SUSTAINED, RESTED))
+    found = timing.measure(case, ["a"], "fwd", clock, schedule)
+    assert list(found) == [SUSTAINED, RESTED]
+    events = clock.events
+    until = events.index("pause")
+    # Both calls of an implementation before its turns; a round ahead that does not count; two more.
+    ahead, counted = ["ours", "a"], ["ours", "a", "a", "ours"]
+    assert events[:until] == ["ours", "ours", "a", "a", *ahead, *counted]
+    assert events[until:] == [e for name in counted for e in ("pause", name)]
+    for timings in found.values():
+        assert all(len(t.turns) == 2 for t in timings.values()), "the round ahead is not among them"
+        assert timings["ours"].host_us == 1.0
+
+
+def test_a_sustained_load_begins_before_it_counts():
+    clock = FakeCudaClock()
+    clock.load_ms = 9.0
+    case = scripted(clock, clock.events, {"ours": 1, "a": 1})
+    schedule = timing.Schedule(1, 0.002, (SUSTAINED, RESTED))
+    timing.measure(case, ["a"], "fwd", clock, schedule)
+    # Two samples of 1 ms a turn: 4 ms a round, so three rounds ahead and one that counts.
+    until = clock.events.index("pause")
+    assert clock.events[4:until] == ["ours", "a"] * 4
+    assert clock.events[until:] == ["pause", "ours", "pause", "a"]
+
+
+class Event:
+    """torch.cuda.Event, on a device whose time goes on by a millisecond an event."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        Event.now += 1.0
+        self.at = Event.now
+
+    def elapsed_time(self, other):
+        return other.at - self.at
+
+
+def test_every_call_of_a_gpu_finds_another_cache(monkeypatch):
+    """The order of what the device is given: reset, flush, perhaps a wait, event, call, event."""
+    done: list[str] = []
+    clock = object.__new__(timing.CudaClock)
+    clock.flush = type("Flush", (), {"zero_": lambda self: done.append("flush")})()
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append("wait"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("synchronize"))
+    call, reset = (lambda: done.append("call")), (lambda: done.append("reset"))
+    assert clock.sample(call, reset, 3, expected_ms=1e6) == [1.0] * 3
+    once = ["reset", "flush", "call"]
+    assert done == ["reset", "flush", "wait", "call", *once, *once, "synchronize"]
+    monkeypatch.setattr(timing.time, "sleep", lambda seconds: done.append(f"{seconds} s"))
+    clock.pause()
+    assert done[-2:] == ["synchronize", f"{timing.PAUSE_S} s"], "nothing runs during the pause"
+
+
+def test_a_regime_can_be_left_out():
+    clock = FakeCudaClock()
+    case = scripted(clock, clock.events, {"ours": 1})
+    assert list(timing.measure(case, [], "fwd", clock, ONE_TURN)) == [SUSTAINED]
+    assert "pause" not in clock.events
+
+
+@pytest.mark.parametrize(
+    ("sample_ms", "samples", "warm_up"),
+    [(0.01, timing.MOST_SAMPLES, 2), (2, 25, 2), (30, 2, 1), (90, 2, 1), (101, 1, 0)],
+)
+def test_how_many_calls_a_turn_has(sample_ms, samples, warm_up):
+    assert timing.samples_per_turn(sample_ms, 0.05) == samples
+    assert timing.warm_up_calls(sample_ms) == warm_up
 
 
 def test_a_far_slower_peer_is_not_repeated():
     calls: list[str] = []
-    case = fake_case(calls, {"ours": 0.05, "fast": 0.002, "slow": 0.4})
-    timings = timing.measure(case, ["fast", "slow"], "fwd", timing.CpuClock(), budget_s=0.01)
+    clock = FakeCpuClock()
+    case = scripted(clock, calls, {"ours": 50, "fast": 2, "slow": 400})
+    schedule = timing.Schedule(3, 0.01)
+    timings = timing.measure(case, ["fast", "slow"], "fwd", clock, schedule)[SUSTAINED]
     assert calls.count("slow") == 1
-    assert timings["slow"].few and timings["slow"].ms >= 400
+    assert timings["slow"].few and timings["slow"].ms == 400
     assert calls.count("ours") > 4, "ours is always measured, however slow"
     data = runner.as_data(timings["slow"], flops=1.0)
     assert data["samples"] == 1 and data["few_samples"]
 
 
-def test_a_peer_that_bars_are_about_is_always_repeated():
+@pytest.mark.parametrize("change", [{"baseline": "slow"}, {"in_full": True}])
+def test_a_peer_that_was_asked_for_is_always_repeated(change):
+    """The peer a row's ratio is about, and one that comes from a file."""
     calls: list[str] = []
-    clock = timing.CpuClock()
-    clock.always = ("flash",)
-    case = fake_case(calls, {"ours": 0.001, "fast": 0.001, "flash": 0.03})
-    timings = timing.measure(case, ["fast", "flash"], "fwd", clock, budget_s=0.01)
-    assert len(timings["flash"].rounds) == 2 and not timings["flash"].few
+    clock = FakeCpuClock()
+    case = scripted(clock, calls, {"ours": 1, "fast": 1, "slow": 30})
+    if "in_full" in change:
+        slow = dataclasses.replace(case.peers["slow"], **change)
+        case = dataclasses.replace(case, peers={**case.peers, "slow": slow})
+    else:
+        case = dataclasses.replace(case, **change)
+    schedule = timing.Schedule(3, 0.01)
+    timings = timing.measure(case, ["fast", "slow"], "fwd", clock, schedule)[SUSTAINED]
+    assert len(timings["slow"].turns) == 3 and not timings["slow"].few
 
 
 def test_a_big_case_is_tried_on_a_few_heads(threads):
     threads(1)
     calls: list[str] = []
-    case = fake_case(calls, {"ours": 0.002, "fast": 0.002, "slow": 0.2})
-    clock = timing.CpuClock()
+    clock = FakeCpuClock()
+    case = scripted(clock, calls, {"ours": 2, "fast": 2, "slow": 200})
     clock.big_flops = 0
-    timings = timing.measure(case, ["fast", "slow"], "fwd", clock, budget_s=0.01)
+    schedule = timing.Schedule(3, 0.01)
+    timings = timing.measure(case, ["fast", "slow"], "fwd", clock, schedule)[SUSTAINED]
     assert timings["slow"].estimated_from_heads == 1
-    assert timings["slow"].ms >= 4 * 200, "the time of one head of four, times four"
+    assert timings["slow"].ms == 4 * 200, "the time of one head of four, times four"
     assert timings["fast"].estimated_from_heads is None and not timings["fast"].few
     assert "estimated_from_heads" in runner.as_data(timings["slow"], flops=1.0)
+
+
+def test_compiling_is_not_timed():
+    calls: list[str] = []
+    clock = FakeCudaClock(first_ms=10_000.0)
+    case = scripted(clock, calls, {"ours": 1, "a": 1})
+    timings = timing.measure(case, ["a"], "fwd", clock, timing.Schedule(2, 0.001))[SUSTAINED]
+    for found in timings.values():
+        assert found.ms == 1.0 and len(found.turns) == 2, "nobody is dropped for a slow start"
+
+
+def test_the_device_waits_for_a_slow_host_and_for_no_other():
+    assert timing.cycles_to_wait(None, 0.0) == 500_000, "0.25 ms at 2 GHz before a first call"
+    assert timing.cycles_to_wait(100e-6, 0.0) == 400_000, "half as long again, and 0.05 ms"
+    assert timing.cycles_to_wait(100e-6, 150e-6) == 100_000, "the call before runs meanwhile"
+    assert timing.cycles_to_wait(30e-6, 1e-3) == 0, "a load without gaps"
+    assert timing.cycles_to_wait(1.0, 0.0) == 4_000_000, "at most 2 ms"
 
 
 def test_gradients_do_not_pile_up_between_samples():
@@ -123,7 +211,7 @@ def test_the_backward_pass_alone_is_only_that():
     bound = timing.Runner(Implementation(lambda x: Node.apply(x["q"], calls)), case, "bwd")
 
     class Clock(timing.CpuClock):
-        def sample(self, call, reset, count):
+        def sample(self, call, reset, count, expected_ms=0):
             calls.append("clock starts")
             times = super().sample(call, reset, count)
             calls.append("clock stops")
@@ -132,7 +220,6 @@ def test_the_backward_pass_alone_is_only_that():
     assert len(bound.sample(Clock(), 3)) == 3
     assert calls == ["forward", "clock starts", *["backward"] * 3, "clock stops"]
     assert bound.leaves["q"].grad is None and bound.out is None, "what was saved is given back"
-    assert bound.sample(Clock(), 0) == [] and calls.count("forward") == 1
 
 
 def test_the_gradient_comes_in_the_layout_of_the_output():
@@ -143,55 +230,27 @@ def test_the_gradient_comes_in_the_layout_of_the_output():
     assert bound.grad.transpose(1, 2).is_contiguous() and torch.equal(bound.grad, case.grad)
 
 
-class FakeCudaClock(timing.CudaClock):
-    """A CUDA clock without CUDA: a graph is its list of calls, and every replay takes 32 ms."""
-
-    def __init__(self, can_capture: bool = True) -> None:
-        self.flush = torch.empty(1000, dtype=torch.int8)
-        self.can_capture = can_capture
-
-    def sample(self, call, reset, count):
-        call()
-        return [32.0] * count
-
-    def rest(self):
-        pass
-
-    def host_us(self, call, reset, count):
-        return 1.0
-
-    def capture(self, calls):
-        if not self.can_capture:
-            raise RuntimeError("operation not permitted\nwhen stream is capturing")
-
-        class Graph:
-            def replay(self):
-                for call in calls:
-                    call()
-
-        return Graph()
-
-
 def test_decode_is_timed_as_a_graph_over_copies():
     seen: list[int] = []
     case = WORKLOADS["decode"].make(Shape.parse("1,2,8,4,kv2"), torch.float32, CPU)
     ours = Implementation(lambda leaves: seen.append(leaves["k"].data_ptr()) or leaves["q"])
     case = dataclasses.replace(case, ours=ours, peers={})
-    clock = FakeCudaClock()
+    clock = FakeCudaClock(32.0)
     size = sum(t.nbytes for t in case.leaves.values())
     assert clock.copies(size) == 1 + 1000 // size == 2, "together more than the cache"
     assert clock.copies(10**9) == 1 and clock.copies(1) == timing.GRAPH_CALLS[1]
-    timings = timing.measure(case, [], "fwd", clock, budget_s=0.001)
-    ours = timings["ours"]
+    ours = timing.measure(case, [], "fwd", clock, timing.Schedule(1, 0.096))[SUSTAINED]["ours"]
     assert ours.method == "CUDA graph of 16 calls" and ours.ms == 32 / 16
+    assert len(ours.turns[0]) == 3, "of 32 ms each: a sample is the whole graph"
     assert seen[0] != seen[1] and seen[:2] * 8 == seen[:16], "copies in turn"
 
 
 def test_what_cannot_be_captured_is_timed_by_events():
     case = WORKLOADS["decode"].make(Shape.parse("1,2,8,4,kv2"), torch.float32, CPU)
-    timings = timing.measure(case, [], "fwd", FakeCudaClock(can_capture=False), budget_s=0.001)
-    assert timings["ours"].ms == 32
-    assert timings["ours"].method == "events; no CUDA graph: operation not permitted"
+    clock = FakeCudaClock(32.0, 32.0, can_capture=False)
+    ours = timing.measure(case, [], "fwd", clock, ONE_TURN)[SUSTAINED]["ours"]
+    assert ours.ms == 32
+    assert ours.method == "events; no CUDA graph: operation not permitted"
     dense = WORKLOADS["dense"].make(Shape.parse("1,2,8,4"), torch.float32, CPU)
-    timings = timing.measure(dense, [], "bwd", FakeCudaClock(), budget_s=0.001)
-    assert timings["ours"].method == "events"
+    ours = timing.measure(dense, [], "bwd", FakeCudaClock(), ONE_TURN)[SUSTAINED]["ours"]
+    assert ours.method == "events"

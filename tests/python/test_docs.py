@@ -2,36 +2,52 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 import shutil
 import sys
+import xml.etree.ElementTree
 from pathlib import Path
 
 import pytest
 import torch
 
 import flashmoe_science  # noqa: F401  (registers the ops)
+from flashmoe_science.bench.case import Shape
+from flashmoe_science.bench.results import compare
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
 import generate_docs  # noqa: E402
+import speed_docs  # noqa: E402
+import speed_picture  # noqa: E402
 
 
-def test_docs_are_up_to_date(capsys):
+def test_the_table_of_support_is_up_to_date(capsys):
     if not json.loads(torch.ops.flashmoe.build_info())["families"]:
         pytest.skip("built without CUDA kernels; the table is that of a full build")
-    assert generate_docs.main(["--check"]) == 0, capsys.readouterr().out
+    assert generate_docs.main(["--check", "--part", "support"]) == 0, capsys.readouterr().out
+
+
+def test_the_pages_about_speed_are_up_to_date(capsys):
+    assert generate_docs.main(["--check", "--part", "speed"]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", ["docs/speed.md", "bench/results/README.md"])
+def test_no_heading_is_there_twice(page):
+    headings = [line for line in (ROOT / page).read_text().splitlines() if line.startswith("#")]
+    assert headings and len(set(headings)) == len(headings)
 
 
 @pytest.fixture
 def house(tmp_path):
-    """A small checkout with empty blocks and results of two machines, one measured twice."""
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "README.md").write_text("a\n<!-- support:begin -->\n<!-- support:end -->\nz\n")
-    performance = "b\n<!-- cpu:begin -->\nold\n<!-- cpu:end -->\ny\n"
-    performance += "<!-- gpu:begin -->\n<!-- gpu:end -->\n"
-    (tmp_path / "docs" / "performance.md").write_text(performance)
+    """A small checkout with empty blocks and results of several machines, one measured twice."""
+    blocks = (
+        "<!-- support:begin -->\n<!-- support:end -->\n<!-- speed:begin -->\n<!-- speed:end -->"
+    )
+    (tmp_path / "README.md").write_text(f"a\n{blocks}\nz\n")
     results = tmp_path / "bench" / "results"
     results.mkdir(parents=True)
     for machine, date, ms in (
@@ -41,70 +57,82 @@ def house(tmp_path):
     ):
         (results / f"cpu-{machine}-{date}.json").write_text(json.dumps(made_up(machine, date, ms)))
     for name, gpu in (
-        ("gpu-h100-2026-09-09", made_up_gpu(4)),
-        ("gpu-h100-2026-09-08-sm80", made_up_gpu(1000)),
-        ("gpu-h100-2026-09-09-sm80", made_up_gpu(8, "sm80")),
+        ("gpu-h100-2026-09-09-dense", made_up_gpu()),
+        ("gpu-h100-2026-09-09-sm80", made_up_gpu("sm80")),
+        ("gpu-h100-2026-07-07-without-regime", without_regime(made_up_gpu(), rest_s=0)),
+        ("gpu-h100-2026-08-08-rested", without_regime(made_up_gpu(), rest_s=0.1)),
     ):
         (results / f"{name}.json").write_text(json.dumps(gpu))
     return tmp_path
 
 
-def made_up_gpu(ms: float, family: str | None = None) -> dict:
-    """One row of most sections in two dtypes; of one decode row the answer is wrong."""
-    results = made_up("host", "2026-09-09", ms)
-    clock = {"clocks.sm": "1980 MHz"}
-    results["about"] |= {"device": "cuda", "gpu": {"name": "GPU z"}, "forced_family": family}
-    results["about"] |= {"gpu_state_before": clock, "gpu_state_after": clock}
-    results["rows"] = []
-    for workload, direction, peers in (
-        ("dense", "fwd", {"flash": 1.2, "cudnn": 0.5}),
-        ("dense", "bwd", {"flash": 0.9, "cudnn": None}),
-        ("decode", "fwd", {"flash": 1.1}),
-        ("deterministic", "bwd", {"nondeterministic": 0.75}),
-    ):
-        for dtype in ("bf16", "fp16"):
-            ours = {"ms": ms, "gflops": 100e3 / ms, "method": "events"}
-            if workload == "decode":
-                ours |= {"gb_per_s": 16000 / ms, "method": "CUDA graph of 16 calls"}
-            times = {peer: {"ms": ratio and ratio * ms} for peer, ratio in peers.items()}
-            wrong = (workload, dtype) == ("decode", "fp16")
-            results["rows"].append({
-                "workload": workload, "label": "16,32,1024,64", "dtype": dtype, "pass": direction,
-                "shape": {"dim": 64, "length": 1024}, "ratio": next(iter(peers.values())),
-                "check": {"status": "failed" if wrong else "ok"},
-                "implementations": {"ours": ours, **times},
-            })  # fmt: skip
-    return results
+def row_of(workload: str, shape: str, dtype: str, direction: str, ms: dict) -> dict:
+    """A row in which everyone takes so many milliseconds; 100 GFLOP of work."""
+    parsed = Shape.parse(shape)
+    implementations = {n: {"ms": t, "gflops": t and 1e5 / t} for n, t in ms.items()}
+    return {
+        "workload": workload, "label": shape, "dtype": dtype, "pass": direction,
+        "regime": "sustained", "shape": dataclasses.asdict(parsed), "check": {"status": "ok"},
+        "implementations": implementations, **compare(implementations),
+    }  # fmt: skip
 
 
 def made_up(machine: str, date: str, ms: float) -> dict:
-    slow = {"ms": 4000.0, "estimated_from_heads": 2}
-    implementations = {
-        "ours": {"ms": ms, "gflops": 100 / ms},
-        "flash": slow,
-        "math": {"ms": 10.0},
-        "varlen": {"ms": None, "reason": "no"},
-    }
-    row = {
-        "workload": "dense", "label": "4,8,256,64", "dtype": "fp32", "pass": "fwd",
-        "ratio": 10 / ms, "implementations": implementations,
-    }  # fmt: skip
+    row = row_of("dense", "4,8,256,64", "fp32", "fwd", {"ours": ms, "flash": 4000.0, "math": 10.0})
+    row["implementations"]["flash"]["estimated_from_heads"] = 2
+    row["implementations"]["varlen"] = {"ms": None, "reason": "no"}
     return {
+        "turns": 3, "budget_s": 0.05, "complete": True,
         "about": {
             "date": f"{date}T10:00:00+00:00", "commit": "0123456789abcdef", "dirty": False,
-            "threads": 2, "cpu_target": "neon", "cpu": {"name": f"CPU {machine}"},
+            "device": "cpu", "threads": 2, "cpu_target": "neon", "cpu": {"name": f"CPU {machine}"},
             "versions": {"torch": "2.10.0", "python": "3.11.7"},
         },
         "rows": [row],
-        "means": [{"dtype": "fp32", "pass": "fwd", "rows": 1, "ratio": 10 / ms}],
     }  # fmt: skip
+
+
+def made_up_gpu(family: str | None = None) -> dict:
+    """Dense rows at seven lengths in both regimes: won when rested, lost at one length when not."""
+    results = made_up("host", "2026-09-09", 1)
+    clock = {"clocks.sm": "1980 MHz"}
+    results["about"] |= {"device": "cuda", "gpu": {"name": "NVIDIA Z"}, "forced_family": family}
+    results["about"] |= {"gpu_state_before": clock, "gpu_state_after": clock}
+    results["rows"] = []
+    for length in (512, 1024, 2048, 4096, 8192, 16384, 32768):
+        for regime, slower in (("sustained", length == 16384), ("rested", False)):
+            times = {"ours": 0.25 if slower else 0.125, "cudnn": 0.25, "fa3": 0.2}
+            row = row_of("dense", f"1,8,{length},64,causal", "bf16", "fwd", times)
+            results["rows"].append(row | {"regime": regime})
+    times = {"ours": 2.0, "cudnn": None, "fa3": 3.0}
+    results["rows"].append(row_of("dense", "1,8,512,64", "fp16", "fwd", times))
+    results["rows"].append(row_of("decode", "1,8,512,64", "bf16", "fwd", {"ours": 1.0, "flash": 2}))
+    results["rows"][-1]["implementations"]["ours"]["gb_per_s"] = 1234.0
+    results["rows"].append(row_of("gqa", "1,8,512,64", "bf16", "fwd", {"ours": 1.0, "cudnn": 2}))
+    results["rows"][-1]["check"] = {"status": "failed"}
+    return results
+
+
+def without_regime(results: dict, rest_s: float) -> dict:
+    """As files were before rows said so."""
+    results["about"]["date"] = "2026-08-08T10:00:00+00:00"
+    results["rest_s"] = rest_s
+    del results["turns"], results["complete"]
+    for row in results["rows"]:
+        del row["regime"]
+    return results
+
+
+def read(house, page: str) -> str:
+    assert generate_docs.main(["--root", str(house)]) == 0
+    return (house / page).read_text()
 
 
 def test_generating_settles(house, capsys):
     arguments = ["--root", str(house)]
     assert generate_docs.main([*arguments, "--check"]) == 1
     assert "out of date" in capsys.readouterr().out
-    assert (house / "README.md").read_text().count("\n") == 4, "--check must not write"
+    assert (house / "README.md").read_text().count("\n") == 6, "--check must not write"
     assert generate_docs.main(arguments) == 0
     assert generate_docs.main([*arguments, "--check"]) == 0
     readme = (house / "README.md").read_text()
@@ -112,6 +140,16 @@ def test_generating_settles(house, capsys):
     stale = readme.replace(generate_docs.YES, generate_docs.NO, 1)
     (house / "README.md").write_text(stale)
     assert generate_docs.main([*arguments, "--check"]) == 1
+    assert generate_docs.main([*arguments, "--check", "--part", "speed"]) == 0
+
+
+def test_a_picture_without_results_is_removed(house):
+    generate_docs.main(["--root", str(house)])
+    stray = house / "docs" / "speed" / "old.svg"
+    stray.write_text("")
+    assert generate_docs.main(["--root", str(house), "--check"]) == 1 and stray.exists()
+    assert generate_docs.main(["--root", str(house)]) == 0 and not stray.exists()
+    assert len(list(stray.parent.glob("*.svg"))) == 4
 
 
 def test_support_table_is_what_the_planner_says(house):
@@ -137,47 +175,78 @@ def test_support_table_can_say_no(monkeypatch):
     assert explanation.explain  # the planner asked is the package's own
 
 
-def test_newest_results_of_each_machine(house):
-    generate_docs.main(["--root", str(house)])
-    text = (house / "docs" / "performance.md").read_text()
-    assert text.startswith("b\n") and "\ny\n" in text and "old" not in text
-    assert "CPU x-1, 2 threads" in text and "CPU y, 2 threads" in text
-    assert "2026-03-04" in text and "2026-01-02" not in text
-    assert "0123456789" in text and "torch 2.10.0" in text
-    no = generate_docs.NO
-    row = f"| 4, 8, 256, 64 | fp32 | fwd | 5.000 | 20.0 | ~4000 | 10.0 | {no} | 2.00 |"
-    assert row in text
+def test_every_row_of_every_file_is_listed(house):
+    text = read(house, "bench/results/README.md")
+    files = sorted(path.stem for path in (house / "bench" / "results").glob("*.json"))
+    assert re.findall(r"^## (.*)$", text, re.M) == [f for f in files if "without-regime" not in f]
+    assert "regime they were measured: gpu-h100-2026-07-07-without-regime.json." in text
+    no = speed_docs.NONE
+    row = "| dense | 4, 8, 256, 64 | fp32 | fwd | sustained | 5.000 | 20,000 "
+    assert f"{row}| ~4,000.0 | 10.0 | {no} | 2.00 |" in text
+    section = text.split("## gpu-h100-2026-09-09-dense\n")[1].split("## ")[0]
+    where = section.split("|")[0].replace("\n", " ")
+    assert "SM clock 1980 MHz before" in where and "median of 3 turns of 0.05 s" in where
+    assert section.count("| dense |") == 15 and section.count("| rested |") == 7
+    assert (
+        "| dense | 1, 8, 512, 64, causal | bf16 | fwd | rested | 0.1250 | 800 | 0.2500 | "
+        in section
+    )
+    assert f"| gqa | 1, 8, 512, 64 | bf16 | fwd | sustained | wrong | {no} |" in section
+    assert "1,234 GB/s" in section
+    rested = text.split("## gpu-h100-2026-08-08-rested\n")[1].split("## ")[0]
+    assert "the better of two rounds" in rested and "| sustained |" not in rested
+    assert "FLASHMOE_FAMILY=sm80" in text
 
 
-def test_gpu_results_say_where_we_stand(house):
-    generate_docs.main(["--root", str(house)])
-    text = (house / "docs" / "performance.md").read_text()
-    assert "### GPU z\n" in text and "1000" not in text, "the newest of each series"
-    block = text.split("### GPU z, FLASHMOE_FAMILY=sm80\n")[1]
-    assert "SM clock 1980 MHz before" in block
-    yes, no = generate_docs.YES, generate_docs.NO
-    flash = "FlashAttention-2"
-    backward = "dense backward, head dim"
-    for line in (
-        f"| dense forward, head dims 64, 128 ({flash}) | 2 | 1.20 | 1.05 | 1.20 | 1.00 | {yes} |",
-        f"| {backward}s 64, 128 ({flash}) | 2 | 0.90 | 1.05 | 0.90 | 1.00 | **missed** |",
-        f"| {backward} 256 ({flash}) | 0 | {no} | 1.00 | {no} | 1.00 | not measured |",
-        f"1.25 times its time) | 2 | 0.75 | 0.80 | 0.75 | {no} | **missed** |",
-    ):
-        assert line in block
-    sections = {part.split("\n")[0]: part for part in block.split("#### ")[1:]}
-    assert list(sections) == [
-        "Dense, forward", "Dense, backward", "Decode, forward", "Deterministic, backward"
-    ]  # fmt: skip
-    row = "| 16, 32, 1024, 64 | 8.000 | 12.5 | 1.20 | 0.50 | 8.000 | 12.5 | 1.20 | 0.50 |"
-    assert row in sections["Dense, forward"]
-    assert f"{flash} / ours: geometric mean 1.20, lowest" in sections["Dense, forward"]
-    assert "cuDNN" not in sections["Dense, backward"], "it ran nowhere there"
-    assert generate_docs.standings_table([]) == "", "no table of bars that nothing was measured for"
-    decode = sections["Decode, forward"]
-    assert f"| 16, 32, 1024, 64 | 8.000 | 2000 | 1.10 | wrong | {no} | {no} |" in decode
-    assert "GB/s" in decode and "Timed as a CUDA graph of 16 calls." in decode
-    assert "not deterministic / ours" in sections["Deterministic, backward"]
+def test_users_see_the_newest_rows_beside_the_best_peer(house):
+    text = read(house, "docs/speed.md")
+    headings = re.findall(r"^## (.*)$", text, re.M)
+    assert headings == [
+        "Dense, NVIDIA Z",
+        "Decode, NVIDIA Z",
+        "Dense, CPU x-1, 2 threads",
+        "Dense, CPU y, 2 threads",
+        "Your own implementation beside ours",
+    ]
+    dense, decode, cpu, *_ = (re.sub(r"\n +", " ", part) for part in text.split("\n## ")[1:])
+    assert "2026-09-09, commit 0123456789" in dense and "sm80" not in text
+    assert "The table is sustained." in dense and "fp16" not in dense
+    fa3 = "FlashAttention-3"
+    cells = [f"{length}: 1.60 (800, {fa3} 500)" for length in ("512", "4,096", "32,768")]
+    assert f"| forward, head dim 64, causal | {' | '.join(cells)} |" in dense
+    assert "slower in 1, lowest 0.80 (1, 8, 16384, 64, causal)." in dense
+    assert f"- Forward, rested: 1.60 (cuDNN 2.00, {fa3} 1.60) over 7 rows, slower in none." in dense
+    assert "in GB/s" in decode and "(1,234, FlashAttention-2" in decode
+    assert "2026-03-04" in cpu and "2026-01-02" not in text
+    assert "| forward | 256: 2.00 (20,000, PyTorch math 10,000) |" in cpu
+
+
+def test_a_lost_row_is_as_plain_as_a_won_one(house):
+    path = house / "bench" / "results" / "gpu-h100-2026-09-09-dense.json"
+    results = json.loads(path.read_text())
+    results["rows"] = [row for row in results["rows"] if row["shape"]["length"] >= 8192]
+    path.write_text(json.dumps(results))
+    text = read(house, "docs/speed.md")
+    assert "| 16,384: **0.80** (400, FlashAttention-3 500) |" in text
+
+
+def test_the_readme_shows_the_first_picture(house):
+    readme = read(house, "README.md")
+    assert "(docs/speed/dense-h100.svg)" in readme and "slower in 1, lowest 0.80" in readme
+    picture = xml.etree.ElementTree.parse(house / "docs" / "speed" / "dense-h100.svg").getroot()
+    texts = {e.text: e.get("fill") for e in picture if e.tag.endswith("text")}
+    assert texts["0.80"] == speed_picture.LOST and texts["1.60"] == speed_picture.OURS
+    assert {"512", "1,024", "32,768", "forward, head dim 64, causal"} <= texts.keys()
+    ours = [e for e in picture if e.get("fill") == speed_picture.OURS and e.tag.endswith("rect")]
+    heights = [float(e.get("height")) for e in ours[1:]]  # the first is the legend's
+    assert len(heights) == 7 and heights[5] == pytest.approx(heights[0] / 2, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("value", "rounded"), [(0.07, 0.08), (1.0, 1.0), (17, 20), (612, 800), (1000, 1000)]
+)
+def test_an_axis_ends_at_a_round_number(value, rounded):
+    assert speed_picture.round_up(value) == pytest.approx(rounded)
 
 
 def test_missing_markers_are_an_error(house):
@@ -188,5 +257,5 @@ def test_missing_markers_are_an_error(house):
 
 def test_without_results_it_says_so(house):
     shutil.rmtree(house / "bench")
-    generate_docs.main(["--root", str(house)])
-    assert "make bench" in (house / "docs" / "performance.md").read_text()
+    for page in ("docs/speed.md", "bench/results/README.md", "README.md"):
+        assert "No results are committed yet" in read(house, page)

@@ -1,18 +1,20 @@
-"""Our attention next to PyTorch's own: checks each answer, times it, writes table, JSON and plot.
+"""Our attention next to others': checks each answer, times it, writes table, JSON and plot.
 
 Peers are PyTorch's SDPA backends in the same process with the same threads, on a GPU also its
-compiled FlexAttention ("flex") and varlen_attn ("varlen"). A ratio is the best peer's time over
-ours: above 1 we are faster. "flash" is FlashAttention-2 on a GPU and has a column of its own. The
-workload "deterministic" has our own ordinary backward pass as its only peer; "crystals" on a GPU is
-about varlen. FlashAttention-3 and 4 do not run here: dense bf16 rows on an H200 show their times as
-measured before. The exit code is 1 when an answer is wrong.
+compiled FlexAttention ("flex") and varlen_attn ("varlen"); --peer adds anybody's. Everyone is timed
+turn by turn under the same conditions, in rotated order, and a time is the median of the turns'
+medians. On a GPU that happens twice: sustained (without pauses, at the power limit as in training;
+the numbers that count) and rested (the same pause before every turn).
+
+A ratio is the best peer's time over ours: above 1 we are faster. The workload "deterministic" has
+our own ordinary backward pass as the peer its ratio is about; "crystals" on a GPU is about varlen.
+The exit code is 1 when an answer of ours is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import re
 import shlex
 import sys
@@ -23,17 +25,27 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from flashmoe_science.bench import runner, timing
+
 SUMMARY = "attention next to PyTorch's own: table, JSON and plot"
 EXAMPLES = """\
 examples:
   python -m flashmoe_science bench
   python -m flashmoe_science bench --workload pair_bias,ragged --dtype fp32
   python -m flashmoe_science bench --shape 1,8,512,64 1,8,512,64,causal,kv2 --pass fwd
-  python -m flashmoe_science bench --workload decode --peers flash --check
+  python -m flashmoe_science bench --workload decode --peers flash
   python -m flashmoe_science bench --workload crystals,crystals_bias --dtype bf16
   python -m flashmoe_science bench --workload dense --pass fwd,bwd,fwd+bwd --peers flash,cudnn
-  python -m flashmoe_science bench --workload head_dims,gqa,window,mixed_lengths --check
+  python -m flashmoe_science bench --workload dense --peers cudnn --peer theirs.py
   python -m flashmoe_science bench --list
+
+a peer's file (--peer FILE.py) is a module with
+  attention(q, k, v, causal)
+      q (B, S, H, D), k and v (B, S, Hkv, D): dense workloads. Also bias, window or deterministic,
+      where a workload needs them
+  attention_varlen(q, k, v, cu_seqlens, max_seqlen, causal)
+      q (T, H, D), k and v (T, Hkv, D): ragged workloads. Also bias, where there is one
+and, if it likes, NAME, LAYOUT = "BHSD" and supports(case): see flashmoe_science/bench/peer_file.py
 """
 
 DTYPES = "fp32, fp16, bf16"
@@ -55,14 +67,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--pass", type=words, dest="passes", metavar="NAME,...",
         help=f"{PASSES}. default: the workload's own")  # fmt: skip
     add("--peers", type=words, metavar="NAME,...", help=f"{PEERS}. default: all")
+    add("--peer", type=Path, action="append", default=[], metavar="FILE.py",
+        help="another peer, checked against float64 and then timed; may be repeated")  # fmt: skip
     add("--device", metavar="cpu|cuda[:N]", help="default: the best one the library can use")
     add("--threads", type=int, metavar="N", help="CPU threads, for everyone. default: torch's own")
-    add("--budget", type=float, default=0.25, metavar="SECONDS",
-        help="for each of an implementation's two rounds on a row. default: 0.25")  # fmt: skip
+    add("--regimes", type=words, metavar="NAME,...",
+        help="sustained, rested. default: both on a GPU, sustained on a CPU")  # fmt: skip
+    add("--turns", type=int, metavar="N",
+        help="turns of each implementation; their median counts. default: 3")  # fmt: skip
+    add("--budget", type=float, metavar="SECONDS",
+        help="for the calls of a turn. default: 0.05, on a GPU 0.04")  # fmt: skip
     add("--out", type=Path, default=Path("build/bench"), metavar="DIR",
         help="where results.json and the plots go. default: build/bench")  # fmt: skip
     add("--no-plot", action="store_true", help="do not draw results.png and crystals.png")
-    add("--check", action="store_true", help="exit 1 also where a speed bar is missed")
     add("--list", action="store_true", help="list the workloads with their shapes and stop")
 
 
@@ -128,11 +145,38 @@ def run(args: argparse.Namespace) -> int:
         return 2
 
 
+def schedule_of(args: argparse.Namespace, device_type: str) -> timing.Schedule:
+    """The device's own schedule, with what was asked for instead."""
+    from flashmoe_science.bench import timing
+
+    usual = timing.SCHEDULES[device_type]
+    regimes = usual.regimes if args.regimes is None else tuple(args.regimes)
+    check_words("--regimes", list(regimes), list(usual.regimes))
+    turns = usual.turns if args.turns is None else args.turns
+    if turns < 1:
+        raise ValueError(f"--turns {turns}: at least 1")
+    return timing.Schedule(turns, usual.budget_s if args.budget is None else args.budget, regimes)
+
+
+def setting_of(args: argparse.Namespace, device: torch.device) -> runner.Setting:
+    """Who is timed on what and how; ValueError for what makes no sense."""
+    from flashmoe_science.bench import peer_file, runner, timing
+    from flashmoe_science.bench.workloads import WORKLOADS
+
+    known = list(dict.fromkeys(p for w in args.workload for p in WORKLOADS[w].peers(device.type)))
+    peers = args.peers if args.peers is not None else known
+    check_words("--peers", peers, known)
+    taken = ["ours", *(p for workload in WORKLOADS.values() for p in workload.peers(device.type))]
+    files = peer_file.load_all(args.peer, taken)
+    schedule = schedule_of(args, device.type)
+    return runner.Setting(device, peers, files, timing.make_clock(device), schedule)
+
+
 def measure(args: argparse.Namespace) -> int:
     """The benchmark itself; ValueError for options that make no sense."""
     import torch
 
-    from flashmoe_science.bench import anchors, machine, report, runner, timing
+    from flashmoe_science.bench import machine, report, results, runner, timing
     from flashmoe_science.bench.workloads import WORKLOADS
 
     device = choose_device(args.device, machine.build_info()["families"])
@@ -143,61 +187,65 @@ def measure(args: argparse.Namespace) -> int:
     check_words("--workload", args.workload, list(WORKLOADS))
     if args.passes is not None:
         check_words("--pass", args.passes, list(runner.PASSES))
-    known = list(dict.fromkeys(p for w in args.workload for p in WORKLOADS[w].peers(device.type)))
-    peers = args.peers if args.peers is not None else known
-    check_words("--peers", peers, known)
     specs = runner.rows_of(args.workload, args.shape, dtypes, args.passes, device.type)
+    setting = setting_of(args, device)
+    schedule = setting.schedule
 
     console = report.make_console()
     about = machine.describe(device)
     heading = f"{machine.title(about)}; {report.provenance(about)}"
     console.print(heading, markup=False, highlight=False)
-    seconds = runner.estimated_seconds(specs, peers, args.budget, device.type)
+    seconds = runner.estimated_seconds(specs, setting)
     console.print(f"{len(specs)} rows, about {report.format_duration(seconds)}", highlight=False)
     others, start = machine.OtherWork(), time.monotonic()
+    path = args.out / "results.json"
+    found: dict[str, Any] = {
+        "schema": results.SCHEMA,
+        "complete": False,
+        "command": shlex.join(["python", "-m", "flashmoe_science", *sys.argv[1:]]),
+        "about": about,
+        "regimes": list(schedule.regimes),
+        "turns": schedule.turns,
+        "budget_s": schedule.budget_s,
+        "pause_s": timing.PAUSE_S if results.RESTED in schedule.regimes else 0,
+        "peer_files": {file.name: file.path.name for file in setting.files},
+        "seconds": 0.0,
+        "rows": [],
+    }
     with report.ProgressReport(console, len(specs)) as progress:
-        rows = runner.run_rows(specs, peers, device, args.budget, progress)
-    anchors.add_anchors(rows, about)
+
+        def on_rows(spec: runner.RowSpec, rows: list[results.Row]) -> None:
+            progress(spec, rows)
+            if rows:
+                found["rows"] += rows
+                found["seconds"] = time.monotonic() - start
+                results.write(found, path)
+
+        runner.run_rows(specs, setting, on_rows)
     about["cores_busy_with_other_work"] = others.cores()
     if device.type == "cuda":
         about["gpu_state_after"] = machine.gpu_state(device)
-    results = {
-        "schema": 1,
-        "command": shlex.join(["python", "-m", "flashmoe_science", *sys.argv[1:]]),
-        "about": about,
-        "budget_s": args.budget,
-        "rest_s": timing.REST_S if device.type == "cuda" else 0,
-        "seconds": time.monotonic() - start,
-        "rows": rows,
-        "means": runner.means(rows, "workload", "dtype", "pass"),
-        "host_us": timing.host_times(device) if device.type == "cuda" else None,
-    }
-    return finish(args, console, results)
+    found["means"] = results.means(found["rows"], "workload", "dtype", "pass", "regime")
+    found["host_us"] = timing.host_times(device) if device.type == "cuda" else None
+    found["complete"] = True
+    found["seconds"] = time.monotonic() - start
+    results.write(found, path)
+    return finish(args, console, found, path)
 
 
-def finish(args: argparse.Namespace, console: Any, results: dict[str, Any]) -> int:
-    """Prints and writes the results; the exit code says whether they are good."""
-    from flashmoe_science.bench import bars, plot, report
+def finish(args: argparse.Namespace, console: Any, found: dict[str, Any], path: Path) -> int:
+    """Prints and draws the results; the exit code says whether ours are right."""
+    from flashmoe_science.bench import plot, report
 
-    report.print_table(console, results)
-    report.print_means(console, results)
-    report.print_host_times(console, results)
-    report.print_problems(console, results)
-    args.out.mkdir(parents=True, exist_ok=True)
-    written = [args.out / "results.json"]
-    written[0].write_text(json.dumps(results, indent=1) + "\n")
-    if not args.no_plot:
-        written += plot.write_plots(results, args.out)
+    report.print_tables(console, found)
+    report.print_means(console, found)
+    report.print_host_times(console, found)
+    report.print_problems(console, found)
+    written = [path, *([] if args.no_plot else plot.write_plots(found, args.out))]
     console.print(f"wrote {' and '.join(str(path) for path in written)}", markup=False)
     ours_failed = any(
         row["check"]["status"] == "failed"
         or (row["check"]["status"] != "refused" and row["implementations"]["ours"]["ms"] is None)
-        for row in results["rows"]
+        for row in found["rows"]
     )
-    missed = []
-    if args.check:
-        report.print_bars(console, results)
-        missed = bars.missed_bars(results["rows"], results["about"]["device"])
-    for line in missed:
-        console.print(f"missed: {line}", markup=False, style="bold red")
-    return 1 if ours_failed or missed else 0
+    return 1 if ours_failed else 0

@@ -1,10 +1,10 @@
-"""Is our answer right? Asked before anything is timed, and by `doctor`.
+"""Is an answer right? Asked of ours and of peers from files before they are timed, and by `doctor`.
 
 The yardstick is PyTorch's math backend, working in the inputs' dtype as the tests' does: measured
-against float64 on the same rounded inputs, our root mean square error may be at most twice its.
+against float64 on the same rounded inputs, a root mean square error may be at most twice its.
 The largest error, which finds a single wrong number, may be that and a few rounding steps more: the
-largest of few is luck. Where a case is large, a few heads are compared; ours still computes all of
-them, and a gradient of a key needs all its queries, so that the least is one head: at length 16,384
+largest of few is luck. Where a case is large, a few heads are compared; all are still computed,
+and a gradient of a key needs all its queries, so that the least is one head: at length 16,384
 one float64 tensor of scores is then 2 GB. Each row's "check" says how many seconds it took.
 """
 
@@ -35,9 +35,9 @@ STEPS = {
 
 @dataclass(frozen=True)
 class Deviation:
-    """Errors against float64, and the most ours may be."""
+    """Errors against float64, and the most that is allowed."""
 
-    ours: float
+    ours: float  # of the implementation that is checked
     math: float
     limit: float
 
@@ -75,12 +75,15 @@ class Verdict:
 
 def compute(implementation: Implementation, case: Case, backward: bool) -> Tensors:
     """The output and, for the backward pass, the gradient of every leaf."""
-    leaves = {n: t.detach().clone().requires_grad_(backward) for n, t in case.leaves.items()}
+    leaves, grad = implementation.prepare(case.leaves, case.grad)
+    leaves = {n: t.detach().clone().requires_grad_(backward) for n, t in leaves.items()}
     with forced_backend(implementation), nullcontext() if backward else torch.no_grad():
         out = implementation.run(leaves)
         results = {"out": out.detach()}
         if backward:
-            grads = torch.autograd.grad(out, list(leaves.values()), case.grad)
+            if not out.requires_grad:
+                raise RuntimeError("gives no gradient")
+            grads = torch.autograd.grad(out, list(leaves.values()), grad)
             results |= {f"grad_{name}": g for name, g in zip(leaves, grads, strict=True)}
     return results
 
@@ -108,27 +111,41 @@ def heads_to_compare(case: Case) -> int:
     return max(case.group, min(case.heads, fit) // case.group * case.group)
 
 
+class Oracle:
+    """What float64 and PyTorch's math backend in the same dtype say about a few heads of a case."""
+
+    def __init__(self, case: Case, backward: bool) -> None:
+        self.case, self.backward = case, backward
+        self.heads = heads_to_compare(case)
+        part = case if self.heads == case.heads else case.take_heads(self.heads)
+        self.exact = compute(case.reference, in_double(part), backward)
+        with math_in_its_dtype():
+            self.math = compute(case.reference, part, backward)
+
+    def verdict(self, implementation: Implementation, reproducible: bool = False) -> Verdict:
+        """Compares an implementation with float64; reproducible: it must repeat its bits, too."""
+        found = compute(implementation, self.case, self.backward)
+        dtype = self.case.leaves["q"].dtype
+        deviations = {}
+        for name, truth in self.exact.items():
+            mine, theirs = (
+                results[name][:, : truth.shape[1]].double() - truth
+                for results in (found, self.math)
+            )
+            kinds = zip(("max", "rms"), (largest, root_mean_square), STEPS[dtype], strict=True)
+            for kind, size, steps in kinds:
+                limit = 2 * size(theirs) + steps * torch.finfo(dtype).eps * size(truth)
+                deviations[f"{name} {kind}"] = Deviation(size(mine), size(theirs), limit)
+        if reproducible:
+            again = compute(implementation, self.case, self.backward)
+            for name, first in found.items():
+                deviations[f"{name} twice"] = Deviation(largest(again[name] - first), 0.0, 0.0)
+        return Verdict(deviations, self.heads)
+
+
 def check(case: Case, backward: bool) -> Verdict:
     """Compares ours with float64, PyTorch's math backend in the same dtype being the yardstick."""
-    heads = heads_to_compare(case)
-    part = case if heads == case.heads else case.take_heads(heads)
-    exact = compute(case.reference, in_double(part), backward)
-    with math_in_its_dtype():
-        math = compute(case.reference, part, backward)
-    ours = compute(case.ours, case, backward)
-    dtype = case.leaves["q"].dtype
-    deviations = {}
-    for name, truth in exact.items():
-        mine, theirs = (r[name][:, : truth.shape[1]].double() - truth for r in (ours, math))
-        kinds = zip(("max", "rms"), (largest, root_mean_square), STEPS[dtype], strict=True)
-        for kind, size, steps in kinds:
-            limit = 2 * size(theirs) + steps * torch.finfo(dtype).eps * size(truth)
-            deviations[f"{name} {kind}"] = Deviation(size(mine), size(theirs), limit)
-    if case.reproducible:
-        again = compute(case.ours, case, backward)
-        for name, first in ours.items():
-            deviations[f"{name} twice"] = Deviation(largest(again[name] - first), 0.0, 0.0)
-    return Verdict(deviations, heads)
+    return Oracle(case, backward).verdict(case.ours, case.reproducible)
 
 
 def root_mean_square(values: torch.Tensor) -> float:

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -104,8 +105,8 @@ def no_change(leaves: Tensors, grad: torch.Tensor) -> tuple[Tensors, torch.Tenso
 def tokens_first(leaves: Tensors, grad: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     """q, k, v as they leave a model's projections, (B, S, H, D) in memory.
 
-    PyTorch's flash backward pass first copies its output and gradient into this layout if they have
-    another: its own work is what we want to be compared with.
+    Every dense case of a GPU is stored so, for everyone: PyTorch's flash backward pass would first
+    copy its output and gradient into this layout, and its own work is what we compare with.
     """
 
     def relaid(x: torch.Tensor) -> torch.Tensor:
@@ -118,16 +119,16 @@ def tokens_first(leaves: Tensors, grad: torch.Tensor) -> tuple[Tensors, torch.Te
 class Implementation:
     """One way to compute a Case: run(leaves) gives the output.
 
-    prepare changes the layout of (leaves, grad of the output) before any clock starts, and
-    prepare_backward once more where a backward pass is timed. backend names the PyTorch backend to
-    force while it runs. explain(leaves, backward) says which kernel of ours would run.
+    prepare changes the layout of (leaves, grad of the output) before any clock starts. backend is
+    the PyTorch backend to force while it runs. explain(leaves, backward) says which kernel of ours
+    would run. in_full: timed in every turn, however slow it is.
     """
 
     run: Callable[[Tensors], torch.Tensor]
     prepare: Prepare = no_change
     backend: str | None = None
-    prepare_backward: Prepare = no_change
     explain: Callable[[Tensors, bool], str] | None = None
+    in_full: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,7 @@ class Case:
     reproducible: bool = False  # ours must give the same bits twice
     lengths: tuple[int, ...] = ()  # of the sequences of a ragged batch
     reference_scores: int = 0  # that the reference computes, where it masks nearly all of them
+    keywords: dict[str, Any] = field(default_factory=dict)  # what a peer's file is told: PeerFile
 
     @property
     def heads(self) -> int:

@@ -18,7 +18,6 @@ from flashmoe_science.bench.case import (
     Prepare,
     Tensors,
     no_change,
-    tokens_first,
 )
 
 
@@ -48,16 +47,10 @@ def window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
 
 
 def sdpa_peers(
-    device: torch.device,
-    run: Callable[[Tensors], torch.Tensor],
-    prepare: Prepare = no_change,
+    run: Callable[[Tensors], torch.Tensor], prepare: Prepare = no_change
 ) -> dict[str, Implementation]:
-    """run under each PyTorch backend; what prepare lays out stays as it is."""
-    peers = {name: Implementation(run, prepare, name) for name in BACKENDS}
-    if device.type == "cuda" and prepare is no_change:
-        for name in ("flash", "cudnn", "efficient"):
-            peers[name] = dataclasses.replace(peers[name], prepare_backward=tokens_first)
-    return peers
+    """run under each PyTorch backend."""
+    return {name: Implementation(run, prepare, name) for name in BACKENDS}
 
 
 def flex_with_bias(

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from flashmoe_science.bench.bars import Row
 from flashmoe_science.bench.machine import title
 from flashmoe_science.bench.report import (
     MARKS,
@@ -16,7 +15,7 @@ from flashmoe_science.bench.report import (
     provenance,
     rate_unit,
 )
-from flashmoe_science.bench.timing import OURS
+from flashmoe_science.bench.results import OURS, Row, headline
 
 # The palette: ours stands out, peers are quiet and still told apart in grey.
 OUR_COLOUR = "#1b6ca8"
@@ -107,7 +106,7 @@ def pyplot() -> Any:
 
 
 def write_plots(results: dict[str, Any], folder: Path) -> list[Path]:
-    """Every picture these results call for."""
+    """Every picture these results call for, about the regime that counts."""
     written = [folder / "results.png"]
     write_plot(results, written[0])
     if any(row["workload"] in CRYSTALS for row in results["rows"]):
@@ -119,7 +118,7 @@ def write_plots(results: dict[str, Any], folder: Path) -> list[Path]:
 def write_plot(results: dict[str, Any], path: Path) -> None:
     """One panel per dtype and pass, to be looked at."""
     plt = pyplot()
-    about, rows = results["about"], results["rows"]
+    about, rows = results["about"], headline(results["rows"])
     unit, per_unit = rate_unit(about["device"])
     panels, names = panels_of(rows), names_of(rows)
     colours = dict(zip(names, [OUR_COLOUR, *PEER_COLOURS], strict=False))
@@ -136,7 +135,8 @@ def write_plot(results: dict[str, Any], path: Path) -> None:
         axes.set_visible(False)
     note = "higher is better; 1.25x: the best peer takes 1.25 times as long; batch,heads,length,dim"
     legend = {label_of(name): colour for name, colour in colours.items()}
-    write_margins(plt, figure, f"Attention on {title(about)}", note, legend, about)
+    heading = f"Attention on {title(about)}, {rows[0]['regime']}"
+    write_margins(plt, figure, heading, note, legend, about)
     figure.savefig(path, dpi=150, facecolor="white")
     plt.close(figure)
 
@@ -225,7 +225,7 @@ def crystal_row_label(row: Row) -> str:
 def write_crystals(results: dict[str, Any], path: Path) -> None:
     """What a batch of crystals looks like, and how long attention over it takes."""
     plt = pyplot()
-    rows = [row for row in results["rows"] if row["workload"] in CRYSTALS]
+    rows = [row for row in headline(results["rows"]) if row["workload"] in CRYSTALS]
     lengths = max((row["lengths"] for row in rows), key=lambda found: found["sequences"])
     dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
     colours = dict(zip(names_of(rows), [OUR_COLOUR, *PEER_COLOURS], strict=False))
@@ -245,6 +245,7 @@ def write_crystals(results: dict[str, Any], path: Path) -> None:
     note = "lower is better; 4.0x: the best other one takes 4 times as long; \u203a goes on"
     legend = {crystal_label(name): colour for name, colour in colours.items()}
     heading = f"Attention over crystals like the Materials Project's, on {title(results['about'])}"
+    heading += f", {rows[0]['regime']}"
     write_margins(plt, figure, heading, note, legend, results["about"])
     figure.savefig(path, dpi=150, facecolor="white")
     plt.close(figure)

@@ -10,15 +10,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from flashmoe_science.bench import anchors
-from flashmoe_science.bench.bars import Row, name_of, ratio_to_anchor, standings
+from flashmoe_science.bench.case import BACKENDS
 from flashmoe_science.bench.machine import title
+from flashmoe_science.bench.results import OURS, Row, name_of, regimes_of, rows_in
 from flashmoe_science.bench.runner import RowSpec
-from flashmoe_science.bench.timing import OURS
 from flashmoe_science.bench.workloads import NONDETERMINISTIC
 
 MARKS = {"few": "*", "estimated": "~"}
 LEGEND = "~ one call on a few heads, scaled   * few samples   - cannot run"
+PYTORCH = {*BACKENDS, "flex", "varlen"}
 
 
 def make_console() -> Console:
@@ -33,7 +33,7 @@ def format_duration(seconds: float) -> str:
 def label_of(name: str) -> str:
     """An implementation's name in a sentence or legend."""
     ours = {OURS: "flashmoe_science", NONDETERMINISTIC: "flashmoe_science, not deterministic"}
-    return ours.get(name, f"PyTorch {name}")
+    return f"PyTorch {name}" if name in PYTORCH else ours.get(name, name)
 
 
 def rate_unit(device_type: str) -> tuple[str, float]:
@@ -42,7 +42,7 @@ def rate_unit(device_type: str) -> tuple[str, float]:
 
 
 class ProgressReport:
-    """A bar on a terminal, a line per row elsewhere. Call it as run_rows' on_row."""
+    """A bar on a terminal, a line per row elsewhere. Call it as run_rows' on_rows."""
 
     def __init__(self, console: Console, total: int) -> None:
         self.console, self.total, self.done = console, total, 0
@@ -63,17 +63,19 @@ class ProgressReport:
         if self.bar:
             self.bar.stop()
 
-    def __call__(self, spec: RowSpec, row: Row | None) -> None:
-        if row is None:
+    def __call__(self, spec: RowSpec, rows: list[Row]) -> None:
+        if not rows:
             if self.bar:
                 self.bar.update(self.task, description=spec.label)
             return
         self.done += 1
         if self.bar:
             self.bar.advance(self.task)
-        else:
-            ratio = "no ratio" if row["ratio"] is None else f"{row['ratio']:.2f}x"
-            print(f"[{self.done}/{self.total}] {spec.label}: {ratio}", flush=True)
+            return
+        ratios = ["no ratio" if r["ratio"] is None else f"{r['ratio']:.2f}x" for r in rows]
+        if len(rows) > 1:
+            ratios = [f"{row['regime']} {x}" for row, x in zip(rows, ratios, strict=True)]
+        print(f"[{self.done}/{self.total}] {spec.label}: {', '.join(ratios)}", flush=True)
 
 
 def names_of(rows: list[Row]) -> list[str]:
@@ -81,19 +83,20 @@ def names_of(rows: list[Row]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row["implementations"]))
 
 
-def anchors_of(rows: list[Row]) -> list[str]:
-    """Every peer of these rows that was measured before, each once."""
-    return list(dict.fromkeys(name for row in rows for name in row.get("anchors", {})))
-
-
 def format_ms(implementation: dict[str, Any] | None) -> str:
-    if implementation is None or implementation["ms"] is None:
+    if implementation is None:
         return "-"
-    ms = implementation["ms"]
+    if (ms := implementation["ms"]) is None:
+        return "wrong" if is_wrong(implementation) else "-"
     text = format_number(ms)
     if "estimated_from_heads" in implementation:
         return text + MARKS["estimated"]
     return text + (MARKS["few"] if implementation["few_samples"] else "")
+
+
+def is_wrong(implementation: dict[str, Any]) -> bool:
+    """Of a peer from a file: its answer was checked and is wrong."""
+    return implementation.get("check", {}).get("status") == "failed"
 
 
 def format_number(ms: float) -> str:
@@ -119,18 +122,24 @@ def format_ratio(row: Row, ratio: float | None) -> str:
     return f"[{style}]{ratio:.2f}x[/]"
 
 
-def print_table(console: Console, results: dict[str, Any]) -> None:
-    """All rows. A narrow terminal does without the peers' rates and a column that never changes."""
-    about, rows = results["about"], results["rows"]
+def print_tables(console: Console, results: dict[str, Any]) -> None:
+    """All rows, a table for each regime."""
+    regimes = regimes_of(results["rows"])
+    for regime in regimes:
+        heading = f"attention on {title(results['about'])}"
+        heading += f", {regime}" if len(regimes) > 1 else ""
+        print_table(console, results["about"], rows_in(results["rows"], regime), heading)
+
+
+def print_table(console: Console, about: dict[str, Any], rows: list[Row], heading: str) -> None:
+    """A narrow terminal does without the peers' rates and a column that never changes."""
     unit, per_unit = rate_unit(about["device"])
     names, on_gpu = names_of(rows), about["device"] == "cuda"
-    known = anchors_of(rows)
-    wide = 95 + 17 * len(names) + 21 * len(known) if known else 50 + 18 * len(names)
-    rated = names if console.width >= wide else [OURS]
+    rated = names if console.width >= 64 + 18 * len(names) else [OURS]
     keys = ["workload", "label", "dtype", "pass"]
     if len({row["workload"] for row in rows}) == 1:
         keys.remove("workload")
-    table = Table(title=f"attention on {title(about)}", caption=LEGEND, box=box.SIMPLE_HEAD)
+    table = Table(title=heading, caption=LEGEND, box=box.SIMPLE_HEAD)
     table.padding, table.pad_edge = (0, 1, 0, 0), False
     for key in keys:
         table.add_column("B,H,S,D" if key == "label" else key, no_wrap=True)
@@ -141,14 +150,9 @@ def print_table(console: Console, results: dict[str, Any]) -> None:
     if on_gpu:
         table.add_column("host us\nours / best", justify="right", no_wrap=True)
         table.add_column("peak memory\n/ needed", justify="right", no_wrap=True)
+    if len(names) > 2:
+        table.add_column("best\npeer", no_wrap=True)
     table.add_column("best peer\n/ ours", justify="right", no_wrap=True)
-    with_flash = "flash" in names and len(names) > 2
-    if with_flash:
-        table.add_column("flash\n/ ours", justify="right", no_wrap=True)
-    for name in known:
-        heading = f"{anchors.label_of(name)} ms".replace("measured ", "measured\n")
-        table.add_column(heading, justify="right", no_wrap=True)
-        table.add_column("\n/ ours", justify="right", no_wrap=True)
     for row, following in zip(rows, [*rows[1:], rows[-1]], strict=True):
         cells = [row[key] for key in keys]
         for name in names:
@@ -157,14 +161,9 @@ def print_table(console: Console, results: dict[str, Any]) -> None:
             if name in rated:
                 cells.append(format_rate(implementation, per_unit))
         cells += [format_host(row), format_memory(row)] if on_gpu else []
-        ends = any(row[key] != following[key] for key in ("workload", "label"))
+        cells += [row["best_peer"] or "-"] if len(names) > 2 else []
         cells.append(format_ratio(row, row["ratio"]))
-        if with_flash:
-            cells.append(format_ratio(row, row["ratios"].get("flash")))
-        for name in known:
-            ms = row.get("anchors", {}).get(name)
-            cells.append("-" if ms is None else format_number(ms))
-            cells.append(format_ratio(row, ratio_to_anchor(row, name)))
+        ends = any(row[key] != following[key] for key in ("workload", "label"))
         table.add_row(*cells, end_section=ends)
     console.print(table)
 
@@ -184,35 +183,18 @@ def format_memory(row: Row) -> str:
 def print_means(console: Console, results: dict[str, Any]) -> None:
     """Geometric means of peer / ours, and the lowest of each."""
     peers = list(dict.fromkeys(p for mean in results["means"] for p in mean["peers"]))
-    known = anchors_of(results["rows"])
+    columns = ["workload", "dtype", "pass", "regime"]
+    if len({mean["regime"] for mean in results["means"]}) < 2:
+        columns.remove("regime")
     table = Table(title="peer / ours: geometric mean (lowest)", box=box.SIMPLE_HEAD)
-    for column in ("workload", "dtype", "pass"):
+    for column in columns:
         table.add_column(column)
-    headings = [*(peers if len(peers) > 1 else ()), *(anchors.label_of(name) for name in known)]
-    for column in ("rows", "best peer", *headings):
+    for column in ("rows", "best peer", *(peers if len(peers) > 1 else ())):
         table.add_column(column, justify="right")
     for mean in results["means"]:
         of_peers = [mean["peers"].get(peer) for peer in peers] if len(peers) > 1 else []
-        of_peers += [mean["anchors"].get(name) for name in known]
         ratios = [f"{r['ratio']:.2f}x ({r['lowest']:.2f})" if r else "-" for r in (mean, *of_peers)]
-        cells = (mean["workload"], mean["dtype"], mean["pass"], str(mean["rows"]), *ratios)
-        table.add_row(*cells)
-    console.print(table)
-
-
-def print_bars(console: Console, results: dict[str, Any]) -> None:
-    """Where the run stands: each bar, what was wanted and what was reached."""
-    table = Table(title="bars", box=box.SIMPLE_HEAD)
-    for column in ("", "against", "rows", "mean", "wanted", "lowest", "wanted", ""):
-        table.add_column(column, justify="right" if column not in ("", "against") else "left")
-    for s in standings(results["rows"], results["about"]["device"]):
-        lowest = f"{s.ratios[s.lowest]:.2f}" if s.lowest else "-"
-        mean = "-" if s.mean is None else f"{s.mean:.2f}"
-        style = {"met": "green", "missed": "bold red"}.get(s.verdict, "dim")
-        table.add_row(
-            s.bar.name, s.bar.against, s.rows, mean, f"{s.bar.mean:.2f}",
-            lowest, f"{s.bar.each:.2f}" if s.bar.each else "-", f"[{style}]{s.verdict}[/]",
-        )  # fmt: skip
+        table.add_row(*(mean[column] for column in columns), str(mean["rows"]), *ratios)
     console.print(table)
 
 
@@ -232,18 +214,24 @@ def print_problems(console: Console, results: dict[str, Any]) -> None:
             f"other programs kept {others:.1f} cores busy meanwhile: measure again when it is quiet"
         )
         console.print(text, markup=False, style="bold yellow")
-    reasons: dict[str, list[str]] = {}
+    # What is to be said, and the rows it is about: a row is there once in each regime.
+    wrong: dict[str, dict[str, None]] = {}
+    missing: dict[str, dict[str, None]] = {}
     for row in results["rows"]:
-        where = name_of(row)
-        if row["check"]["status"] != "ok":
-            text = f"{row['check']['status']}: {row['check']['reason']}"
-            console.print(f"{where}: {text}", markup=False, style="bold red")
+        where, check = name_of(row), row["check"]
+        if check["status"] != "ok":
+            wrong.setdefault(f"ours {check['status']}: {check['reason']}", {})[where] = None
         for name, implementation in row["implementations"].items():
-            if implementation["ms"] is None:
-                reason = f"{name} cannot run: {implementation['reason']}"
-                reasons.setdefault(reason, []).append(where)
-    for reason, places in reasons.items():
-        console.print(f"{reason} ({len(places)} rows, first {places[0]})", markup=False)
+            if is_wrong(implementation):
+                text = f"{name} is wrong and not timed: {implementation['reason']}"
+                wrong.setdefault(text, {})[where] = None
+            elif implementation["ms"] is None:
+                text = f"{name} cannot run: {implementation['reason']}"
+                missing.setdefault(text, {})[where] = None
+    for found, style in ((wrong, "bold red"), (missing, None)):
+        for text, places in found.items():
+            where = f"{len(places)} rows, first {next(iter(places))}"
+            console.print(f"{text} ({where})", markup=False, style=style)
 
 
 def provenance(about: dict[str, Any]) -> str:

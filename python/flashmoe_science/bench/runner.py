@@ -1,7 +1,4 @@
-"""Runs the rows of a benchmark and keeps everything that was learned as plain data.
-
-The result of run_rows goes to results.json as it is; the table and the plot read nothing else.
-"""
+"""Runs the rows of a benchmark and keeps everything that was learned as plain data (results.py)."""
 
 from __future__ import annotations
 
@@ -16,8 +13,9 @@ from typing import Any
 import torch
 
 from flashmoe_science.bench import accuracy, memory, timing
-from flashmoe_science.bench.bars import Row, geometric_mean, ratio_to_anchor
-from flashmoe_science.bench.case import PASSES, Case, Shape
+from flashmoe_science.bench.case import PASSES, Case, Implementation, Shape
+from flashmoe_science.bench.peer_file import PeerFile
+from flashmoe_science.bench.results import RESTED, SUSTAINED, Row, compare
 from flashmoe_science.bench.workloads import WORKLOADS
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -36,7 +34,7 @@ COMPILE_S = 8.0
 
 @dataclass(frozen=True)
 class RowSpec:
-    """One line of the table, before it is measured."""
+    """One line of the table, before it is measured: a row in each regime."""
 
     workload: str
     shape: Shape
@@ -70,39 +68,82 @@ def rows_of(
     return rows
 
 
-def run_row(
-    spec: RowSpec, peers: list[str], device: torch.device, clock: timing.Clock, budget_s: float
-) -> Row:
-    """Checks, then times, one row."""
+@dataclass(frozen=True)
+class Setting:
+    """What all rows of a run have in common."""
+
+    device: torch.device
+    peers: list[str]  # PyTorch's, by name
+    files: list[PeerFile]  # and anybody's
+    clock: timing.Clock
+    schedule: timing.Schedule
+
+
+def run_row(spec: RowSpec, setting: Setting) -> list[Row]:
+    """Checks, then times; a row for each regime."""
     start = time.monotonic()
     torch.manual_seed(0)
     workload, backward = WORKLOADS[spec.workload], spec.direction != "fwd"
+    device = setting.device
     case = workload.make(spec.shape, DTYPES[spec.dtype], device)
-    row: Row = {
+    oracle = make_oracle(case, backward)
+    common: Row = {
         "workload": spec.workload,
         "shape": dataclasses.asdict(spec.shape),
         "label": str(spec.shape),
         "dtype": spec.dtype,
         "pass": spec.direction,
         "flops": case.flops * FLOPS_OF_PASS[spec.direction],
-        "check": run_check(case, backward),
+        "check": run_check(oracle, case.ours, case.reproducible),
     }
+    case, checks = add_peer_files(case, spec, setting.files, oracle)
+    del oracle  # its float64 tensors are large
     if kernels := kernels_of(case, spec.direction):
-        row["kernels"], row["family"] = kernels, family_of(kernels)
+        common["kernels"], common["family"] = kernels, family_of(kernels)
     if case.lengths:
-        row["lengths"] = spread(case.lengths)
-    row["check"]["seconds"] = time.monotonic() - start  # with making the case
+        common["lengths"] = spread(case.lengths)
+    common["check"]["seconds"] = time.monotonic() - start  # with making the case
     if device.type == "cuda" and (held := memory.measure(case, backward)):
-        row["memory"] = held
-    can_run = workload.peers(device.type)
-    asked = [name for name in can_run if name in peers or name == case.baseline]
-    present = [name for name in asked if name in case.peers]
-    timings = timing.measure(case, present, spec.direction, clock, budget_s)
+        common["memory"] = held
+    asked = [n for n in workload.peers(device.type) if n in setting.peers or n == case.baseline]
+    right = [name for name, check in checks.items() if check["status"] == "ok"]
+    present = [name for name in (*asked, *right) if name in case.peers]
+    measured = timing.measure(case, present, spec.direction, setting.clock, setting.schedule)
     moved = case.bytes * BYTES_OF_PASS[spec.direction]
-    row["implementations"] = {n: as_data(t, row["flops"], moved) for n, t in timings.items()}
-    row |= compare(row["implementations"], case.baseline)
-    row["seconds"] = time.monotonic() - start
-    return row
+    rows = []
+    for regime, timings in measured.items():
+        found = {n: as_data(t, common["flops"], moved) for n, t in timings.items()}
+        for name, check in checks.items():
+            not_timed = {"ms": None, "reason": check.get("reason")}
+            found[name] = {**found.get(name, not_timed), "check": check}
+        rows.append({**common, "regime": regime, "implementations": found})
+        rows[-1] |= compare(found, case.baseline)
+    for row in rows:
+        row["seconds"] = (time.monotonic() - start) / len(rows)
+    return rows
+
+
+def add_peer_files(
+    case: Case, spec: RowSpec, files: list[PeerFile], oracle: accuracy.Oracle | None
+) -> tuple[Case, dict[str, dict[str, Any]]]:
+    """The case with the files' implementations among its peers, and what checking each found.
+
+    Its status is ok, failed (wrong), refused (it raised, or has nothing for this row) or unchecked.
+    Only what is right is to be timed.
+    """
+    found: dict[str, Implementation] = {}
+    checks: dict[str, dict[str, Any]] = {}
+    for file in files:
+        try:
+            found[file.name] = file.implementation(spec, case)
+        except Exception as error:  # NotSupported, or what supports() itself raised
+            checks[file.name] = {"status": "refused", "reason": str(error)}
+            continue
+        check = run_check(oracle, found[file.name])
+        if check["status"] == "failed" and "errors" not in check:
+            check["status"] = "refused"
+        checks[file.name] = check
+    return dataclasses.replace(case, peers={**case.peers, **found}), checks
 
 
 def kernels_of(case: Case, direction: str) -> dict[str, str]:
@@ -111,7 +152,8 @@ def kernels_of(case: Case, direction: str) -> dict[str, str]:
         plans = {p: case.ours.explain(case.leaves, p == "bwd") for p in direction.split("+")}
     except RuntimeError:  # the check says why
         return {}
-    return {p: re.search(r"^  kernel +(\S+)", plan, re.M)[1] for p, plan in plans.items()}
+    named = {p: re.search(r"^  kernel +(\S+)", plan, re.M) for p, plan in plans.items()}
+    return {p: found[1] for p, found in named.items() if found}
 
 
 def family_of(kernels: dict[str, str]) -> str:
@@ -134,13 +176,23 @@ def spread(lengths: tuple[int, ...]) -> dict[str, Any]:
     }
 
 
-def run_check(case: Case, backward: bool) -> dict[str, Any]:
-    """The correctness guard as data; status is ok, failed, refused or unchecked."""
+def make_oracle(case: Case, backward: bool) -> accuracy.Oracle | None:
+    """None where the float64 reference does not fit in memory."""
     try:
-        verdict = accuracy.check(case, backward)
+        return accuracy.Oracle(case, backward)
     except torch.OutOfMemoryError:
+        return None
+
+
+def run_check(
+    oracle: accuracy.Oracle | None, implementation: Implementation, reproducible: bool = False
+) -> dict[str, Any]:
+    """The correctness guard as data; status is ok, failed, refused or unchecked."""
+    if oracle is None:
         return {"status": "unchecked", "reason": "the float64 reference does not fit in memory"}
-    except Exception as error:  # whatever ours raised belongs in the table, not in a traceback
+    try:
+        verdict = oracle.verdict(implementation, reproducible)
+    except Exception as error:  # whatever was raised belongs in the table, not in a traceback
         # A call refused because there is no kernel for it yet is not a wrong answer.
         refused = "no CUDA kernel of this build" in str(error)
         status = "refused" if refused else "failed"
@@ -162,8 +214,7 @@ def as_data(timed: timing.Timing, flops: float, moved_bytes: int = 0) -> dict[st
     data = {
         "ms": timed.ms,
         "gflops": flops / timed.ms / 1e6,
-        "round_medians_ms": [statistics.median(r) for r in timed.rounds],
-        "median_ms": statistics.median(timed.samples),
+        "turn_medians_ms": [statistics.median(turn) for turn in timed.turns],
         "min_ms": min(timed.samples),
         "max_ms": max(timed.samples),
         "samples": len(timed.samples),
@@ -179,76 +230,30 @@ def as_data(timed: timing.Timing, flops: float, moved_bytes: int = 0) -> dict[st
     return data
 
 
-def compare(
-    implementations: dict[str, dict[str, Any]], baseline: str | None = None
-) -> dict[str, Any]:
-    """How many times our time the peers take, and which peer the row's own ratio is about."""
-    ours = implementations[timing.OURS]["ms"]
-    peers = {n: i["ms"] for n, i in implementations.items() if n != timing.OURS and i["ms"]}
-    ratios = {name: ms / ours for name, ms in peers.items()} if ours else {}
-    best = baseline or min(peers, key=peers.__getitem__, default=None)
-    return {"best_peer": best, "ratio": ratios.get(best), "ratios": ratios}
-
-
-def means(rows: list[Row], *keys: str) -> list[dict[str, Any]]:
-    """Ratios of rows that share these keys: geometric means and the lowest; wrong rows left out.
-
-    "ratio" is about the best peer of each row, "peers" about each of them, "anchors" about those
-    that were measured before.
-    """
-    groups: dict[tuple, list[Row]] = {}
-    for row in rows:
-        if row["ratio"] is not None and row["check"]["status"] != "failed":
-            groups.setdefault(tuple(row[k] for k in keys), []).append(row)
-    found = []
-    for group, members in groups.items():
-        by_peer: dict[str, list[float]] = {}
-        by_anchor: dict[str, list[float]] = {}
-        for row in members:
-            for peer, ratio in row["ratios"].items():
-                by_peer.setdefault(peer, []).append(ratio)
-            for anchor in row.get("anchors", {}):
-                by_anchor.setdefault(anchor, []).append(ratio_to_anchor(row, anchor))
-        mean = {
-            **summary([row["ratio"] for row in members]),
-            "peers": {peer: summary(ratios) for peer, ratios in by_peer.items()},
-            "anchors": {anchor: summary(ratios) for anchor, ratios in by_anchor.items()},
-        }
-        found.append(dict(zip(keys, group, strict=True)) | mean)
-    return found
-
-
-def summary(ratios: list[float]) -> dict[str, Any]:
-    return {"rows": len(ratios), "ratio": geometric_mean(ratios), "lowest": min(ratios)}
-
-
-def estimated_seconds(
-    specs: list[RowSpec], peers: list[str], budget_s: float, device: str
-) -> float:
+def estimated_seconds(specs: list[RowSpec], setting: Setting) -> float:
     """Roughly how long the rows will take, short calls not using up their budget."""
+    schedule, device = setting.schedule, setting.device.type
+    turn_s = {SUSTAINED: schedule.budget_s, RESTED: schedule.budget_s + timing.PAUSE_S}
     seconds = len(specs) * ROW_S
-    round_s = budget_s + (timing.REST_S if device == "cuda" else 0)
     for spec in specs:
-        theirs = [p for p in WORKLOADS[spec.workload].peers(device) if p in peers]
-        seconds += 2 * (1 + max(1, len(theirs))) * round_s
+        theirs = [p for p in WORKLOADS[spec.workload].peers(device) if p in setting.peers]
+        count = 1 + max(1, len(theirs)) + len(setting.files)
+        seconds += sum(count * schedule.turns * turn_s[r] for r in schedule.regimes)
+        seconds += setting.clock.load_ms / 1e3
         seconds += COMPILE_S if "flex" in theirs else 0
     return seconds
 
 
 def run_rows(
-    specs: list[RowSpec],
-    peers: list[str],
-    device: torch.device,
-    budget_s: float,
-    on_row: Callable[[RowSpec, Row | None], None],
+    specs: list[RowSpec], setting: Setting, on_rows: Callable[[RowSpec, list[Row]], None]
 ) -> list[Row]:
-    """Runs all rows. on_row is told when a row starts (None) and when it is done."""
-    clock = timing.make_clock(device)
+    """Runs all rows. on_rows is told when a row starts ([]) and when it is done, in each regime."""
     rows = []
     for spec in specs:
-        on_row(spec, None)
-        rows.append(run_row(spec, peers, device, clock, budget_s))
-        if device.type == "cuda":
+        on_rows(spec, [])
+        found = run_row(spec, setting)
+        rows += found
+        if setting.device.type == "cuda":
             torch.cuda.empty_cache()
-        on_row(spec, rows[-1])
+        on_rows(spec, found)
     return rows

@@ -1,8 +1,12 @@
 """Clocks: how long implementations of one case take, measured side by side.
 
-The order is peers, ours, ours, peers, so that a machine that warms up or slows down does not favour
-whoever runs first; each gets the better of its two medians. A GPU rests before each round: at its
-power limit it lowers its clock within a tenth of a second, and who comes later would pay for it.
+Everyone has turns, as many calls as fit a budget each. In every round each implementation has one,
+and from round to round the order is rotated, so that a machine that warms up or slows down favours
+nobody. A time is the median of the medians of the turns.
+
+There are two regimes. Sustained: turn follows turn without a pause, and a GPU is at its power limit
+as in training. Rested: the same pause comes before every turn, and everyone finds a GPU whose clock
+is high. A CPU has the first one only.
 
 The time is boxed: a peer far slower than the best one is called once and not again, and where even
 one call would be long, that call is made on a few heads and scaled (marked as an estimate).
@@ -25,37 +29,51 @@ from dataclasses import dataclass, field
 import torch
 
 from flashmoe_science.bench.case import Case, Implementation, forced_backend
+from flashmoe_science.bench.results import OURS, REGIMES, RESTED, SUSTAINED
 
 Call = Callable[[], None]
 
-OURS = "ours"
 FAR_SLOWER = 4.0  # times the best peer: such a peer cannot decide a row, so it is not timed further
 FEW_SAMPLES = 6  # below this, a row says so
-BIG_FLOPS = 8e9  # of a CPU forward pass: first calls are made on a few heads
-LONG_MS = 600.0  # a call this long gets one sample a round: it averages over its own noise
+BIG_FLOPS = 2e9  # of a CPU forward pass: first calls are made on a few heads
+LONG_MS = 100.0  # a call this long gets one sample a turn: it averages over its own noise
+MOST_SAMPLES = 200  # of a turn
 GRAPH_CALLS = (16, 256)  # fewest and most calls in a CUDA graph
 HOST_CALLS = 20  # at most, for host_us
-REST_S = 0.1  # of a GPU before a round
+PAUSE_S = 0.15  # of a rested GPU before every turn
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Who is timed when: turns of each implementation, seconds for each of them, regimes."""
+
+    turns: int
+    budget_s: float
+    regimes: tuple[str, ...] = (SUSTAINED,)
+
+
+# The pause is so much longer than a turn of a GPU that the turn ends before the clock is lowered.
+SCHEDULES = {"cpu": Schedule(3, 0.05), "cuda": Schedule(3, 0.04, REGIMES)}
 
 
 @dataclass
 class Timing:
-    """What is known about one implementation on one row. No rounds and a reason: it cannot run."""
+    """What is known about one implementation on one row. No turns and a reason: it cannot run."""
 
-    rounds: list[list[float]] = field(default_factory=list)  # milliseconds, one list per round
+    turns: list[list[float]] = field(default_factory=list)  # milliseconds, one list a turn
     reason: str | None = None
     estimated_from_heads: int | None = None
     host_us: float | None = None  # CUDA: until the call returned, the device still running
-    method: str | None = None  # of the rounds: which clock
+    method: str | None = None  # of the turns: which clock
 
     @property
     def ms(self) -> float | None:
-        """The better of the rounds' medians."""
-        return min(statistics.median(r) for r in self.rounds) if self.rounds else None
+        """The median of the turns' medians."""
+        return statistics.median(map(statistics.median, self.turns)) if self.turns else None
 
     @property
     def samples(self) -> list[float]:
-        return [ms for r in self.rounds for ms in r]
+        return [ms for turn in self.turns for ms in turn]
 
     @property
     def few(self) -> bool:
@@ -68,7 +86,7 @@ class CpuClock:
     big_flops = BIG_FLOPS
     again_below_ms = 300.0  # a first call this short is made again: it includes one-time costs
     method = "wall clock"
-    always: tuple[str, ...] = ()  # peers timed in full, however slow
+    load_ms = 0.0  # of calls ahead of a sustained regime, which do not count
 
     def once(self, call: Call) -> float:
         """Milliseconds of one call."""
@@ -76,7 +94,7 @@ class CpuClock:
         call()
         return (time.perf_counter() - start) * 1e3
 
-    def sample(self, call: Call, reset: Call, count: int) -> list[float]:
+    def sample(self, call: Call, reset: Call, count: int, expected_ms: float = 0) -> list[float]:
         """Milliseconds of count calls, with reset() before each and outside the clock."""
         times = []
         for _ in range(count):
@@ -87,8 +105,8 @@ class CpuClock:
     def host_us(self, call: Call, reset: Call, count: int) -> float | None:
         return None
 
-    def rest(self) -> None:
-        """Before a round."""
+    def pause(self) -> None:
+        """Before a turn of the rested regime, which a CPU has not."""
 
 
 class CudaClock:
@@ -98,31 +116,36 @@ class CudaClock:
     # The first call may load or compile kernels: cuDNN takes half a second, FlexAttention many.
     again_below_ms = float("inf")
     method = "events"
-    always = ("flash", "cudnn")  # the bars are about them, also where one is far slower
+    load_ms = 100.0  # a GPU takes as long to reach its power limit
 
     def __init__(self, device: torch.device) -> None:
         properties = torch.cuda.get_device_properties(device)
         l2_bytes = max(getattr(properties, "L2_cache_size", 0), 32 << 20)
         self.flush = torch.empty(2 * l2_bytes, dtype=torch.int8, device=device)
 
-    def sample(self, call: Call, reset: Call, count: int) -> list[float]:
-        pairs, host_s = [], 0.0
+    def sample(self, call: Call, reset: Call, count: int, expected_ms: float = 0) -> list[float]:
+        """Milliseconds of count calls that are expected to take so long each; 0: unknown."""
+        pairs, host_s, running_s = [], None, 0.0
         for _ in range(count):
             reset()
             self.flush.zero_()
-            torch.cuda._sleep(cycles_to_wait(host_s))
+            if cycles := cycles_to_wait(host_s, running_s):
+                torch.cuda._sleep(cycles)
             pairs.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
             pairs[-1][0].record()
             start = time.perf_counter()
             call()
-            host_s = time.perf_counter() - start
+            # The least of all: a host that waits for room in the queue is not slow.
+            spent_s = time.perf_counter() - start
+            host_s = spent_s if host_s is None else min(host_s, spent_s)
             pairs[-1][1].record()
+            running_s = expected_ms / 1e3
         torch.cuda.synchronize()
         return [start.elapsed_time(end) for start, end in pairs]
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         torch.cuda.synchronize()
-        time.sleep(REST_S)
+        time.sleep(PAUSE_S)
 
     def copies(self, size_bytes: int) -> int:
         """How many inputs of a size, read in turn, never find themselves in L2."""
@@ -152,14 +175,16 @@ class CudaClock:
         return statistics.median(times)
 
 
-def cycles_to_wait(host_s: float) -> int:
-    """Clock cycles of nothing on the device before a call that took the host that long last time.
+def cycles_to_wait(host_s: float | None, running_s: float) -> int:
+    """Clock cycles of nothing on the device before a call that takes the host so long to enqueue.
 
     The host has then enqueued the whole call before the first event is reached, and launching stays
-    out of the measurement: 0.3 ms for most, more for a compiled function's backward pass. At most
-    2 ms, since a host that waits for room in the queue looks slow too.
+    out of the measurement. A call before it that runs longer leaves no need to wait: a device that
+    idles between calls is not under a sustained load. What the host takes is not known before the
+    first call of a turn. At most 2 ms.
     """
-    return int(min(max(0.25e-3, 1.5 * host_s), 2e-3) * 2e9)
+    needed_s = 0.25e-3 if host_s is None else 0.05e-3 + 1.5 * host_s
+    return int(min(max(0.0, needed_s - running_s), 2e-3) * 2e9)
 
 
 def host_times(device: torch.device) -> dict[str, dict[str, float]]:
@@ -200,8 +225,6 @@ class Runner:
         self.direction = direction
         self.backward = direction != "fwd"
         leaves, self.grad = implementation.prepare(case.leaves, case.grad)
-        if self.backward:
-            leaves, self.grad = implementation.prepare_backward(leaves, self.grad)
         self.leaves = {n: t.detach().requires_grad_(self.backward) for n, t in leaves.items()}
         self.out: torch.Tensor | None = None  # of the forward pass, while "bwd" is timed
         self.prefers_graph = case.in_graph and not self.backward
@@ -248,17 +271,25 @@ class Runner:
             finally:
                 self.out = None
 
-    def sample(self, clock: Clock, count: int) -> list[float]:
+    def sample(self, clock: Clock, count: int, expected_ms: float = 0) -> list[float]:
         """Milliseconds of count calls; of the calls in a graph, count means."""
-        if count == 0:
-            return []
         with self.ready():
             if self.prefers_graph and isinstance(clock, CudaClock):
                 self.make_graph(clock)
             if self.graph is None:
-                return clock.sample(self.call, self.reset, count)
-            times = clock.sample(self.graph.replay, self.reset, count)
+                return clock.sample(self.call, self.reset, count, expected_ms)
+            whole_ms = expected_ms * self.graph_calls
+            times = clock.sample(self.graph.replay, self.reset, count, whole_ms)
             return [ms / self.graph_calls for ms in times]
+
+    def turn(self, clock: Clock, schedule: Schedule, estimate_ms: float) -> list[float]:
+        """Milliseconds of the calls of one turn, without those that warm up."""
+        if self.prefers_graph and not (self.graph or self.why_no_graph):
+            self.sample(clock, 1)  # captures the graph, whose size decides how many fit a turn
+        sample_ms = estimate_ms * (self.graph_calls if self.graph else 1)
+        warm_up = warm_up_calls(sample_ms)
+        count = warm_up + samples_per_turn(sample_ms, schedule.budget_s)
+        return self.sample(clock, count, estimate_ms)[warm_up:]
 
     def make_graph(self, clock: CudaClock) -> None:
         """Calls on copies of the inputs in turn, so that none finds its own in the L2 cache."""
@@ -313,25 +344,24 @@ def first_call(
     return ms * case.heads / heads, heads
 
 
-def samples_per_round(estimate_ms: float, budget_s: float) -> int:
-    """How many calls fit the budget, within reason."""
-    if estimate_ms > LONG_MS:
+def samples_per_turn(sample_ms: float, budget_s: float) -> int:
+    """How many samples fit the budget, within reason."""
+    if sample_ms > LONG_MS:
         return 1
-    fewest = 2 if estimate_ms > 300 else 3
-    return max(fewest, min(50, int(budget_s * 1e3 / max(estimate_ms, 1e-3))))
+    return max(2, min(MOST_SAMPLES, int(budget_s * 1e3 / max(sample_ms, 1e-3))))
 
 
-def warm_up_calls(estimate_ms: float, second_round: bool) -> int:
-    """Calls before a round, for caches, allocator and threads."""
-    if estimate_ms < 100:
-        return 3
-    return 0 if second_round or estimate_ms > 10 * LONG_MS else 1
+def warm_up_calls(sample_ms: float) -> int:
+    """Calls before those of a turn, for caches, allocator and threads; a long one needs none."""
+    return 2 if sample_ms < 10 else 1 if sample_ms < LONG_MS else 0
 
 
-def measure(case: Case, peers: list[str], direction: str, clock: Clock, budget_s: float) -> dict:
-    """Times one pass of ours and the named peers; returns a Timing by name, ours first."""
+def measure(
+    case: Case, peers: list[str], direction: str, clock: Clock, schedule: Schedule
+) -> dict[str, dict[str, Timing]]:
+    """Times one pass of ours and the named peers: a Timing by regime and then name, ours first."""
     implementations = {OURS: case.ours, **{name: case.peers[name] for name in peers}}
-    timings = {name: Timing() for name in implementations}
+    first = {name: Timing() for name in implementations}
     estimates: dict[str, float] = {}
     for name, implementation in implementations.items():
         with warnings.catch_warnings(record=True) as caught:
@@ -339,39 +369,52 @@ def measure(case: Case, peers: list[str], direction: str, clock: Clock, budget_s
             try:
                 estimates[name], heads = first_call(implementation, case, direction, clock)
             except Exception as error:
-                timings[name].reason = cannot_run(error, caught)
+                first[name].reason = cannot_run(error, caught)
                 continue  # an out-of-memory error lands here too, and says so in the table
-        timings[name].estimated_from_heads = heads if heads < case.heads else None
+        first[name].estimated_from_heads = heads if heads < case.heads else None
     peer_estimates = [ms for name, ms in estimates.items() if name != OURS]
     limit = FAR_SLOWER * min(peer_estimates, default=float("inf"))
-    kept = (OURS, *clock.always, case.baseline)
+    kept = {OURS, case.baseline, *(n for n, i in implementations.items() if i.in_full)}
     for name in [name for name, ms in estimates.items() if name not in kept and ms > limit]:
-        timings[name].rounds.append([estimates.pop(name)])
-        timings[name].method = clock.method
-    run_rounds(implementations, timings, estimates, case, direction, clock, budget_s)
+        first[name].turns.append([estimates.pop(name)])
+        first[name].method = clock.method
+    runners = {n: Runner(implementations[n], case, direction) for n in estimates}
+    found = {}
+    for regime in schedule.regimes:
+        timed = run_turns(runners, estimates, clock, schedule, regime)
+        found[regime] = {name: timed.get(name, first[name]) for name in implementations}
+    for name, runner in runners.items():
+        count = min(HOST_CALLS, samples_per_turn(estimates[name], schedule.budget_s))
+        host_us = runner.host_us(clock, count)
+        for timings in found.values():
+            timings[name].host_us = host_us
+    return found
+
+
+def run_turns(
+    runners: dict[str, Runner],
+    estimates: dict[str, float],
+    clock: Clock,
+    schedule: Schedule,
+    regime: str,
+) -> dict[str, Timing]:
+    """The turns of everyone in one regime; a sustained one begins on a chip that is busy."""
+    timings = {name: Timing() for name in runners}
+    busy_ms = 0.0
+    while regime == SUSTAINED and runners and busy_ms < clock.load_ms:
+        for name, runner in runners.items():
+            busy_ms += sum(runner.turn(clock, schedule, estimates[name]))
+    for round_ in range(schedule.turns):
+        for name in rotated(list(runners), round_):
+            if regime == RESTED:
+                clock.pause()
+            timings[name].turns.append(runners[name].turn(clock, schedule, estimates[name]))
+    for name, timing in timings.items():
+        timing.method = runners[name].method(clock)
     return timings
 
 
-def run_rounds(
-    implementations: dict[str, Implementation],
-    timings: dict[str, Timing],
-    estimates: dict[str, float],
-    case: Case,
-    direction: str,
-    clock: Clock,
-    budget_s: float,
-) -> None:
-    """Peers, ours, ours, peers: adds two rounds to every implementation that has an estimate."""
-    runners = {n: Runner(implementations[n], case, direction) for n in estimates}
-    order = [n for n in runners if n != OURS] + [n for n in runners if n == OURS]
-    for name in order + order[::-1]:
-        runner, timing = runners[name], timings[name]
-        count = samples_per_round(estimates[name], budget_s)
-        clock.rest()
-        runner.sample(clock, warm_up_calls(estimates[name], bool(timing.rounds)))
-        timing.rounds.append(runner.sample(clock, count))
-        timing.estimated_from_heads = None
-        timing.method = runner.method(clock)
-    for name, runner in runners.items():
-        count = min(HOST_CALLS, samples_per_round(estimates[name], budget_s))
-        timings[name].host_us = runner.host_us(clock, count)
+def rotated(names: list[str], by: int) -> list[str]:
+    """The same order, begun elsewhere: over as many rounds as names everyone has every place."""
+    start = by % len(names) if names else 0
+    return names[start:] + names[:start]

@@ -15,7 +15,14 @@ from typing import Any
 import torch
 
 from flashmoe_science import explain, flash_attention, flash_attention_varlen
-from flashmoe_science.bench.case import Case, Implementation, Shape, Tensors, Workload
+from flashmoe_science.bench.case import (
+    Case,
+    Implementation,
+    Shape,
+    Tensors,
+    Workload,
+    tokens_first,
+)
 from flashmoe_science.bench.peers import CompiledFlex, sdpa_dense, sdpa_peers, window_mask
 from flashmoe_science.bench.ragged import (
     MOST_ATOMS,
@@ -103,19 +110,24 @@ def make_dense(
     gqa = shape.kv_heads != shape.heads
     mask = window_mask(shape.length, shape.window, device) if shape.window else None
     sdpa = functools.partial(sdpa_dense, causal=shape.causal, gqa=gqa, mask=mask)
-    peers = sdpa_peers(device, sdpa)
+    peers = sdpa_peers(sdpa)
     if bias_batch:
         leaves["bias"] = normal(bias_batch, shape.heads, queries, shape.length, like=like)
         peers["flex"] = Implementation(CompiledFlex(gqa))
+    grad = normal(*query_size, like=like)
+    if device.type == "cuda":
+        leaves, grad = tokens_first(leaves, grad)
+    options = dense_options(shape)
     return Case(
         leaves=leaves,
-        grad=normal(*query_size, like=like),
+        grad=grad,
         scores=scores,
         flops=4.0 * scores * shape.dim,
-        ours=our_dense(**dense_options(shape)),
+        ours=our_dense(**options),
         reference=Implementation(sdpa, backend="math"),
         peers=peers,
         reference_scores=shape.batch * shape.heads * shape.length**2 if shape.window else 0,
+        keywords=options,
     )
 
 
@@ -135,6 +147,7 @@ def make_deterministic(shape: Shape, dtype: torch.dtype, device: torch.device) -
         peers={NONDETERMINISTIC: our_dense(**options, deterministic=False)},
         baseline=NONDETERMINISTIC,
         reproducible=True,
+        keywords={**options, "deterministic": True},
     )
 
 
@@ -169,7 +182,7 @@ def make_ragged(
     key_size = (tokens, shape.kv_heads, shape.dim)
     leaves = {name: normal(*key_size, like=like) for name in ("k", "v")}
     leaves = {"q": normal(*query_size, like=like), **leaves}
-    peers = sdpa_peers(device, ragged.sdpa, ragged.pad)
+    peers = sdpa_peers(ragged.sdpa, ragged.pad)
     if with_bias:
         leaves["bias"] = normal(pairs, shape.heads, like=like)
     else:
@@ -187,6 +200,11 @@ def make_ragged(
         reference=Implementation(ragged.without_padding, backend="math"),
         peers=peers,
         lengths=tuple(ragged.lengths),
+        keywords={
+            "cu_seqlens": ragged.cu_seqlens,
+            "max_seqlen": ragged.longest,
+            "causal": shape.causal,
+        },
     )
 
 
@@ -234,7 +252,7 @@ def gpu_dense_shapes(dims: Iterable[int], lengths: Iterable[int]) -> tuple[str, 
 
 
 # Rows, and the ones whose speed (their mean) they are held to: as many FLOPs, or nearly, without
-# what the row is about. The bars read these tables, and the workloads measure what is in them.
+# what the row is about. The workloads measure what is in these tables.
 Beside = Mapping[str, tuple[str, ...]]
 
 HEAD_DIMS: Beside = {
@@ -281,7 +299,7 @@ WORKLOADS = {
     "dense": Workload(
         "attention without a bias, (B, H, S, D)",
         {
-            "cpu": ("4,8,256,64", "1,8,1024,64", "1,16,2048,128", "64,8,30,16"),
+            "cpu": ("4,8,256,64", "1,8,1024,64", "1,8,512,128", "64,8,30,16"),
             "cuda": gpu_dense_shapes((64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384)),
         },
         make_dense,
@@ -300,7 +318,7 @@ WORKLOADS = {
         {"cpu": ("1,8,128,64", "1,8,128,64,kv2"), "cuda": shapes_of(GQA)},
         make_dense,
         peers_on=FEW_PEERS,
-        own_passes={"cpu": ("fwd",), "cuda": ("fwd",)},
+        own_passes={"cpu": ("fwd",), "cuda": ("fwd", "bwd")},
     ),
     "window": Workload(
         "dense with a window of the last N keys (wN), beside all of them; PyTorch gets a mask",

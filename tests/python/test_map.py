@@ -73,7 +73,8 @@ def differences(folders: dict[str, list[str]], names: list[str]) -> list[str]:
 
 def test_map_is_complete():
     folders = read_map((ROOT / "CONTRIBUTING.md").read_text())
-    assert not differences(folders, tracked())
+    wrong = differences(folders, tracked())
+    assert not wrong, "\n" + "\n".join(wrong)
 
 
 HOUSE = """
@@ -147,6 +148,19 @@ def test_links_lead_somewhere():
 def test_a_broken_link_would_be_found():
     text = "[a](nowhere.md) [b](#no) [c](README.md) [d](https://example.org) [e](README.md#no)\n"
     assert broken_links("CHANGELOG.md", text) == ["nowhere.md", "#no", "README.md#no"]
+
+
+def missing_files(text: str, names: list[str]) -> list[str]:
+    """Source files that a document names, by their path or the end of it, and that do not exist."""
+    named = re.findall(r"`([\w/.]+\.(?:h|cc|cuh|cu|py|sh|cmake))`", text)
+    return [name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in names)]
+
+
+def test_files_that_documents_name_exist():
+    names = tracked()
+    missing = {name: missing_files((ROOT / name).read_text(), names) for name in documents()}
+    assert not {name: files for name, files in missing.items() if files}
+    assert missing_files("see `a/b.h`, `b.h`, `c/b.h` and `x.cuh`", ["a/b.h"]) == ["c/b.h", "x.cuh"]
 
 
 def test_no_heading_twice():

@@ -163,6 +163,14 @@ def test_files_that_documents_name_exist():
     assert missing_files("see `a/b.h`, `b.h`, `c/b.h` and `x.cuh`", ["a/b.h"]) == ["c/b.h", "x.cuh"]
 
 
+def test_documents_that_sources_name_exist():
+    for name in tracked():
+        if not name.startswith(("src/", "include/", "python/", "tools/", "cmake/", "examples/")):
+            continue
+        for path in re.findall(r"docs/[\w/]+\.md", (ROOT / name).read_text(errors="replace")):
+            assert (ROOT / path).exists(), f"{name} names {path}"
+
+
 def test_no_heading_twice():
     for name in documents():
         found = headings((ROOT / name).read_text())

@@ -31,7 +31,7 @@
 // 210.5 KB at D = 64, 225.5 KB at D = 128. Head dims above 128: bwd_two_cta.cuh.
 //
 // Measured on an H200, 2026-11-16, bf16, 16,384 keys, rested: 593 TFLOP/s at D = 64, 642 at D =
-// 128, 571 at D = 256, all kernels of the pass together. docs/performance.md has all lengths and
+// 128, 571 at D = 256, all kernels of the pass together. docs/speed.md has all lengths and
 // the peers.
 #pragma once
 

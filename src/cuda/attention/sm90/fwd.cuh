@@ -23,7 +23,7 @@
 // at D = 256.
 //
 // Measured on an H200, 2026-11-15, bf16, 16,384 keys: 582 TFLOP/s at D = 64, 729 at D = 128, 814 at
-// D = 256. docs/performance.md has all lengths and the peers.
+// D = 256. docs/speed.md has all lengths and the peers.
 #pragma once
 
 #include <cstddef>

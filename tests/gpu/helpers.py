@@ -201,6 +201,31 @@ def tiles_there_are(call) -> list[str]:
     return sorted(set(re.findall(r"\b\d+x\d+\b", str(refusal.value))) - {"1x1"})
 
 
+# What explain() says of a plan.
+
+
+def launches(text: str) -> list[str]:
+    """The kernels besides the one that does most of the work."""
+    return re.findall(r"^ +(?:before|after) +(\S+)$", text, re.M)
+
+
+def slices(text: str) -> int:
+    """Parts of the batch, ragged of the heads, that the call goes in."""
+    found = re.search(r"^ +rounds +(\d+), each for a part of the (?:heads|batch)$", text, re.M)
+    return int(found[1]) if found else 1
+
+
+def splits(text: str) -> int:
+    """Parts that the keys of one tile of queries come in."""
+    found = re.search(r"^ +splits +the keys, in (\d+)$", text, re.M)
+    return int(found[1]) if found else 1
+
+
+def tile(text: str) -> tuple[int, int]:
+    queries, keys = re.search(r"^ +tile +(\d+) queries x (\d+) keys$", text, re.M).groups()
+    return int(queries), int(keys)
+
+
 def results(case: Case) -> dict[str, torch.Tensor]:
     """Everything the case asks for, made in poisoned memory."""
     # Poison asks torch for determinism, which `deterministic=None` would follow.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from math import inf
 
+import helpers
 import pytest
 import torch
 from helpers import attend, check, check_case, dense, integers, judge, on_a_gpu, poisoned, qkv
@@ -19,8 +19,7 @@ SMALL = {"lead": (1,), "hq": 4, "hk": 2, "d": 64}
 
 
 def splits(*tensors, **options) -> int:
-    found = re.search(r"splits +the keys, in (\d+)", fm.explain(*tensors, **options))
-    return int(found[1]) if found else 1
+    return helpers.splits(fm.explain(*tensors, **options))
 
 
 @on_a_gpu

@@ -11,7 +11,7 @@ from math import inf
 
 import pytest
 import torch
-from helpers import DEVICE, check_case, dense, ragged, results, tile, unsteady
+from helpers import DEVICE, check_case, dense, explained, ragged, results, tile, unsteady
 
 import flashmoe_science as fm
 import oracle
@@ -23,13 +23,9 @@ CHIP = None if DEVICE == "cuda" else "sm_90"  # for which a rehearsal plans
 
 def planned(case: Case) -> tuple[str, str]:
     """What explain() says of the two passes, after a look at their tiles."""
-    tensors = {"bias": case.bias, "key_lengths": case.key_lengths}
-    if case.cu_q is not None:
-        tensors |= {"cu_seqlens_q": case.cu_q, "cu_seqlens_k": case.cu_k}
-        tensors |= {"max_seqlen_q": case.max_q, "max_seqlen_k": case.max_k}
+    tensors, options = explained(case)
     forward, backward = (
-        fm.explain(case.q, case.k, case.v, **tensors, **case.options, backward=it, device=CHIP)
-        for it in (False, True)
+        fm.explain(*tensors, **options, backward=it, device=CHIP) for it in (False, True)
     )
     for text in (forward, backward):
         assert tile(text) == (32, 32), text

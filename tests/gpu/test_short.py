@@ -17,6 +17,7 @@ from helpers import (
     dense,
     every_mask,
     launches,
+    needs_short_tiles,
     odd_rows,
     put,
     ragged,
@@ -43,6 +44,8 @@ from test_deterministic import noise
 
 import oracle
 from oracle import Case, same_bits
+
+pytestmark = needs_short_tiles
 
 # Dense batches without a bias.
 

@@ -10,12 +10,14 @@ from math import inf, nan
 
 import pytest
 import torch
-from helpers import DEVICE, check_containment, put, results, with_packed_bias
+from helpers import DEVICE, check_containment, needs_short_tiles, put, results, with_packed_bias
 from short import batch_of, either_width, every_length, planned, short, short_ragged, spans
 from test_bias import broadcast, full, with_bias
 
 import oracle
 from oracle import Case, same_bits
+
+pytestmark = needs_short_tiles
 
 HIDING = {
     "nothing": {},

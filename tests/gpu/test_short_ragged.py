@@ -10,7 +10,17 @@ from math import inf
 
 import pytest
 import torch
-from helpers import DEVICE, every_mask, filled, gaps, launches, ragged, slices, with_packed_bias
+from helpers import (
+    DEVICE,
+    every_mask,
+    filled,
+    gaps,
+    launches,
+    needs_short_tiles,
+    ragged,
+    slices,
+    with_packed_bias,
+)
 from short import (
     FEW,
     MANY,
@@ -28,6 +38,8 @@ from short import (
 )
 from test_ragged_bias import LAYOUTS as PACKED_LAYOUTS
 from test_ragged_bias import heads_first, heads_first_between_nan
+
+pytestmark = needs_short_tiles
 
 RAGGED = {
     "mixed": MIXED,

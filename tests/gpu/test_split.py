@@ -8,10 +8,23 @@ from math import inf
 import helpers
 import pytest
 import torch
-from helpers import attend, check, check_case, dense, integers, judge, on_a_gpu, poisoned, qkv
+from helpers import (
+    attend,
+    check,
+    check_case,
+    dense,
+    integers,
+    judge,
+    needs_splits,
+    on_a_gpu,
+    poisoned,
+    qkv,
+)
 
 import flashmoe_science as fm
 from oracle import same_bits
+
+pytestmark = needs_splits
 
 FEW = (1, 2, 4, 17)
 GROUPED = {"lead": (1,), "hq": 32, "hk": 8, "d": 128}

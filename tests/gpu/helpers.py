@@ -234,13 +234,14 @@ def tiles_there_are(call) -> list[str]:
 
 
 def launches(text: str) -> list[str]:
-    """The kernels besides the one that does most of the work."""
-    return re.findall(r"^ +(?:before|after) +(\S+)$", text, re.M)
+    """The kernels besides the one that does most of the work, in their order."""
+    kernel = re.search(r"^ +kernel +(\S+)$", text, re.M)[1]
+    return [name for name in re.findall(r"^ +(\S+): grid ", text, re.M) if name != kernel]
 
 
 def slices(text: str) -> int:
-    """Parts of the batch, ragged of the heads, that the call goes in."""
-    found = re.search(r"^ +rounds +(\d+), each for a part of the (?:heads|batch)$", text, re.M)
+    """Parts of the heads that a ragged batch goes in."""
+    found = re.search(r"^ +slices +(\d+), each a part of the heads$", text, re.M)
     return int(found[1]) if found else 1
 
 

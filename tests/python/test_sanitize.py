@@ -122,12 +122,14 @@ def test_new_reports_fail(say):
     for text, tool in ((MEMORY, "memcheck"), (MEMORY, "initcheck"), (RACE, "racecheck")):
         status, words = say(text, tool, "--jobs", "1")
         assert status == 1 and "new: " in words
+    assert say(INIT, "initcheck", "--jobs", "1")[0] == 1
+    say.counts.write_text(json.dumps({"initcheck": {"sm90_attention_bwd_preprocess_fp16": 1}}))
     assert say(INIT, "initcheck", "--jobs", "1")[0] == 0
 
 
 def test_numbers_are_recorded(say):
     assert say(RACE, "racecheck", "--jobs", "1", "--record")[0] == 0
-    assert json.loads(say.counts.read_text()) == {BWD: 3}
+    assert json.loads(say.counts.read_text()) == {"racecheck": {BWD: 3}}
     assert say(RACE, "racecheck", "--jobs", "1")[0] == 0
     more = RACE.replace("+0x300", "+0x310") + RACE
     assert say(more, "racecheck", "--jobs", "1")[0] == 1

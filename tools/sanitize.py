@@ -51,13 +51,14 @@ KNOWN = {
     # it takes whoever reads them for a reader of memory that nobody wrote.
     "initcheck": [
         Known(r"sm90_attention_bwd_", "reads O, or dQ's sums, which were stored by TMA", True),
-        Known(r"cu(da)?Memcpy", "copies results that were stored by TMA to the host"),
+        Known(r"sm90 cu(da)?Memcpy", "copies results that were stored by TMA to the host"),
     ],
 }
 # "at kernel+0x1c0 in file.cuh:12", or "at 0x1c0 in kernel" of older versions.
 PLACE = re.compile(
     r"\bat (?:(?P<name>[A-Za-z_]\w*)(?:\([^)]*\))?\+)?(?P<offset>0x[0-9a-f]+)(?: in (\w+))?"
 )
+VERDICT = re.compile(r": (?:fine|FAR OFF)")
 API = re.compile(r"\b(cu(?:da)?Memcpy\w*)")
 OTHER = re.compile(r" (COMPUTE-SANITIZER|\w+ SUMMARY|Target application|Error: No attachable)")
 MORE = re.compile(r"  | (and|at|by|Address|in|Saved|Host Frame|Device Frame)\b| \[")
@@ -66,29 +67,35 @@ MORE = re.compile(r"  | (and|at|by|Address|in|Saved|Host Frame|Device Frame)\b| 
 @dataclass(frozen=True)
 class Report:
     title: str
-    name: str  # of the kernel, or of the driver's function
+    name: str  # of the kernel; "sm90 cuMemcpyDtoH": of the family and the driver's function
     places: tuple[str, ...]  # offsets of the instructions that are named
 
 
 def reports_in(text: str) -> list[Report]:
-    """Each begins with a line of the tool's own ("========= ...") that continues no other."""
+    """Each begins with a line of the tool's own ("========= ...") that continues no other, and
+    comes before the verdict on the call that it is about ("sm90 fp16 ...: fine")."""
+    found: list[Report] = []
     blocks: list[list[str]] = []
-    for line in text.splitlines():
+    for line in [*text.splitlines(), "?: fine"]:
         words = line.removeprefix("=========")
-        if words == line or not words.strip() or OTHER.match(words):
+        if VERDICT.search(line):
+            found += [report_of(block, line.split()[0]) for block in blocks]
+            blocks = []
+        elif words == line or not words.strip() or OTHER.match(words):
             continue
-        if MORE.match(words) and blocks:
+        elif MORE.match(words) and blocks:
             blocks[-1].append(words.strip())
         else:
             blocks.append([words.strip()])
-    found = []
-    for block in blocks:
-        whole = " ".join(block)
-        places = [(x["name"] or x[3], x["offset"]) for x in PLACE.finditer(whole)]
-        places = [(name, offset) for name, offset in places if name]  # not an address of memory
-        names = [name for name, _ in places] or API.findall(whole) or ["?"]
-        found.append(Report(block[0], names[0], tuple(offset for _, offset in places)))
     return found
+
+
+def report_of(block: list[str], family: str) -> Report:
+    whole = " ".join(block)
+    places = [(x["name"] or x[3], x["offset"]) for x in PLACE.finditer(whole)]
+    places = [(name, offset) for name, offset in places if name]  # not an address of memory
+    names = [name for name, _ in places] or [f"{family} {name}" for name in API.findall(whole)]
+    return Report(block[0], (names or ["?"])[0], tuple(offset for _, offset in places))
 
 
 def find_sanitizer() -> str | None:
@@ -172,7 +179,7 @@ def main() -> int:
             counts[tool] = record(tool, reports)
             COUNTS.write_text(json.dumps(counts, indent=1, sort_keys=True) + "\n")
         new, known = judge(tool, reports, counts.get(tool, {}))
-        calls = sum(len(re.findall(r": (?:fine|FAR OFF)", text)) for text in texts)
+        calls = sum(len(VERDICT.findall(text)) for text in texts)
         far_off = [line for text in texts for line in text.splitlines() if "FAR OFF" in line]
         bad = bad or bool(new or failed or far_off or not calls)
         for line in (*far_off, *(f"new: {x}" for x in new), *(f"known: {x}" for x in known)):

@@ -6,12 +6,13 @@ cd "$(dirname "$0")/.." || exit 2
 
 usage() {
   cat <<'TEXT'
-tools/gpu.sh [--jobs N] [--all] [--sanitize] [--bench] [--no-build] [FATBINS] [-- BENCH_ARGUMENTS...]
+tools/gpu.sh [--jobs N] [--all] [--sanitize] [--family F] [--bench] [--no-build] [FATBINS] [-- BENCH_ARGUMENTS...]
 
   FATBINS      folder of compiled kernels (default: build/release/fatbins)
   --jobs N     GPU tests in so many processes at once (default: a core each, 14 at most)
   --all        also ctest and the tests that need no GPU
-  --sanitize   also compute-sanitizer over tests/gpu/sanitize.py: memcheck, racecheck, initcheck, synccheck
+  --sanitize   also compute-sanitizer (tools/sanitize.py): memcheck, racecheck, initcheck, synccheck
+  --family F   sanitize only this family; repeatable
   --bench      also python3 -m flashmoe_science bench BENCH_ARGUMENTS
   --no-build   use the library as it is
 
@@ -21,6 +22,7 @@ TEXT
 
 fatbins=build/release/fatbins
 build=yes all=no sanitize=no bench=no
+families=()
 jobs=$(nproc)
 [ "$jobs" -gt 14 ] && jobs=14
 while [ $# -gt 0 ]; do
@@ -29,6 +31,7 @@ while [ $# -gt 0 ]; do
     --jobs) jobs=${2:?--jobs wants a number}; shift ;;
     --all) all=yes ;;
     --sanitize) sanitize=yes ;;
+    --family) families+=(--family "${2:?--family wants a name}"); shift ;;
     --bench) bench=yes ;;
     --no-build) build=no ;;
     --) shift; break ;;
@@ -74,16 +77,6 @@ finish() {
   printf '%s\n' "${summary[@]}"
   [ "$failed" = no ]
   exit
-}
-
-find_sanitizer() {
-  local path toolkit=${CUDA_HOME:-/usr/local/cuda} packages
-  packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-  for path in "$(command -v compute-sanitizer)" "$toolkit/bin/compute-sanitizer" \
-    "$toolkit/compute-sanitizer/compute-sanitizer" "$packages"/nvidia/*/bin/compute-sanitizer; do
-    [ -n "$path" ] && [ -x "$path" ] && { echo "$path"; return 0; }
-  done
-  return 1
 }
 
 python=$(command -v python3) || { echo "tools/gpu.sh: no python3" >&2; exit 2; }
@@ -145,18 +138,9 @@ if [ "$all" = yes ]; then
   step python_tests "$python" -m pytest -q tests/python
 fi
 if [ "$sanitize" = yes ]; then
-  if sanitizer=$(find_sanitizer); then
-    for tool in memcheck racecheck initcheck synccheck; do
-      options=(--tool "$tool" --error-exitcode 9 --print-limit 20)
-      # Errors that torch provokes and handles itself are none of ours; those of our calls are raised.
-      [ "$tool" = memcheck ] && options+=(--report-api-errors no)
-      step "$tool" "$sanitizer" "${options[@]}" "$python" tests/gpu/sanitize.py
-    done
-  else
-    echo "tools/gpu.sh: compute-sanitizer is not installed (it comes with the CUDA toolkit)" >&2
-    note sanitize FAILED 0
-    failed=yes
-  fi
+  for tool in memcheck racecheck initcheck synccheck; do
+    step "$tool" "$python" tools/sanitize.py "$tool" --jobs "$jobs" "${families[@]}"
+  done
 fi
 if [ "$bench" = yes ]; then
   step bench "$python" -m flashmoe_science bench "$@" && cat "$logs/bench.log"

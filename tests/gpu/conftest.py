@@ -1,4 +1,4 @@
-"""The GPU tests use the yardstick of the Python tests, and start each from the same seed."""
+"""The GPU tests use the oracle of the Python tests, and start each from the same seed."""
 
 import os
 import subprocess
@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import DTYPES, FAMILIES
 
 # torch.compile keeps what it compiled for other processes, and does not notice that an op of ours
 # takes other arguments than it did then.
@@ -16,11 +15,50 @@ torch.compiler.config.force_disable_caches = True
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "tests" / "python")]
 
+from families import COMPLETE, DTYPES, FAMILIES, has  # noqa: E402
+
 
 def pytest_addoption(parser):
     parser.addoption(
         "--part", metavar="I/N", help="every N-th test only, from the I-th on, I from 0"
     )
+
+
+def pytest_configure(config):
+    for mark in (
+        "kernels(role, tile): only for families that have such a kernel",
+        "family(name): only for this family",
+    ):
+        config.addinivalue_line("markers", mark)
+
+
+def pytest_report_header():
+    return "kernel families: " + ", ".join(f"{f} ({' '.join(d)})" for f, d in FAMILIES.items())
+
+
+def pytest_generate_tests(metafunc):
+    """A test that asks for a dtype or a family runs for each that has the kernels it is about."""
+    marks = list(metafunc.definition.iter_markers())
+    wanted = [mark.kwargs for mark in marks if mark.name == "kernels"]
+    only = {name for mark in marks if mark.name == "family" for name in mark.args}
+    families = [
+        family
+        for family in FAMILIES
+        if (not only or family in only)
+        and (family in COMPLETE or all(has(family, **one) for one in wanted))
+    ]
+    if "family" in metafunc.fixturenames:
+        metafunc.parametrize("family", families, indirect=True)
+    if "dtype" in metafunc.fixturenames and "dtype" not in marked(metafunc):
+        both = [f"{f}-{d}" for f in families for d in FAMILIES[f]]
+        metafunc.parametrize("dtype", both, indirect=True)
+
+
+def marked(metafunc) -> list[str]:
+    """Arguments that the test has values of its own for."""
+    marks = metafunc.definition.iter_markers("parametrize")
+    names = [mark.args[0] for mark in marks]
+    return [x for name in names for x in (name.split(", ") if isinstance(name, str) else name)]
 
 
 def pytest_collection_modifyitems(config, items):
@@ -44,14 +82,14 @@ def seed():
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture
 def family(request, monkeypatch) -> str:
     """Each kernel family in turn, forced. The variable is read at every call."""
     monkeypatch.setenv("FLASHMOE_FAMILY", request.param)
     return request.param
 
 
-@pytest.fixture(params=[f"{f}-{d}" for f, dtypes in FAMILIES.items() for d in dtypes])
+@pytest.fixture
 def dtype(request, monkeypatch) -> torch.dtype:
     """Each dtype of each kernel family in turn, the family forced."""
     forced, name = request.param.split("-")

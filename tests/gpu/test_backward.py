@@ -17,10 +17,12 @@ from helpers import (
     every_head_dim,
     every_mask,
     every_option,
+    explained,
     integers,
     normal,
     on_a_gpu,
     qkv,
+    refused,
     results,
     tiles_there_are,
 )
@@ -173,6 +175,18 @@ def test_every_tile(d, dtype, monkeypatch):
         finally:
             monkeypatch.delenv("FLASHMOE_TILE")
 
+    def takes(case, tile):
+        tensors, options = explained(case)
+        with monkeypatch.context() as patch:
+            patch.setenv("FLASHMOE_TILE", tile)
+            return not refused(*tensors, **options, backward=True)
+
+    def check_with(case, tile):
+        leaves, (out, lse) = forward(case)
+        grads = backward(case, leaves, (out, lse), tile)
+        got = dict(zip(("dq", "dk", "dv"), grads, strict=True))
+        oracle.accept(case, {"out": out.detach(), "lse": lse.detach(), **got})
+
     any_case = dense(70, d=d, dtype=dtype)
     for tile in tiles_there_are(lambda: backward(any_case, *forward(any_case), "1x1")):
         block_q, block_k = map(int, tile.split("x"))
@@ -181,10 +195,8 @@ def test_every_tile(d, dtype, monkeypatch):
                 deterministic = bool((n + m) % 2)
                 shape = {"d": d, "dtype": dtype, "deterministic": deterministic}
                 case = dense(n, m, options=options, **shape)
-                leaves, (out, lse) = forward(case)
-                grads = backward(case, leaves, (out, lse), tile)
-                got = dict(zip(("dq", "dk", "dv"), grads, strict=True))
-                oracle.accept(case, {"out": out.detach(), "lse": lse.detach(), **got})
+                if takes(case, tile):  # sm90 has fewer tiles with a softcap
+                    check_with(case, tile)
 
 
 # Which gradients there are, and of what.

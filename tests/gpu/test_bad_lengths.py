@@ -16,6 +16,7 @@ from helpers import (
     either_way,
     every_mask,
     integers,
+    needs_bias,
     normal,
     on_a_gpu,
     ragged,
@@ -81,6 +82,7 @@ def test_key_lengths_of_few_queries(n, dtype):
         assert not x[0].isnan().any() and not x[3].isnan().any(), name
 
 
+@needs_bias
 @pytest.mark.parametrize("bad", [M + 1, 2**30, -1, -(2**31)])
 def test_key_lengths_with_a_bias(bad, dtype):
     """A gradient that batch entries share is a sum, and one NaN is enough for it."""
@@ -245,6 +247,7 @@ def biased(heads: int, dtype, **shape) -> oracle.Case:
     return with_packed_bias(ragged(LENGTHS, d=32, dtype=dtype, **shape), heads)
 
 
+@needs_bias
 @either_head
 @pytest.mark.parametrize("side", ["q", "k"])
 def test_a_biased_sequence_longer_than_stated(side, heads, dtype):
@@ -256,6 +259,7 @@ def test_a_biased_sequence_longer_than_stated(side, heads, dtype):
         judge_ragged(case, replace(case, max_k=1), [], [0, 1, 2, 3])
 
 
+@needs_bias
 @either_head
 @pytest.mark.parametrize("side", ["cu_q", "cu_k"])
 @pytest.mark.parametrize("excess", [1, 64, 2**30])
@@ -267,6 +271,7 @@ def test_a_biased_sequence_past_the_last_token(excess, side, heads, dtype):
     judge_ragged(case, replace(case, **{side: cu}), [0, 1, 2], [3])
 
 
+@needs_bias
 @either_head
 @pytest.mark.parametrize("side", ["cu_q", "cu_k"])
 def test_biased_lengths_that_fall(side, heads, dtype):
@@ -276,6 +281,7 @@ def test_biased_lengths_that_fall(side, heads, dtype):
     judge_ragged(case, replace(case, **{side: cu}), [0], [])
 
 
+@needs_bias
 @either_head
 def test_a_bias_with_too_few_pairs(heads, dtype):
     """Only the device knows how many there have to be."""
@@ -294,6 +300,7 @@ def test_a_bias_with_too_few_pairs(heads, dtype):
         assert got["dbias"][: pair_spans(case)[3][0]].isfinite().all()
 
 
+@needs_bias
 @either_head
 def test_a_bias_with_too_many_pairs(heads, dtype):
     """The sequences are right; the gradient of what belongs to none is 0 or NaN, never what lay
@@ -307,6 +314,7 @@ def test_a_bias_with_too_many_pairs(heads, dtype):
     assert (gradient[-100:].eq(0) | gradient[-100:].isnan()).all()
 
 
+@needs_bias
 @either_head
 @pytest.mark.parametrize("side", ["cu_q", "cu_k"])
 def test_biased_lengths_of_garbage(side, heads, dtype):

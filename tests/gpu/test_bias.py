@@ -18,6 +18,7 @@ from helpers import (
     filled,
     gaps,
     integers,
+    needs_bias,
     on_a_gpu,
     put,
     qkv,
@@ -26,6 +27,8 @@ from helpers import (
 
 import flashmoe_science as fm
 from oracle import same_bits
+
+pytestmark = needs_bias
 
 
 def with_bias(case, shape, dtype=None, layout=None):

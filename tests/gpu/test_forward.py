@@ -26,6 +26,7 @@ from helpers import (
     on_a_gpu,
     poisoned,
     qkv,
+    refused,
     same,
     tiles_there_are,
 )
@@ -244,4 +245,6 @@ def test_every_tile(d, dtype, monkeypatch):
         block_q, block_k = map(int, tile.split("x"))
         for n, m in ((1, 1), (block_q, block_k), (block_q + 1, 2 * block_k - 1), (300, 257)):
             for options in ({}, {"causal": True}, {"window": (block_k, 1), "softcap": 9.0}):
-                check(*qkv(n, m, d=d, dtype=dtype), **options)
+                tensors = qkv(n, m, d=d, dtype=dtype)
+                if not refused(*tensors, **options):  # sm90 has fewer tiles with a softcap
+                    check(*tensors, **options)

@@ -1,6 +1,6 @@
 """Random problems over everything the CUDA backend does, against the float64 oracle on the GPU.
 
-    FLASHMOE_RANDOM_CASES=50000 pytest tests/gpu/test_random_problems.py     more than the default
+    FLASHMOE_RANDOM_CASES=25000 pytest tests/gpu/test_random_problems.py     more than the default
     FLASHMOE_RANDOM_SEED=1234   pytest tests/gpu/test_random_problems.py     one again
 
 A problem is its seed and its family; what fails is printed with both.
@@ -13,13 +13,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families import DTYPES, FAMILIES
-from helpers import DEVICE, results, unsteady
+from families import COMPLETE, DTYPES, FAMILIES
+from helpers import DEVICE, explained, refused, results, unsteady
 
 import oracle
 from problems import Bias, Problem, Seeded, build, draw_bias_shape
 
-CASES = int(os.environ.get("FLASHMOE_RANDOM_CASES", 3000))  # over both families
+CASES = int(os.environ.get("FLASHMOE_RANDOM_CASES", 1500))  # of each family
 CHUNK = 100  # cases in one test, so that progress is seen
 ONE = os.environ.get("FLASHMOE_RANDOM_SEED")
 
@@ -150,8 +150,12 @@ def with_bias(pick: Seeded, problem: Problem) -> Problem:
     return replace(problem, bias=bias, needs=problem.needs + wanted)
 
 
-def complaints_about(problem: Problem) -> list[str]:
+def complaints_about(problem: Problem) -> list[str] | None:
+    """None: the family does not take it."""
     case = build(problem, DEVICE)
+    tensors, options = explained(case)
+    if any(refused(*tensors, **options, backward=backward) for backward in (False, True)):
+        return None
     got = results(case)
     found = [f"{name}: two runs give different bits" for name in unsteady(case, got)]
     return found + oracle.compare(case, got)
@@ -167,23 +171,29 @@ def alive() -> bool:
 
 
 def failures_among(seeds, family: str) -> list[str]:
-    failures = []
+    failures, taken = [], 0
     for seed in seeds:
         problem = draw(seed, family)
         try:
             found = complaints_about(problem)
         except (RuntimeError, AssertionError) as error:
             found = [f"{type(error).__name__}: {error}"]
+            # explain() does not know how the upstream gradient lies.
+            if family not in COMPLETE and f"{family}: grad_out is broadcast" in found[0]:
+                found = None
+        taken += found is not None
         if found:
             failures.append("\n  ".join([f"{family}, seed {seed}: {problem}", *found]))
             if not alive():
                 return [*failures, "the device is lost; no other case was run"]
+    # The others refuse a bias, which one in two has, and expanded tensors, which one in three has.
+    if taken < (len(seeds) if family in COMPLETE else len(seeds) // 5):
+        failures.append(f"{family} takes only {taken} of {len(seeds)} problems")
     return failures
 
 
-EACH = CASES // len(FAMILIES)
 CHUNKS = [range(int(ONE), int(ONE) + 1)] if ONE else []
-CHUNKS = CHUNKS or [range(i, min(i + CHUNK, EACH)) for i in range(0, EACH, CHUNK)]
+CHUNKS = CHUNKS or [range(i, min(i + CHUNK, CASES)) for i in range(0, CASES, CHUNK)]
 
 
 @pytest.mark.parametrize("seeds", CHUNKS, ids=lambda seeds: f"from{seeds.start}")
@@ -194,7 +204,7 @@ def test_random_problems(seeds, family):
 
 def test_the_draw_reaches_everything():
     """A generator that never drew an option would pass any test of it."""
-    drawn = [draw(seed, "sm80") for seed in range(1500)]
+    drawn = [draw(seed, next(iter(FAMILIES))) for seed in range(1500)]
     dense = [p for p in drawn if p.lengths is None]
     ragged = [p for p in drawn if p.lengths is not None]
     for kind in (dense, ragged):

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from math import inf
 
+import helpers
 import pytest
 import torch
-from helpers import attend, check, check_case, dense, integers, judge, on_a_gpu, poisoned, qkv
+from helpers import (
+    attend,
+    check,
+    check_case,
+    dense,
+    integers,
+    judge,
+    needs_splits,
+    on_a_gpu,
+    poisoned,
+    qkv,
+)
 
 import flashmoe_science as fm
 from oracle import same_bits
+
+pytestmark = needs_splits
 
 FEW = (1, 2, 4, 17)
 GROUPED = {"lead": (1,), "hq": 32, "hk": 8, "d": 128}
@@ -19,8 +32,7 @@ SMALL = {"lead": (1,), "hq": 4, "hk": 2, "d": 64}
 
 
 def splits(*tensors, **options) -> int:
-    found = re.search(r"splits +the keys, in (\d+)", fm.explain(*tensors, **options))
-    return int(found[1]) if found else 1
+    return helpers.splits(fm.explain(*tensors, **options))
 
 
 @on_a_gpu

@@ -1,4 +1,7 @@
-"""How attention behaves inside torch: autograd, ops, compile, export, threads, processes."""
+"""How attention behaves inside torch: autograd, ops, threads, processes.
+
+test_compile.py has torch.compile and torch.export.
+"""
 
 from __future__ import annotations
 
@@ -362,130 +365,6 @@ def test_meta_tensors_give_meta_results():
     q, k, v = (x.to("meta") for x in qkv(2, dv=5, grad=False))
     out, lse = fm.flash_attention(q, k, v, return_lse=True)
     assert out.is_meta and out.shape == (2, 4, 9, 5) and lse.shape == (2, 4, 9)
-
-
-# torch.compile and torch.export. aot_eager traces all that inductor traces, and compiles nothing.
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
-    yield
-
-
-def compiled(function, backend="aot_eager", **options):
-    return torch.compile(function, fullgraph=True, backend=backend, **options)
-
-
-def dense_block(q, k, v, bias):
-    out, lse = fm.flash_attention(
-        q * 1.1, k, v, bias=bias.tanh(), causal=True, window=(7, -1), softcap=3.0, return_lse=True
-    )
-    return torch.relu(out) + lse.exp().unsqueeze(-1)
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compile_dense(backend):
-    tensors = [*qkv(2, n=21, m=33), torch.randn(4, 21, 33, requires_grad=True)]
-    want = dense_block(*tensors)
-    got = compiled(dense_block, backend)(*tensors)
-    torch.testing.assert_close(got, want)
-    for a, b in zip(grads_of(got, tensors), grads_of(want, tensors), strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def test_compile_ragged():
-    tensors, cu, longest, bias = ragged()
-    inputs = [*tensors, bias]
-
-    def block(q, k, v, bias):
-        more = {"bias": bias * 2, "causal": True}
-        return fm.flash_attention_varlen(q, k.sin(), v, *cu, *longest, **more).cos()
-
-    want = block(*inputs)
-    got = compiled(block)(*inputs)
-    torch.testing.assert_close(got, want)
-    for a, b in zip(grads_of(got, inputs), grads_of(want, inputs), strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def test_compile_without_gradients():
-    tensors = qkv(2, grad=False)
-    want = fm.flash_attention(*tensors, return_lse=True)
-    got = compiled(fm.flash_attention)(*tensors, return_lse=True)
-    assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
-
-
-def test_compile_keeps_the_layout_of_strided_inputs():
-    tensors = [
-        x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in qkv(2)
-    ]
-    want, got = fm.flash_attention(*tensors), compiled(fm.flash_attention)(*tensors)
-    assert got.stride() == want.stride() and same_bits(got, want)
-    for a, b in zip(grads_of(got, tensors), grads_of(want, tensors), strict=True):
-        assert same_bits(a, b)
-
-
-def test_compile_with_dynamic_shapes_compiles_once():
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    block = torch.compile(dense_block, fullgraph=True, backend=counter, dynamic=True)
-    # No two sizes alike in the first call: dynamo takes equal ones for one symbol.
-    for batch, n, m in ((3, 21, 33), (2, 18, 40), (5, 64, 65)):
-        tensors = [*qkv(batch, n=n, m=m), torch.randn(4, n, m, requires_grad=True)]
-        want, got = dense_block(*tensors), block(*tensors)
-        torch.testing.assert_close(got, want)
-        for a, b in zip(grads_of(got, tensors), grads_of(want, tensors), strict=True):
-            torch.testing.assert_close(a, b)
-    assert counter.frame_count == 1
-
-
-def test_compile_ragged_with_dynamic_shapes_compiles_once():
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    block = torch.compile(fm.flash_attention_varlen, fullgraph=True, backend=counter, dynamic=True)
-    for lengths in (((5, 7), (6, 9)), ((9, 11), (0, 3), (6, 6)), ((3, 3), (8, 5), (7, 2), (2, 4))):
-        tensors, cu, longest, bias = ragged(lengths)
-        want = fm.flash_attention_varlen(*tensors, *cu, *longest, bias=bias)
-        got = block(*tensors, *cu, *longest, bias=bias)
-        assert same_bits(got, want)
-        inputs = [*tensors, bias]
-        for a, b in zip(grads_of(got, inputs), grads_of(want, inputs), strict=True):
-            assert same_bits(a, b)
-    assert counter.frame_count == 1
-
-
-class Attends(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.project = torch.nn.Linear(8, 8)
-
-    def forward(self, x, bias):
-        q, k, v = self.project(x), self.project(x + 1), x
-        return fm.flash_attention(q, k, v, bias=bias, causal=True, return_lse=True)
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_export(strict):
-    module, x, bias = Attends(), torch.randn(2, 4, 9, 8), torch.randn(4, 9, 9)
-    batch, length = torch.export.Dim("batch"), torch.export.Dim("length", min=2, max=4096)
-    shapes = {"x": {0: batch, 2: length}, "bias": {1: length, 2: length}}
-    program = torch.export.export(module, (x, bias), dynamic_shapes=shapes, strict=strict)
-    graphs = [m.code for m in program.graph_module.modules() if hasattr(m, "code")]
-    assert any("flashmoe.attention." in code for code in graphs)
-    for inputs in ((x, bias), (torch.randn(3, 4, 33, 8), torch.randn(4, 33, 33))):
-        want = module(*inputs)
-        got = program.module()(*inputs)
-        assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_an_exported_program_has_gradients(strict):
-    module, x, bias = Attends(), torch.randn(2, 4, 9, 8), torch.randn(4, 9, 9)
-    program = torch.export.export(module, (x, bias), strict=strict).module()
-    bias.requires_grad_()
-    want = grads_of(module(x, bias), [*module.parameters(), bias])
-    got = grads_of(program(x, bias), [*program.parameters(), bias])
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b)
 
 
 # Threads and processes.

@@ -1,4 +1,8 @@
-"""The sm90 family against the float64 oracle, forced."""
+"""What is the sm90 family's own: its head dims and tiles, more work than SMs, heads that share a
+tile, tiles that are computed once more, and what it refuses.
+
+The other files test it beside the other families.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,9 @@ from math import inf, nan
 
 import pytest
 import torch
-from families import DTYPES
+from families import refusal
 from helpers import (
+    COPIED,
     IN_PLACE,
     OPTIONS,
     attend,
@@ -28,6 +33,7 @@ from helpers import (
     results,
     rows_first,
     same,
+    unchanged,
 )
 
 import flashmoe_science as fm
@@ -35,19 +41,7 @@ import flashmoe_science as fm
 HEAD_DIMS = [64, 96, 128, 192, 256]
 LENGTHS = [1, 2, 63, 64, 65, 111, 112, 113, 127, 128, 129, 191, 192, 193, 255, 257, 300, 517, 1025]
 
-pytestmark = [
-    on_a_gpu,
-    pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
-        reason="needs Hopper",
-    ),
-]
-
-
-@pytest.fixture(params=DTYPES)
-def dtype(request, monkeypatch) -> torch.dtype:
-    monkeypatch.setenv("FLASHMOE_FAMILY", "sm90")
-    return DTYPES[request.param]
+pytestmark = [on_a_gpu, pytest.mark.family("sm90")]
 
 
 @pytest.mark.parametrize("d", [8, 64, 65, 96, 97, 128, 192, 200, 256])
@@ -72,43 +66,6 @@ def test_more_work_than_sms(d, causal, dtype):
     check(*qkv(700, 900, lead=(5,), hq=12, hk=4, d=d, dtype=dtype), causal=causal)
 
 
-@pytest.mark.parametrize("d", [1, 7, 16, 20, 33, 64, 72, 80, 100, 128, 136, 160, 192, 250, 256])
-def test_head_dims(d, dtype):
-    for dv in (d, max(d // 2, 1), min(d + 9, 256)):
-        check(*qkv(131, 197, d=d, dv=dv, dtype=dtype), causal=bool(d % 2))
-
-
-@pytest.mark.parametrize("window", [(0, 0), (0, -1), (63, 64), (128, 0), (200, 100), (-1, 300)])
-def test_windows(window, dtype):
-    for d in (64, 128):
-        check(*qkv(600, 500, d=d, dtype=dtype), window=window)
-        check(*qkv(200, 900, d=d, dtype=dtype), window=window)
-
-
-@every_mask
-def test_key_lengths(causal, dtype):
-    for d in (64, 128):
-        q, k, v = qkv(200, 400, lead=(5,), hq=4, hk=2, d=d, dtype=dtype)
-        check(q, k, v, key_lengths=integers(0, 1, 129, 256, 400), causal=causal)
-        check(q, k, v, key_lengths=integers(0, 1, 129, 256, 400, dtype=torch.int64), causal=causal)
-
-
-def test_wrong_key_lengths_are_nan(dtype):
-    q, k, v = qkv(200, 300, lead=(3,), dtype=dtype)
-    out, lse = attend(q, k, v, key_lengths=integers(300, 301, -1))
-    assert out[1:].isnan().all() and lse[1:].isnan().all()
-    assert same((out[:1], lse[:1]), attend(q[:1], k[:1], v[:1], key_lengths=integers(300)))
-
-
-@pytest.mark.parametrize("layout", IN_PLACE, ids=lambda f: f.__name__)
-def test_strides(layout, dtype):
-    """Heads after rows, gaps between rows: read where they lie."""
-    for d in (64, 128):
-        tensors = qkv(150, 260, lead=(2,), hq=4, hk=2, d=d, dtype=dtype)
-        want = attend(*tensors, causal=True)
-        assert same(attend(*(layout(x) for x in tensors), causal=True), want)
-
-
 @pytest.mark.parametrize("value", [nan, inf, -inf])
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_what_a_mask_hides_stays_hidden(d, value, dtype):
@@ -120,30 +77,18 @@ def test_what_a_mask_hides_stays_hidden(d, value, dtype):
     assert not got[0, :, 170:, 3].isfinite().any()
     # What is computed once more is rounded otherwise.
     others = [c for c in range(d) if c != 3]
-    close(got[0, :, :170], out[0, :, :170])
-    close(got[0, :, 170:, others], out[0, :, 170:, others])
-    close(got_lse, lse)
+    assert unchanged(got[0, :, :170], out[0, :, :170])
+    assert unchanged(got[0, :, 170:, others], out[0, :, 170:, others])
+    assert unchanged(got_lse, lse)
     lengths = integers(170, 300)
     clean = attend(q, k, v, key_lengths=lengths)
     hidden = attend(q, put(k, (0, 0, 171, 5), value), bad, key_lengths=lengths)
     for x, y in zip(hidden, clean, strict=True):
-        close(x, y)
-
-
-def close(got, want) -> None:
-    """To a few units in the last place of the dtype."""
-    eps = torch.finfo(got.dtype).eps if got.dtype != torch.float32 else 1e-5
-    torch.testing.assert_close(got, want, atol=8 * eps, rtol=4 * eps)
-
-
-def test_the_bits_are_the_same(dtype):
-    tensors = qkv(1000, lead=(4,), hq=8, hk=8, d=128, dtype=dtype)
-    want = attend(*tensors, causal=True)
-    assert all(same(attend(*tensors, causal=True), want) for _ in range(5))
+        assert unchanged(x, y)
 
 
 @every_option
-@pytest.mark.parametrize("d", [64, 128, 192, 256])
+@pytest.mark.parametrize("d", [96, 192, 256])  # test_forward.py has 64 and 128
 def test_options(option, d, dtype):
     for n, m in ((300, 300), (130, 700)):
         check(*qkv(n, m, lead=(2,), hq=2, hk=1, d=d, dtype=dtype), **OPTIONS[option])
@@ -189,36 +134,6 @@ RAGGED = {
 }
 
 
-@every_mask
-@pytest.mark.parametrize("d", HEAD_DIMS)
-@pytest.mark.parametrize("lengths", RAGGED)
-def test_ragged(lengths, d, causal, dtype):
-    shape = {"d": d, "dtype": dtype, "hq": 4, "hk": 2, "needs": "", "grad_lse": False}
-    check_case(ragged(RAGGED[lengths], options={"causal": causal}, **shape))
-    check_case(ragged(RAGGED[lengths], rest=(70, 9), options={"causal": causal}, **shape))
-
-
-@every_option
-def test_ragged_options(option, dtype):
-    shape = {"dtype": dtype, "needs": "", "grad_lse": False}
-    check_case(ragged(RAGGED["cross"], options=OPTIONS[option], d=128, **shape))
-    check_case(ragged(RAGGED["edges"], options=OPTIONS[option], d=40, dv=23, **shape))
-
-
-def test_more_ragged_work_than_sms(dtype):
-    lengths = tuple((100 + 37 * i % 900, 100 + 37 * i % 900) for i in range(30))
-    shape = {"dtype": dtype, "needs": "", "grad_lse": False, "hq": 8, "hk": 8}
-    for d in (64, 128):
-        check_case(ragged(lengths, d=d, options={"causal": True}, **shape))
-
-
-def test_wrong_cumulative_lengths_are_nan(dtype):
-    case = ragged(((200, 200), (100, 100)), dtype=dtype, needs="", grad_lse=False)
-    case.cu_k[1] += 7  # longer than stated
-    got = results(replace(case, max_k=200))
-    assert got["out"][:200].isnan().all() and got["lse"][:200].isnan().all()
-
-
 # The backward pass.
 
 MASKS = {"full": {}, "causal": {"causal": True}, "window": {"window": (70, 13)},
@@ -240,12 +155,6 @@ def test_gradients(d, mask, deterministic, dtype):
 def test_gradients_of_more_work_than_sms(d, causal, deterministic, dtype):
     shape = {"d": d, "dtype": dtype, "deterministic": deterministic, "options": {"causal": causal}}
     check_case(dense(900, 700, lead=(5,), hq=12, hk=4, **shape))
-
-
-@pytest.mark.parametrize("d", [1, 7, 16, 20, 33, 64, 72, 80, 100, 128, 136, 160, 192, 250, 256])
-def test_gradients_of_all_head_dims(d, dtype):
-    for dv in (d, max(d // 2, 1), min(d + 9, 256)):
-        check_case(dense(131, 197, d=d, dv=dv, dtype=dtype, options={"causal": bool(d % 2)}))
 
 
 @either_way
@@ -302,14 +211,6 @@ def test_gradients_without_one_of_lse(dtype):
         check_case(dense(200, 260, d=d, dtype=dtype, grad_lse=False))
 
 
-@pytest.mark.parametrize("layout", IN_PLACE, ids=lambda f: f.__name__)
-def test_gradients_of_strides(layout, dtype):
-    case = dense(150, 260, lead=(2,), d=128, dtype=dtype, options={"causal": True})
-    want = results(case)
-    got = results(replace(case, q=layout(case.q), k=layout(case.k), v=layout(case.v)))
-    assert all(same((got[x],), (want[x],)) for x in want)
-
-
 @pytest.mark.parametrize("hq, hk", [(1, 1), (2, 1), (6, 3), (8, 8), (12, 4), (16, 2)])
 @pytest.mark.parametrize("d", HEAD_DIMS)
 def test_gradients_of_heads_side_by_side(d, hq, hk, dtype):
@@ -327,11 +228,11 @@ def test_gradients_of_heads_side_by_side(d, hq, hk, dtype):
 def test_gradients_contain_what_a_mask_hides(d, which, row, dtype):
     clean = dense(300, d=d, dtype=dtype, hq=2, hk=1, options={"causal": True})
     dirty = replace(clean, **{which: put(getattr(clean, which), (0, 0, row, d - 5), nan)})
-    assert check_containment(clean, dirty, bits=False)
+    assert check_containment(clean, dirty)
 
 
 @every_option
-@pytest.mark.parametrize("d", HEAD_DIMS)
+@pytest.mark.parametrize("d", [96, 192, 256])  # test_backward.py has 64 and 128
 def test_gradients_with_options(option, d, dtype):
     shape = {"d": d, "dtype": dtype, "options": OPTIONS[option]}
     for n, m in ((300, 300), (130, 700)):
@@ -343,7 +244,7 @@ def test_gradients_with_a_softcap_contain_what_a_mask_hides(d, dtype):
     options = {"causal": True, "softcap": 2.0}
     clean = dense(300, d=d, dtype=dtype, hq=2, hk=1, options=options)
     dirty = replace(clean, v=put(clean.v, (0, 0, 170, 3), nan))
-    assert check_containment(clean, dirty, bits=False)
+    assert check_containment(clean, dirty)
 
 
 @either_way
@@ -383,18 +284,54 @@ def test_gradients_of_other_sequences_stay_clean(d, which, value, dtype):
     want, got = results(clean), results(replace(clean, **{which: bad}))
     for name in ("dq", "dk", "dv"):
         for part in (slice(0, 70), slice(120, 210)):
-            close(got[name][part], want[name][part])
+            assert unchanged(got[name][part], want[name][part])
     assert not got["dq"][70:120].isfinite().all()
 
 
-def test_gradients_of_wrong_cumulative_lengths_are_nan(dtype):
-    case = ragged(((200, 200), (100, 100)), dtype=dtype, grad_lse=False)
-    case.cu_k[1] += 7  # longer than stated
-    got = results(replace(case, max_k=200))
-    assert got["dq"][:200].isnan().all() and got["dk"][:200].isnan().all()
+# What it refuses, and nothing else: tests of the other files are skipped where it does.
 
 
-def test_what_it_cannot_do_is_refused(dtype):
-    q, k, v = qkv(100, dtype=dtype)
-    with pytest.raises(RuntimeError, match=r"(?s)sm90: .*bias"):
-        fm.explain(q, k, v, bias=torch.zeros(100, 100, dtype=dtype, device=q.device))
+def expanded(x):
+    return x[:1].expand(x.shape)
+
+
+def split_batch(x):
+    """Leading dimensions that no single stride steps through."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+REFUSED = {
+    "bias": (lambda q, k, v: (q, k, v, q.new_zeros(q.shape[-2], k.shape[-2])), "takes no bias"),
+    "no queries": (lambda q, k, v: (q[..., :0, :], k, v), "nothing to attend to"),
+    "no keys": (lambda q, k, v: (q, k[..., :0, :], v[..., :0, :]), "nothing to attend to"),
+    "no batch": (lambda q, k, v: (q[:0], k[:0], v[:0]), "nothing to attend to"),
+    "broadcast": (lambda q, k, v: (q, expanded(k), v), "key is broadcast"),
+    "leading": (lambda q, k, v: (q, k, split_batch(v)), "value is broadcast, or its leading"),
+}
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_it_refuses(what, backward, dtype):
+    change, words = REFUSED[what]
+    tensors = change(*qkv(100, 130, lead=(2, 3), dtype=dtype))
+    assert re.search(rf"sm90: .*{words}", refusal(*tensors, backward=backward))
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@every_option
+def test_what_it_takes(option, backward, dtype):
+    def takes(tensors, **options):
+        assert not refusal(*tensors, **options, **OPTIONS[option], backward=backward)
+
+    for d in (1, 8, 33, 64, 100, 128, 200, 256):
+        for n, m in ((1, 1), (1, 3000), (77, 4), (300, 517)):
+            tensors = qkv(n, m, d=d, dtype=dtype)
+            takes(tensors)
+            takes(tensors, key_lengths=integers(1, m))
+            takes(tensors, deterministic=True)
+            for layout in (*IN_PLACE, *COPIED):
+                takes([layout(x) for x in tensors])
+            lengths = {"cu_seqlens_q": integers(0, n, 2 * n), "cu_seqlens_k": integers(0, m, 2 * m)}
+            packed = [x.transpose(1, 2).flatten(0, 1) for x in tensors]
+            takes(packed, **lengths, max_seqlen_q=n, max_seqlen_k=m)

@@ -6,7 +6,8 @@
 #
 # FLASHMOE_FAMILIES: which CUDA kernels to build. auto: those that this machine's GPUs can use, so none without a GPU;
 # all; none; or a list: sm80,sm90. A wheel, which is to be given away, has all of them unless asked for others.
-# FLASHMOE_FATBINS=DIR takes kernels compiled elsewhere.
+# FLASHMOE_FATBINS=DIR takes kernels compiled elsewhere. FLASHMOE_EVERY_TILE=ON compiles for sm_90 also those tiles of
+# sm80 that are never chosen there, to force them in tests without the driver compiling them from PTX.
 
 PYTHON3 ?= python3
 FLASHMOE_FAMILIES ?= $(if $(filter wheel,$(MAKECMDGOALS)),all,auto)
@@ -30,7 +31,8 @@ $(ENV): $(wildcard requirements-*.txt) tools/environment.py
 export PYTHONPATH := $(CURDIR)/python
 
 # Configured again when another choice of kernels is asked for.
-CUDA_OPTIONS := -DFLASHMOE_FAMILIES=$(FLASHMOE_FAMILIES) -DFLASHMOE_FATBINS=$(FLASHMOE_FATBINS)
+CUDA_OPTIONS := -DFLASHMOE_FAMILIES=$(FLASHMOE_FAMILIES) -DFLASHMOE_FATBINS=$(FLASHMOE_FATBINS) \
+  -DFLASHMOE_EVERY_TILE=$(or $(FLASHMOE_EVERY_TILE),OFF)
 OPTIONS_FILE := $(BUILD)/options
 $(OPTIONS_FILE): FORCE
 	@mkdir -p $(@D)
@@ -45,15 +47,18 @@ $(ASAN)/build.ninja: $(ENV) CMakeLists.txt $(wildcard cmake/*.cmake)
 	@touch $@
 
 # What the kernels were compiled from goes with them, for measurements on a machine without the repository.
-build: $(BUILD)/build.ninja
-	@cmake --build $(BUILD)
+library: $(BUILD)/build.ninja
+	@cmake --build $(BUILD) --target flashmoe_torch
 	@[ -n "$(FLASHMOE_FATBINS)" ] || [ ! -d $(BUILD)/fatbins ] || git describe --always --abbrev=40 --dirty \
 	  > $(BUILD)/fatbins/commit 2>/dev/null || rm -f $(BUILD)/fatbins/commit
+
+build: library
+	@cmake --build $(BUILD)
 
 asan: $(ASAN)/build.ninja
 	@cmake --build $(ASAN)
 
-bench: build
+bench: library
 	@$(PYTHON) -m flashmoe_science bench $(ARGS)
 
 # Both builds beside each other: one links or configures while the other compiles.
@@ -70,10 +75,10 @@ format: $(ENV)
 lint: $(ENV)
 	@$(PYTHON) -m pytest -q tests/python/test_house.py
 
-docs: build
+docs: library
 	@$(PYTHON) tools/generate_docs.py
 
-kernels: build
+kernels: library
 	@$(PYTHON) tools/kernel_report.py
 
 wheel: $(ENV)
@@ -88,4 +93,4 @@ clean-cache:
 	@$(PYTHON3) cmake/compile_image.py clear
 
 FORCE:
-.PHONY: help build asan bench test format lint docs kernels wheel clean clean-cache FORCE
+.PHONY: help library build asan bench test format lint docs kernels wheel clean clean-cache FORCE

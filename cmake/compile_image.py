@@ -27,7 +27,8 @@ import zipfile
 from pathlib import Path
 
 SUFFIX = ".image"
-INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.M)
+# "header", or MACRO where a flag -DMACRO="header" says which.
+INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:"([^"]+)"|([A-Za-z_]\w*))', re.M)
 
 
 def cache_folder() -> Path:
@@ -37,21 +38,23 @@ def cache_folder() -> Path:
     return Path(caches) / "flashmoe" / "images"
 
 
-def included_files(source: Path, root: Path) -> list[Path]:
+def included_files(source: Path, root: Path, flags: list[str]) -> list[Path]:
     """The source and the project's headers that it includes, however deep, in a fixed order.
 
     Conditions are not evaluated: a header that only some build reads costs a compilation too many,
     never one too few. What is in <brackets> belongs to the compiler, whose version is hashed.
     """
+    macros = dict(flag[2:].split("=", 1) for flag in flags if re.match(r"-D\w+=", flag))
     found, waiting = [], [source]
     while waiting:
         file = waiting.pop()
         if file in found:
             continue
         found.append(file)
-        for name in INCLUDE.findall(file.read_text()):
+        for name, macro in INCLUDE.findall(file.read_text()):
+            name = name or macros.get(macro, "").strip('"')
             places = [file.parent / name, root / name]
-            waiting += [place.resolve() for place in places if place.exists()][:1]
+            waiting += [place.resolve() for place in places if place.is_file()][:1]
     return sorted(found)
 
 
@@ -134,7 +137,7 @@ def run_compiler(compiler: list[str], source: Path, root: Path, image: Path) -> 
 
 
 def compile_image(compiler: list[str], source: Path, root: Path, image: Path) -> int:
-    files = included_files(source, root)
+    files = included_files(source, root, compiler)
     escaped = [str(file).replace(" ", "\\ ") for file in files]
     image.with_name(f"{image.name}.d").write_text(f"{image}: {' '.join(escaped)}\n")
     entry = cache_folder() / f"{key_of(compiler, source, root, files)}{SUFFIX}"

@@ -1,22 +1,37 @@
 # Device code as data: nvcc compiles each kernel file to a fatbin, and the fatbins are embedded in the library as bytes.
 # The host compiler never sees CUDA, and a machine that is given the fatbins (FLASHMOE_FATBINS) needs no nvcc.
+# The families, and for each: the chips it is compiled for, an image each; dtypes; head dims; the folder of its
+# kernel files, and these. small.cu has kernels without a tile; the others are compiled for each head dim. Images are small and loaded only when needed.
 set(flashmoe_families sm75 sm80 sm90)
-set(FLASHMOE_FAMILIES "auto" CACHE STRING
-  "Families of CUDA kernels: auto (those that this machine's GPUs can use), all, none, or a list: sm80,sm90")
-set(FLASHMOE_FATBINS "" CACHE PATH "Folder of fatbins compiled elsewhere from these sources; empty: compile them here")
-
-# Which chips each family is compiled for. An sm_80 image runs on 8.6 and 8.9 as it is; PTX is for chips to come.
-set(flashmoe_chips_sm80
-  -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 -gencode arch=compute_80,code=compute_80)
-
-# Hopper's own instructions: no other chip has them, so there is no PTX.
-set(flashmoe_chips_sm90 -gencode arch=compute_90a,code=sm_90a)
-
-set(flashmoe_chips_sm75 -gencode arch=compute_75,code=sm_75 -gencode arch=compute_75,code=compute_75)
-# A file that mentions FLASHMOE_HEAD_DIM is compiled once for each: small images, loaded only when needed.
+set(flashmoe_chips_sm75 sm_75)
+set(flashmoe_chips_sm80 sm_80 sm_90)
+set(flashmoe_chips_sm90 sm_90a)
+set(flashmoe_dtypes_sm75 fp16)
+set(flashmoe_dtypes_sm80 fp16 bf16)
+set(flashmoe_dtypes_sm90 fp16 bf16)
 set(flashmoe_head_dims_sm75 16 32 48 64 96 128 192 256)
 set(flashmoe_head_dims_sm80 ${flashmoe_head_dims_sm75})
 set(flashmoe_head_dims_sm90 64 96 128 192 256)
+set(flashmoe_folder_sm75 mma_sync)
+set(flashmoe_folder_sm80 mma_sync)
+set(flashmoe_folder_sm90 sm90)
+
+# What is compiled for a chip, and what the library knows of it: compute capability, whether it runs on that chip only,
+# whether it has PTX. An sm_80 image runs on 8.6 and 8.9 as it is; PTX is for chips to come. Hopper's own instructions
+# (sm_90a) are on no other chip, so there is no PTX of them.
+set(flashmoe_code_sm_75 -gencode arch=compute_75,code=sm_75 -gencode arch=compute_75,code=compute_75)
+set(flashmoe_code_sm_80 -gencode arch=compute_80,code=sm_80 -gencode arch=compute_80,code=compute_80)
+set(flashmoe_code_sm_90 -gencode arch=compute_90,code=sm_90)
+set(flashmoe_code_sm_90a -gencode arch=compute_90a,code=sm_90a)
+set(flashmoe_target_sm_75 "75, false, true")
+set(flashmoe_target_sm_80 "80, false, true")
+set(flashmoe_target_sm_90 "90, false, false")
+set(flashmoe_target_sm_90a "90, true, false")
+
+set(FLASHMOE_FAMILIES "auto" CACHE STRING
+  "Families of CUDA kernels: auto (those that this machine's GPUs can use), all, none, or a list: sm75,sm80:sm_90,sm90")
+option(FLASHMOE_EVERY_TILE "Compile for sm_90 also tiles of sm80 that are never chosen there (kernels/hopper_rows.h)" OFF)
+set(FLASHMOE_FATBINS "" CACHE PATH "Folder of fatbins compiled elsewhere from these sources; empty: compile them here")
 
 target_sources(flashmoe PRIVATE
   src/cuda/runtime/driver.cc src/cuda/runtime/launch.cc src/cuda/runtime/tensor_map.cc
@@ -26,54 +41,61 @@ target_sources(flashmoe PRIVATE
   src/cuda/attention/workspace.cc)
 target_link_libraries(flashmoe PRIVATE ${CMAKE_DL_LIBS})
 
-# Writes the families to build to `result`.
-function(flashmoe_choose_families result)
-  string(REPLACE "," ";" families "${FLASHMOE_FAMILIES}")
-  if(families STREQUAL "none")
-    set(families "")
-  elseif(families STREQUAL "all")
-    set(families ${flashmoe_families})
-  elseif(families STREQUAL "auto")
-    set(families "")
-    if(FLASHMOE_FATBINS)  # those that were compiled
-      get_filename_component(folder ${FLASHMOE_FATBINS} ABSOLUTE BASE_DIR ${PROJECT_SOURCE_DIR})
-      foreach(family IN LISTS flashmoe_families)
-        file(GLOB found ${folder}/${family}_*.fatbin)
-        if(found)
-          list(APPEND families ${family})
-        endif()
-      endforeach()
-    elseif(Python3_EXECUTABLE)
-      execute_process(COMMAND ${Python3_EXECUTABLE} ${PROJECT_SOURCE_DIR}/cmake/gpus.py
-        OUTPUT_VARIABLE gpus OUTPUT_STRIP_TRAILING_WHITESPACE)
-      string(REPLACE "\n" ";" gpus "${gpus}")
-      foreach(gpu IN LISTS gpus)  # "9.0"
-        if(gpu VERSION_GREATER_EQUAL 8.0)
-          list(APPEND families sm80)
-        elseif(gpu VERSION_GREATER_EQUAL 7.5)
-          list(APPEND families sm75)
-        endif()
-        if(gpu VERSION_EQUAL 9.0)
-          list(APPEND families sm90)
-        endif()
-      endforeach()
-      list(REMOVE_DUPLICATES families)
-    endif()
-  endif()
-  foreach(family IN LISTS families)
-    if(NOT family IN_LIST flashmoe_families)
-      message(FATAL_ERROR "FLASHMOE_FAMILIES is '${FLASHMOE_FAMILIES}'; it must be auto, all, none, or a list of: "
-        "${flashmoe_families}")
-    endif()
+# Writes what to build to `result`, as family:chip.
+function(flashmoe_choose_images result)
+  string(REPLACE "," ";" asked "${FLASHMOE_FAMILIES}")
+  set(every "")
+  foreach(family IN LISTS flashmoe_families)
+    foreach(chip IN LISTS flashmoe_chips_${family})
+      list(APPEND every ${family}:${chip})
+    endforeach()
   endforeach()
-  set(${result} "${families}" PARENT_SCOPE)
+  set(chosen "")
+  if(asked STREQUAL "all")
+    set(chosen ${every})
+  elseif(asked STREQUAL "auto" AND FLASHMOE_FATBINS)  # those that were compiled
+    get_filename_component(folder ${FLASHMOE_FATBINS} ABSOLUTE BASE_DIR ${PROJECT_SOURCE_DIR})
+    foreach(one IN LISTS every)
+      string(REPLACE ":" "_*." pattern ${one})
+      file(GLOB found ${folder}/${pattern}.fatbin)
+      if(found)
+        list(APPEND chosen ${one})
+      endif()
+    endforeach()
+  elseif(asked STREQUAL "auto" AND Python3_EXECUTABLE)
+    execute_process(COMMAND ${Python3_EXECUTABLE} ${PROJECT_SOURCE_DIR}/cmake/gpus.py
+      OUTPUT_VARIABLE gpus OUTPUT_STRIP_TRAILING_WHITESPACE)
+    string(REPLACE "\n" ";" gpus "${gpus}")
+    foreach(gpu IN LISTS gpus)  # "9.0"
+      if(gpu VERSION_EQUAL 9.0)
+        list(APPEND chosen sm80:sm_90 sm90:sm_90a)
+      elseif(gpu VERSION_GREATER_EQUAL 8.0)
+        list(APPEND chosen sm80:sm_80)
+      elseif(gpu VERSION_EQUAL 7.5)
+        list(APPEND chosen sm75:sm_75)
+      endif()
+    endforeach()
+    list(REMOVE_DUPLICATES chosen)
+  elseif(NOT asked MATCHES "^(auto|none)$")
+    foreach(one IN LISTS asked)
+      set(matching ${every})
+      list(FILTER matching INCLUDE REGEX "^${one}(:|$)")
+      if(NOT matching)
+        list(JOIN every ", " every)
+        message(FATAL_ERROR "FLASHMOE_FAMILIES has '${one}'; it must be auto, all, none, or a list of sm75, sm80, sm90, "
+          "or of a family's chips: ${every}")
+      endif()
+      list(APPEND chosen ${matching})
+    endforeach()
+  endif()
+  set(${result} "${chosen}" PARENT_SCOPE)
 endfunction()
 
 if(NOT FLASHMOE_FAMILIES STREQUAL "none")
   find_package(Python3 QUIET COMPONENTS Interpreter)
 endif()
-flashmoe_choose_families(families)
-if(families AND NOT FLASHMOE_FATBINS)
+flashmoe_choose_images(chosen)
+if(chosen AND NOT FLASHMOE_FATBINS)
   # From the machine, or from NVIDIA's compiler wheels beside the Python that runs the build.
   if(Python3_EXECUTABLE)
     execute_process(COMMAND ${Python3_EXECUTABLE} -c "import sysconfig; print(sysconfig.get_path('purelib'))"
@@ -88,14 +110,14 @@ if(families AND NOT FLASHMOE_FATBINS)
     endif()
     message(WARNING "This machine has a GPU, but no nvcc and python3 to compile kernels for it: install the CUDA "
       "toolkit 13.0, or `pip install -r requirements-cuda.txt`, or pass FLASHMOE_FATBINS.")
-    set(families "")
+    set(chosen "")
   endif()
 endif()
-if(NOT families)
+if(NOT chosen)
   message(STATUS "flashmoe: no CUDA kernels (FLASHMOE_FAMILIES=${FLASHMOE_FAMILIES}); only the CPU will compute")
   return()
 endif()
-list(JOIN families ", " listed)
+list(JOIN chosen ", " listed)
 message(STATUS "flashmoe: CUDA kernels of ${listed} (FLASHMOE_FAMILIES=${FLASHMOE_FAMILIES})")
 
 # Fatbins and sources must belong together: the hash of all device sources goes with the fatbins.
@@ -115,55 +137,81 @@ if(FLASHMOE_FATBINS)
   if(NOT compiled_from STREQUAL hashes)
     message(FATAL_ERROR "The fatbins in ${fatbin_dir} were compiled from other sources than these. Compile them again.")
   endif()
+  if(EXISTS ${fatbin_dir}/every_tile)
+    set(FLASHMOE_EVERY_TILE ON)
+  endif()
 else()
   set(fatbin_dir ${PROJECT_BINARY_DIR}/fatbins)
   file(WRITE ${fatbin_dir}/sources.sha256 "${hashes}")
+  if(FLASHMOE_EVERY_TILE)
+    file(TOUCH ${fatbin_dir}/every_tile)
+  else()
+    file(REMOVE ${fatbin_dir}/every_tile)
+  endif()
 endif()
 
 enable_language(ASM)
 set(images "")
 
-# Compiles src/cuda/attention/kernels/<family>/<file> to the fatbin <image>, unless it was given, and embeds it.
-function(flashmoe_add_image family file image)
-  set(fatbin ${fatbin_dir}/${image}.fatbin)
+# Compiles src/cuda/attention/kernels/<file> to <image>.<chip>.fatbin, unless that was given, and embeds it.
+function(flashmoe_add_image family chip file image)
+  set(fatbin ${fatbin_dir}/${image}.${chip}.fatbin)
+  set(hopper_rows false)
+  if("${family}:${chip}" STREQUAL "sm80:sm_90" AND image MATCHES "_bwd_" AND NOT FLASHMOE_EVERY_TILE)
+    set(hopper_rows true)
+    list(APPEND ARGN -DFLASHMOE_HOPPER_ROWS)
+  endif()
   if(NOT FLASHMOE_FATBINS)
     add_custom_command(OUTPUT ${fatbin}
       COMMAND ${Python3_EXECUTABLE} ${PROJECT_SOURCE_DIR}/cmake/compile_image.py compile --root ${PROJECT_SOURCE_DIR}/src
-        --source ${PROJECT_SOURCE_DIR}/src/cuda/attention/kernels/${family}/${file} --output ${fatbin} --
-        ${FLASHMOE_NVCC} -fatbin -std=c++20 -O3 --Wno-deprecated-gpu-targets -Xptxas -v ${flashmoe_chips_${family}} ${ARGN}
-      DEPENDS src/cuda/attention/kernels/${family}/${file} cmake/compile_image.py DEPFILE ${fatbin}.d VERBATIM
-      COMMENT "nvcc ${image}")
+        --source ${PROJECT_SOURCE_DIR}/src/cuda/attention/kernels/${file} --output ${fatbin} --
+        ${FLASHMOE_NVCC} -fatbin -std=c++20 -O3 --Wno-deprecated-gpu-targets -Xptxas -v ${flashmoe_code_${chip}} ${ARGN}
+      DEPENDS src/cuda/attention/kernels/${file} cmake/compile_image.py DEPFILE ${fatbin}.d VERBATIM
+      COMMENT "nvcc ${image} for ${chip}")
   endif()
-  set(assembly ${PROJECT_BINARY_DIR}/images/${image}.S)
+  set(symbol flashmoe_image_${image}_${chip})
+  set(assembly ${PROJECT_BINARY_DIR}/images/${image}.${chip}.S)
   file(CONFIGURE OUTPUT ${assembly} @ONLY CONTENT
 "    .section .rodata
     .balign 64
-    .globl flashmoe_image_@image@
-    .hidden flashmoe_image_@image@
-flashmoe_image_@image@:
+    .globl @symbol@
+    .hidden @symbol@
+@symbol@:
     .incbin \"@fatbin@\"
-    .globl flashmoe_image_@image@_end
-    .hidden flashmoe_image_@image@_end
-flashmoe_image_@image@_end:
+    .globl @symbol@_end
+    .hidden @symbol@_end
+@symbol@_end:
     .section .note.GNU-stack,\"\",%progbits
 ")
   set_source_files_properties(${assembly} PROPERTIES OBJECT_DEPENDS ${fatbin})
   target_sources(flashmoe PRIVATE ${assembly})
-  set(images "${images}X(${image})\n" PARENT_SCOPE)
+  set(images "${images}X(${image}, ${chip}, ${flashmoe_target_${chip}}, ${hopper_rows})\n" PARENT_SCOPE)
 endfunction()
 
-foreach(family IN LISTS families)
-  file(GLOB kernel_files RELATIVE ${PROJECT_SOURCE_DIR}/src/cuda/attention/kernels/${family} src/cuda/attention/kernels/${family}/*.cu)
-  foreach(file IN LISTS kernel_files)
-    get_filename_component(stem ${file} NAME_WE)
-    file(STRINGS src/cuda/attention/kernels/${family}/${file} by_head_dim REGEX FLASHMOE_HEAD_DIM)
-    if(by_head_dim)
-      foreach(head_dim IN LISTS flashmoe_head_dims_${family})
-        flashmoe_add_image(${family} ${file} ${family}_${stem}_d${head_dim} -DFLASHMOE_HEAD_DIM=${head_dim})
-      endforeach()
-    else()
-      flashmoe_add_image(${family} ${file} ${family}_${stem})
-    endif()
+foreach(one IN LISTS chosen)
+  string(REPLACE ":" ";" one ${one})
+  list(GET one 0 family)
+  list(GET one 1 chip)
+  set(folder ${flashmoe_folder_${family}})
+  file(GLOB passes RELATIVE ${PROJECT_SOURCE_DIR}/src/cuda/attention/kernels/${folder}
+    CONFIGURE_DEPENDS src/cuda/attention/kernels/${folder}/*.cu)
+  foreach(file IN LISTS passes)
+    get_filename_component(pass ${file} NAME_WE)
+    foreach(dtype IN LISTS flashmoe_dtypes_${family})
+      set(options -DFLASHMOE_FAMILY=${family} -DFLASHMOE_DTYPE=${dtype}
+        "-DFLASHMOE_TABLE=\"cuda/attention/kernels/${family}.h\"")
+      if(folder STREQUAL "mma_sync")
+        list(APPEND options "-DFLASHMOE_CHIP=\"cuda/tile/chip_${family}.cuh\"")
+      endif()
+      if(pass STREQUAL "small")
+        flashmoe_add_image(${family} ${chip} ${folder}/${file} ${family}_attention_${pass}_${dtype} ${options})
+      else()
+        foreach(head_dim IN LISTS flashmoe_head_dims_${family})
+          flashmoe_add_image(${family} ${chip} ${folder}/${file} ${family}_attention_${pass}_${dtype}_d${head_dim}
+            ${options} -DFLASHMOE_HEAD_DIM=${head_dim})
+        endforeach()
+      endif()
+    endforeach()
   endforeach()
 endforeach()
 file(CONFIGURE OUTPUT ${PROJECT_BINARY_DIR}/images/images.inc CONTENT "${images}")

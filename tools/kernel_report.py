@@ -103,6 +103,12 @@ def fatbins(folder: Path | None = None) -> list[Path]:
     return sorted((folder or fatbin_folder()).glob("*.fatbin"))
 
 
+def readable(symbol: str) -> str:
+    """_Z23sm80_attention_fwd_bf16ILi64ELi128ELi128EEv... -> sm80_attention_fwd_bf16_d64_128x128"""
+    tile = re.fullmatch(r"_Z\d+(\w+?)ILi(\d+)ELi(\d+)ELi(\d+)EE\w+", symbol)
+    return "{}_d{}_{}x{}".format(*tile.groups()) if tile else symbol
+
+
 @cache
 def chips(image: Path) -> tuple[set[str], set[str]]:
     """The chips an image has machine code for, and those it has PTX for."""
@@ -125,7 +131,9 @@ def spills(image: Path) -> dict[tuple[str, str], int]:
         r"(?:(?!Compiling entry).)*?(\d+) bytes spill stores, (\d+) bytes spill loads"
     )
     found = re.findall(entry, log.read_text(), re.DOTALL)
-    return {(kernel, chip): int(stores) + int(loads) for kernel, chip, stores, loads in found}
+    return {
+        (readable(symbol), chip): int(stores) + int(loads) for symbol, chip, stores, loads in found
+    }
 
 
 def machine_code(image: Path, *options: str) -> Iterator[tuple[str, str]]:
@@ -147,7 +155,8 @@ def usages(image: Path) -> list[Usage]:
             kernel, image.stem, chip, *(int(n) for n in numbers), spilled.get((kernel, chip), None)
         )
         for chip, section in machine_code(image, "--dump-resource-usage")
-        for kernel, *numbers in re.findall(line, section)
+        for symbol, *numbers in re.findall(line, section)
+        for kernel in [readable(symbol)]
     ]
 
 
@@ -157,7 +166,7 @@ def opcodes(image: Path) -> dict[tuple[str, str], Counter[str]]:
     found = {}
     for chip, section in machine_code(image, "-sass"):
         for function in re.split(r"^\s+Function : ", section, flags=re.M)[1:]:
-            kernel = function.split(None, 1)[0]
+            kernel = readable(function.split(None, 1)[0])
             # "        /*0010*/         @!P0 LDGSTS.E.BYPASS.128 [R1], ... ;"
             code = re.findall(r"^\s+/\*\w+\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", function, re.M)
             found[kernel, chip] = Counter(code)

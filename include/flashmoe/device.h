@@ -59,6 +59,8 @@ FLASHMOE_API std::vector<CudaFamily> cuda_families();
 // A CUDA kernel of this build, as the planner sees it.
 struct CudaKernel {
   std::string name, family, image;
+  std::string symbol;              // its name in the image
+  std::vector<std::string> chips;  // for which this build has machine code of it: "sm_80", "sm_90"
   std::string role;  // "attention_fwd", "attention_bwd_preprocess", ...: docs/design.md has them
   DType dtype = DType::kFloat16;
   int head_dim = 0, block_q = 0, block_k = 0;  // 0 for kernels without a tile

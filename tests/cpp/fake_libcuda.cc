@@ -136,6 +136,7 @@ CUresult cuLibraryLoadData(CUlibrary* library, const void* code, CUjit_option*, 
   if (num_jit_options || num_options) return CUDA_ERROR_INVALID_VALUE;
   std::this_thread::sleep_for(std::chrono::milliseconds(5));  // time for other threads to come too
   ++fake_cuda.libraries;
+  fake_cuda.loaded = code;
   *library = reinterpret_cast<CUlibrary>(const_cast<void*>(code));
   return fake_cuda.load_result;
 }

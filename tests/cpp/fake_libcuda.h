@@ -48,7 +48,8 @@ struct Cuda {
   std::atomic<int> retained[kDevices]{};
   std::atomic<int> opt_ins{0}, opt_in_bytes[kDevices]{};
   std::atomic<int> launches{0};
-  Launch launch{};  // the last
+  const void* loaded = nullptr;  // the last image
+  Launch launch{};               // the last
 
   struct {
     CUtensorMapDataType dtype;

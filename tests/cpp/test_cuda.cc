@@ -140,6 +140,51 @@ TEST(none_image_chips) {
   CHECK_EQ(image_chips({"wild", &wild, sizeof wild}), "");
 }
 
+TEST(none_image_for_a_chip) {
+  const Image ptx80{"a", &fatbin, 1, {"sm_80", 80, false, true}};
+  const Image plain90{"a", &fatbin, 1, {"sm_90", 90, false, false}, &ptx80};
+  const Image only90{"b", &fatbin, 1, {"sm_90a", 90, true, false}};
+  const Image ptx75{"c", &fatbin, 1, {"sm_75", 75, false, true}};
+  const auto chip = [](const Image& images, int compute_capability) {
+    return std::string(image_for(images, compute_capability).target.chip);
+  };
+  for (int capability : {80, 86, 87, 89}) CHECK_EQ(chip(plain90, capability), "sm_80");
+  CHECK_EQ(chip(plain90, 90), "sm_90");   // its own machine code before PTX
+  CHECK_EQ(chip(plain90, 100), "sm_80");  // no machine code: the one with PTX
+  CHECK_EQ(chip(ptx80, 90), "sm_80");     // where sm_90's was not built
+  CHECK_EQ(chip(ptx75, 90), "sm_75");
+  CHECK_EQ(chip(only90, 90), "sm_90a");
+  // None for it: the driver is asked, and refuses.
+  CHECK_EQ(chip(plain90, 75), "sm_90");
+  CHECK_EQ(chip(only90, 100), "sm_90a");
+}
+
+TEST(full_each_device_loads_its_image) {
+  in_process_of_its_own([] {
+    const Image for90{"sm80_attention_fp16", &other_fatbin, sizeof other_fatbin, {"sm_90", 90}};
+    Image for80{"sm80_attention_fp16", &fatbin, sizeof fatbin, {"sm_80", 80, false, true}, &for90};
+    const KernelId both{"attention_fwd", &for80};
+    CHECK(launch_plainly(both, 0).ok());
+    CHECK_EQ(fake_cuda.loaded, static_cast<const void*>(&fatbin));
+    CHECK_EQ(fake_cuda.libraries.load(), 1);
+    CHECK(launch_plainly(both, 1).ok());
+    CHECK_EQ(fake_cuda.loaded, static_cast<const void*>(&other_fatbin));
+    for (int device : {0, 1}) CHECK(launch_plainly(both, device).ok());
+    CHECK_EQ(fake_cuda.libraries.load(), 2);
+    CHECK(kernel_info(both, 1).ok());
+  });
+}
+
+TEST(full_the_image_has_a_symbol_for_a_kernel) {
+  in_process_of_its_own([] {
+    const KernelId named{"sm80_attention_fwd_fp16_d64_128x128", &image, "attention_symbol"};
+    CHECK(launch_plainly(named).ok());
+    CHECK_EQ(*static_cast<const std::string*>(fake_cuda.launch.kernel), "attention_symbol");
+    const std::string message = prepare({"attention_fwd", &image, "softmax"}, 0, 0).message();
+    CHECK_CONTAINS(message, "kernel attention_fwd of image");  // people know it by its name
+  });
+}
+
 TEST(full_too_old) {
   in_process_of_its_own([] {
     fake_cuda.version = 11080;

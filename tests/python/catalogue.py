@@ -24,51 +24,63 @@ import kernel_report as report  # noqa: E402
 
 @dataclass(frozen=True)
 class Family:
-    machine_code: set[str]
-    ptx: set[str]
-    dtypes: set[str]
+    machine_code: frozenset[str]  # chips
+    ptx: frozenset[str]
+    dtypes: frozenset[str]
+    head_dims: tuple[int, ...]
     instructions: tuple[str, ...]  # that each kernel with products has
     foreign: str  # a pattern of instructions that none of its kernels has
 
 
+INSTRUCTIONS = {
+    "sm75": (("HMMA.1688", "LDSM"), r"HMMA\.16816|LDGSTS|F32x\d"),
+    "sm80": (("HMMA.16816", "LDSM", "LDGSTS.E.BYPASS.128"), r"HMMA\.1688|HGMMA|UTMA"),
+    "sm90": (("HGMMA", "UTMALDG"), r"HMMA\.1688|LDGSTS"),
+}
+TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+SHORT_DTYPES = {str(dtype).removeprefix("torch."): name for name, dtype in TORCH_DTYPES.items()}
+
+INFO = json.loads(torch.ops.flashmoe.build_info())
+# The library's own table; what a family's machine code must look like is the tests' to say.
 FAMILIES = {
-    "sm75": Family(
-        {"sm_75"}, {"sm_75"}, {"fp16"}, ("HMMA.1688", "LDSM"), r"HMMA\.16816|LDGSTS|F32x\d"
-    ),
-    "sm80": Family(
-        {"sm_80", "sm_90"},
-        {"sm_80"},
-        {"fp16", "bf16"},
-        ("HMMA.16816", "LDSM", "LDGSTS.E.BYPASS.128"),
-        r"HMMA\.1688|HGMMA|UTMA",
-    ),
-    "sm90": Family({"sm_90a"}, set(), {"fp16", "bf16"}, ("HGMMA", "UTMALDG"), r"HMMA\.1688|LDGSTS"),
+    row["name"]: Family(
+        frozenset(row["machine_code"]),
+        frozenset([row["ptx"].replace("compute", "sm")] if row["ptx"] else []),
+        frozenset(SHORT_DTYPES[dtype] for dtype in row["dtypes"]),
+        tuple(row["head_dims"]),
+        *INSTRUCTIONS[row["name"]],
+    )
+    for row in INFO["cuda_families"]
 }
 FORWARD = {"attention_fwd", "attention_fwd_bias"}
 BACKWARD = {"attention_bwd", "attention_bwd_bias"}
 FINISH = {"attention_bwd_dq", "attention_bwd_bias_dq"}
 BIAS_SUM = "attention_bwd_bias_sum"
-TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-
-INFO = json.loads(torch.ops.flashmoe.build_info())
 CATALOGUE = {kernel["name"]: kernel for kernel in INFO.get("kernels", [])}
 # The images that the library holds: the build folder may have others, of an earlier build.
-HELD = {kernel["image"] for kernel in CATALOGUE.values()}
+HELD = {f"{kernel['image']}.{chip}" for kernel in CATALOGUE.values() for chip in kernel["chips"]}
 IMAGES = [image for image in report.fatbins() if image.stem in HELD]
 
 needs_images = pytest.mark.skipif(
     not IMAGES, reason="this build has no CUDA kernels: make build FLASHMOE_FAMILIES=all"
 )
 # Plans are compared over all chips.
+EVERY_CHIP = {(name, chip) for name, family in FAMILIES.items() for chip in family.machine_code}
 needs_all_families = pytest.mark.skipif(
-    not IMAGES or set(INFO["families"]) != set(FAMILIES),
+    not IMAGES
+    or {(k["family"], chip) for k in CATALOGUE.values() for chip in k["chips"]} != EVERY_CHIP,
     reason="this build lacks kernels of some family: make build FLASHMOE_FAMILIES=all",
 )
 
 
 def dtype_of(image: Path) -> str:
-    """sm80_attention_fwd_fp16_d64 -> fp16"""
-    return re.search(r"_([a-z]+16)(?:_d\d+)?$", image.stem)[1]
+    """sm80_attention_fwd_fp16_d64.sm_90.fatbin -> fp16"""
+    return re.search(r"_([a-z]+16)(?:_d\d+)?(?:\.|$)", image.name)[1]
+
+
+def chip_of(image: Path) -> str:
+    """sm80_attention_fwd_fp16_d64.sm_90.fatbin -> sm_90"""
+    return image.name.split(".")[1]
 
 
 def beside(kernel: str, part: str) -> str:

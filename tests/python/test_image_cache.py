@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+TABLE = ['-DTABLE="room/table.h"']
 SCRIPT = Path(__file__).resolve().parents[2] / "cmake" / "compile_image.py"
 COMPILER = """#!/bin/sh
 # "Compiles" by joining its flags and the source; a source with the word broken fails.
@@ -35,7 +36,8 @@ class Clone:
     def __init__(self, home: Path, cache: Path):
         self.home, self.cache, self.runs = home, cache, home / "runs"
         for name, text in {
-            "room/kernel.cu": '#include "room/a.h"\n#include <cstdint>\nkernel\n',
+            "room/kernel.cu": '#include "room/a.h"\n#include <cstdint>\n#include TABLE\nkernel\n',
+            "room/table.h": "rows\n",
             "room/a.h": '#pragma once\n  #  include "b.h"\n',  # beside it, not from the root
             "room/b.h": '#pragma once\n#include "room/a.h"\nfirst\n',  # a circle, and that is fine
             "room/other.h": "nobody includes this\n",
@@ -52,7 +54,7 @@ class Clone:
         places = {"root": "src", "source": "src/room/kernel.cu", "output": output}
         options = [f"--{name}={self.home / place}" for name, place in places.items()]
         return subprocess.Popen(
-            [sys.executable, SCRIPT, "compile", *options, "--", self.compiler, "-fatbin", *flags],
+            [sys.executable, SCRIPT, "compile", *options, "--", self.compiler, *TABLE, *flags],
             env=os.environ
             | {"FLASHMOE_CACHE": str(self.cache), "FAKE_RUNS": str(self.runs)}
             | variables,
@@ -104,7 +106,7 @@ def test_whatever_goes_into_it_is_a_miss(clone):
     assert clone.compiled == 2
     clone.compile("-O3", FAKE_VERSION="2")
     assert clone.compiled == 3
-    for number, name in enumerate(("kernel.cu", "a.h", "b.h"), start=4):
+    for number, name in enumerate(("kernel.cu", "a.h", "b.h", "table.h"), start=4):
         path = clone.home / "src/room" / name
         before = path.read_text()
         path.write_text(before + "// changed\n")
@@ -115,14 +117,14 @@ def test_whatever_goes_into_it_is_a_miss(clone):
         assert clone.compiled == number, f"{name} as it was before"
     (clone.home / "src/room/other.h").write_text("changed\n")
     clone.compile("-O3")
-    assert clone.compiled == 6
+    assert clone.compiled == 7
 
 
 def test_ninja_learns_of_every_header(clone):
     clone.compile()
     target, files = (clone.home / "x.fatbin.d").read_text().split(": ")
     assert target == str(clone.home / "x.fatbin")
-    assert {Path(file).name for file in files.split()} == {"kernel.cu", "a.h", "b.h"}
+    assert {Path(file).name for file in files.split()} == {"kernel.cu", "a.h", "b.h", "table.h"}
 
 
 def test_a_failure_is_shown_and_not_kept(clone):

@@ -24,7 +24,6 @@ examples:
   python -m flashmoe_science doctor --json
 """
 DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-CHIPS = ("sm_75", "sm_80", "sm_90")  # one for each CUDA family
 # What people set to try something and forget.
 VARIABLES = ("FLASHMOE_FAMILY", "FLASHMOE_TILE", "FLASHMOE_CPU_TARGET", "FLASHMOE_NUM_THREADS")
 
@@ -77,7 +76,8 @@ def examine() -> dict[str, Any]:
         "families": info["families"],
         "environment": {name: os.environ[name] for name in VARIABLES if os.environ.get(name)},
     }
-    report["backends"] = [backend(device) for device in ("cpu", *CHIPS)]
+    chips = sorted(f"sm_{family['oldest']}" for family in info["cuda_families"])
+    report["backends"] = [backend(device) for device in ("cpu", *chips)]
     devices = ["cpu"]
     if info["families"] and report["gpus"]:
         devices += [f"cuda:{i}" for i in range(len(report["gpus"]))]

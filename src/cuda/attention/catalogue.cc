@@ -1,17 +1,21 @@
 #include "cuda/attention/catalogue.h"
 
-#include <cstring>
+#include <deque>
+#include <string>
 #include <unordered_map>
 
+#include "core/text.h"
+#include "cuda/attention/kernels/hopper_rows.h"
 #include "cuda/attention/kernels/sm75.h"
 #include "cuda/attention/kernels/sm80.h"
 #include "cuda/attention/kernels/sm90.h"
 #include "cuda/attention/tiles.h"
 #include "flashmoe/device.h"
 
-// The images CMake embedded, by name.
+// The images that CMake embedded: X(name, chip, compute capability, chip only, PTX, Hopper's rows).
 #if defined(FLASHMOE_HAS_IMAGES)
-#define X(name) extern "C" const char flashmoe_image_##name[], flashmoe_image_##name##_end[];
+#define X(name, chip, ...) \
+  extern "C" const char flashmoe_image_##name##_##chip[], flashmoe_image_##name##_##chip##_end[];
 #include "images.inc"
 #undef X
 #endif
@@ -19,36 +23,122 @@
 namespace flashmoe::cuda {
 namespace {
 
-const std::vector<Image>& images() {
-  static const std::vector<Image> all = {
+struct EmbeddedImage {
+  Image image;
+  bool hopper_rows;  // has only the rows of its table that Hopper runs
+};
+
+std::vector<EmbeddedImage> embedded_images() {
+  return {
 #if defined(FLASHMOE_HAS_IMAGES)
-#define X(name)                  \
-  {#name, flashmoe_image_##name, \
-   static_cast<size_t>(flashmoe_image_##name##_end - flashmoe_image_##name)},
+#define X(name, chip, compute_capability, chip_only, ptx, hopper_rows)                          \
+  {{#name,                                                                                      \
+    flashmoe_image_##name##_##chip,                                                             \
+    static_cast<size_t>(flashmoe_image_##name##_##chip##_end - flashmoe_image_##name##_##chip), \
+    {#chip, compute_capability, chip_only, ptx}},                                               \
+   hopper_rows},
 #include "images.inc"
 #undef X
 #endif
   };
-  return all;
 }
 
-const Image* find_image(const char* name) {
-  for (const Image& image : images()) {
-    if (!std::strcmp(image.name, name)) return &image;
+int shared_bytes(Role role, const FwdTile& tile) {
+  return tile.shared_bytes(role == Role::kForwardBias);
+}
+int shared_bytes(Role role, const BwdTile& tile) {
+  if (role == Role::kBackwardDq || role == Role::kBackwardBiasDq) {
+    return tile.dq_shared_bytes(role == Role::kBackwardBiasDq);
   }
-  return nullptr;
+  return tile.shared_bytes(role == Role::kBackwardBias);
 }
+int shared_bytes(Role, const BiasSumTile& tile) { return tile.shared_bytes(); }
+int shared_bytes(Role, const Sm90FwdTile& tile) { return tile.shared_bytes(); }
+int shared_bytes(Role, const Sm90BwdTile& tile) { return tile.shared_bytes(); }
 
+// The parameter of a kernel with a tile.
+const char* params_type(const FwdTile&) { return "AttentionFwdParams"; }
+const char* params_type(const BwdTile&) { return "AttentionBwdParams"; }
+const char* params_type(const BiasSumTile&) { return "AttentionBwdParams"; }
+const char* params_type(const Sm90FwdTile&) { return "Sm90FwdParams"; }
+const char* params_type(const Sm90BwdTile&) { return "Sm90BwdParams"; }
+
+// Lists kernels, and keeps their names and images.
 class Lister {
  public:
+  Lister() : embedded_(embedded_images()) {}
   std::vector<Kernel> take() { return std::move(list_); }
 
+  // The rows of a table, for each dtype: sm80_attention_NAME_fp16_d64_128x128 and so on, which are
+  // in the images sm80_attention_IMAGE_fp16_d64.
+  template <class Tile, size_t kRows>
+  void add(const char* family, std::initializer_list<DType> dtypes, Role role, const char* name,
+           const char* image, const Tile (&table)[kRows]) {
+    const bool bias = role == Role::kBackwardBias || role == Role::kBackwardBiasDq;
+    for (const DType dtype : dtypes) {
+      for (size_t row = 0; row < kRows; ++row) {
+        add(family, dtype, role, name, image, table[row], runs_on_hopper(table, row, bias));
+      }
+    }
+  }
+
+  // Kernels without a tile, all of them in one image.
+  void add_small(const char* family, std::initializer_list<DType> dtypes,
+                 std::initializer_list<Role> roles) {
+    for (const DType dtype : dtypes) {
+      for (const Role role : roles) {
+        const std::string& name = keep(text(family, "_", role_name(role), "_", suffix(dtype)));
+        const std::string image = text(family, "_attention_small_", suffix(dtype));
+        const bool lists = role == Role::kRaggedBlocks;
+        const int threads = lists ? kRaggedThreads : kRowThreads;
+        const int shared_bytes = lists                          ? kRaggedSharedBytes
+                                 : role == Role::kBiasTranspose ? kBiasTransposeSharedBytes
+                                 : role == Role::kBackwardDq    ? kConvertDqSharedBytes
+                                                                : 0;
+        add({{name.c_str(), find_images(image, true), name.c_str()},
+             family,
+             role,
+             dtype,
+             0,
+             0,
+             0,
+             threads,
+             shared_bytes,
+             0});
+      }
+    }
+  }
+
+ private:
+  static const char* suffix(DType dtype) { return dtype == DType::kFloat16 ? "fp16" : "bf16"; }
+
+  // The symbol of NAME<head_dim, block_q, block_k>(flashmoe::cuda::PARAMS) by the Itanium C++ ABI,
+  // which nvcc follows too.
   template <class Tile>
-  void add(Role role, const char* family, DType dtype, const char* image, const char* name,
-           const Tile& tile) {
-    Kernel kernel{{name, nullptr}, family,         role,
-                  dtype,           tile.head_dim,  tile.block_q,
-                  tile.block_k,    tile.threads(), shared_bytes(role, tile),
+  static std::string symbol_of(const std::string& name, const Tile& tile) {
+    const std::string params = params_type(tile);
+    return text("_Z", name.size(), name, "ILi", tile.head_dim, "ELi", tile.block_q, "ELi",
+                tile.block_k, "EEvN8flashmoe4cuda", params.size(), params, "E");
+  }
+
+  template <class Tile>
+  void add(const char* family, DType dtype, Role role, const char* name, const char* image,
+           const Tile& tile, bool on_hopper) {
+    const std::string stem = text(family, "_attention_", name, "_", suffix(dtype));
+    const std::string& full =
+        keep(text(stem, "_d", tile.head_dim, "_", tile.block_q, "x", tile.block_k));
+    const std::string& symbol = keep(symbol_of(stem, tile));
+    const Image* images = find_images(
+        text(family, "_attention_", image, "_", suffix(dtype), "_d", tile.head_dim), on_hopper);
+    Kernel kernel{{full.c_str(), images, symbol.c_str()},
+                  family,
+                  role,
+                  dtype,
+                  tile.head_dim,
+                  tile.block_q,
+                  tile.block_k,
+                  tile.threads(),
+                  shared_bytes(role, tile),
                   tile.ctas};
     if constexpr (requires { tile.for_short(); }) kernel.for_short = tile.for_short();
     if constexpr (requires { tile.general_score; }) kernel.general_score = tile.general_score;
@@ -57,133 +147,70 @@ class Lister {
     if constexpr (requires { tile.dq_accum_dim(); }) kernel.dq_accum_dim = tile.dq_accum_dim();
     if constexpr (requires { tile.converts_dq(); }) kernel.converts_dq = tile.converts_dq();
     if constexpr (requires { Tile::kCountsTasks; }) kernel.counts_tasks = Tile::kCountsTasks;
-    add(image, kernel);
-  }
-  void add(const char* family, DType dtype, const char* image, const char* name, Role role) {
-    const bool lists = role == Role::kRaggedBlocks;
-    const int threads = lists ? kRaggedThreads : kRowThreads;
-    const int shared_bytes = lists                          ? kRaggedSharedBytes
-                             : role == Role::kBiasTranspose ? kBiasTransposeSharedBytes
-                             : role == Role::kBackwardDq    ? kConvertDqSharedBytes
-                                                            : 0;
-    add(image, {{name, nullptr}, family, role, dtype, 0, 0, 0, threads, shared_bytes, 0});
+    add(kernel);
   }
 
- private:
-  static int shared_bytes(Role role, const FwdTile& tile) {
-    return tile.shared_bytes(role == Role::kForwardBias);
-  }
-  static int shared_bytes(Role role, const BwdTile& tile) {
-    if (role == Role::kBackwardDq || role == Role::kBackwardBiasDq) {
-      return tile.dq_shared_bytes(role == Role::kBackwardBiasDq);
-    }
-    return tile.shared_bytes(role == Role::kBackwardBias);
-  }
-  static int shared_bytes(Role, const BiasSumTile& tile) { return tile.shared_bytes(); }
-  static int shared_bytes(Role, const Sm90FwdTile& tile) { return tile.shared_bytes(); }
-  static int shared_bytes(Role, const Sm90BwdTile& tile) { return tile.shared_bytes(); }
-
-  void add(const char* image, Kernel kernel) {
-    kernel.id.image = find_image(image);
+  void add(const Kernel& kernel) {
     if (kernel.id.image) list_.push_back(kernel);
   }
+
+  // The images of that name, chained; null: this build has none. A kernel that does not run on
+  // Hopper is not in those with Hopper's rows.
+  const Image* find_images(const std::string& name, bool on_hopper) {
+    const auto [found, is_new] = chains_.try_emplace(name + (on_hopper ? "" : "-"), nullptr);
+    if (!is_new) return found->second;
+    for (const EmbeddedImage& embedded : embedded_) {
+      if (embedded.image.name != name || (embedded.hopper_rows && !on_hopper)) continue;
+      images().push_back(embedded.image);
+      images().back().next = found->second;
+      found->second = &images().back();
+    }
+    return found->second;
+  }
+
+  // These live as long as the process: threads may outlive static destructors.
+  static std::deque<Image>& images() {
+    static auto& all = *new std::deque<Image>;
+    return all;
+  }
+  static const std::string& keep(std::string name) {
+    static auto& all = *new std::deque<std::string>;
+    return all.emplace_back(std::move(name));
+  }
+
+  std::vector<EmbeddedImage> embedded_;
+  std::unordered_map<std::string, const Image*> chains_;
   std::vector<Kernel> list_;
 };
 
 std::vector<Kernel> list_kernels() {
+  const std::initializer_list<DType> fp16 = {DType::kFloat16};
+  const std::initializer_list<DType> both = {DType::kFloat16, DType::kBFloat16};
   Lister list;
-// Names as the .cu files of the families make them.
-#define TILED(ROLE, PREFIX, IMAGE, TILE, FAMILY, TYPE, DTYPE, D, BQ, BK, ...)      \
-  list.add(Role::ROLE, FAMILY, DTYPE, FAMILY "_attention_" IMAGE "_" TYPE "_d" #D, \
-           FAMILY "_attention_" PREFIX "_" TYPE "_d" #D "_" #BQ "x" #BK,           \
-           TILE{D, BQ, BK, __VA_ARGS__});
-#define FWD(...) TILED(kForward, "fwd", "fwd", FwdTile, __VA_ARGS__)
-#define FWD_BIAS(...) TILED(kForwardBias, "fwd_bias", "fwd_bias", FwdTile, __VA_ARGS__)
-#define BWD(...)                                       \
-  TILED(kBackward, "bwd", "bwd", BwdTile, __VA_ARGS__) \
-  TILED(kBackwardDq, "bwd_dq", "bwd", BwdTile, __VA_ARGS__)
-#define BWD_BIAS(...)                                                \
-  TILED(kBackwardBias, "bwd_bias", "bwd_bias", BwdTile, __VA_ARGS__) \
-  TILED(kBackwardBiasDq, "bwd_bias_dq", "bwd_bias", BwdTile, __VA_ARGS__)
-#define BIAS_SUM(...) TILED(kBiasSum, "bwd_bias_sum", "bwd_bias", BiasSumTile, __VA_ARGS__)
-#define ROWS(FAMILY, TYPE, DTYPE)                                                                \
-  list.add(FAMILY, DTYPE, FAMILY "_attention_small_" TYPE, FAMILY "_attention_combine_" TYPE,    \
-           Role::kCombine);                                                                      \
-  list.add(FAMILY, DTYPE, FAMILY "_attention_small_" TYPE,                                       \
-           FAMILY "_attention_bwd_preprocess_" TYPE, Role::kPreprocess);                         \
-  list.add(FAMILY, DTYPE, FAMILY "_attention_small_" TYPE,                                       \
-           FAMILY "_attention_ragged_blocks_" TYPE, Role::kRaggedBlocks);                        \
-  list.add(FAMILY, DTYPE, FAMILY "_attention_small_" TYPE, FAMILY "_attention_bias_align_" TYPE, \
-           Role::kBiasAlign);                                                                    \
-  list.add(FAMILY, DTYPE, FAMILY "_attention_small_" TYPE,                                       \
-           FAMILY "_attention_bias_transpose_" TYPE, Role::kBiasTranspose);
-#define SM90_FWD(...) TILED(kForward, "fwd", "fwd", Sm90FwdTile, "sm90", __VA_ARGS__, false)
-#define SM90_FWD_GENERAL(...) \
-  TILED(kForward, "fwd_general", "fwd", Sm90FwdTile, "sm90", __VA_ARGS__, true)
-#define SM90_BWD(...) TILED(kBackward, "bwd", "bwd", Sm90BwdTile, "sm90", __VA_ARGS__, false)
-#define SM90_BWD_GENERAL(...) \
-  TILED(kBackward, "bwd_general", "bwd", Sm90BwdTile, "sm90", __VA_ARGS__, true)
-#define SM90_ROWS(TYPE, DTYPE)                                                                 \
-  list.add("sm90", DTYPE, "sm90_attention_small_" TYPE, "sm90_attention_ragged_blocks_" TYPE,  \
-           Role::kRaggedBlocks);                                                               \
-  list.add("sm90", DTYPE, "sm90_attention_small_" TYPE, "sm90_attention_bwd_preprocess_" TYPE, \
-           Role::kPreprocess);                                                                 \
-  list.add("sm90", DTYPE, "sm90_attention_small_" TYPE, "sm90_attention_bwd_dq_" TYPE,         \
-           Role::kBackwardDq);
-#define SM90_FP16_BWD(...) SM90_BWD("fp16", DType::kFloat16, __VA_ARGS__)
-#define SM90_BF16_BWD(...) SM90_BWD("bf16", DType::kBFloat16, __VA_ARGS__)
-#define SM90_FP16_BWD_GENERAL(...) SM90_BWD_GENERAL("fp16", DType::kFloat16, __VA_ARGS__)
-#define SM90_BF16_BWD_GENERAL(...) SM90_BWD_GENERAL("bf16", DType::kBFloat16, __VA_ARGS__)
-#define SM90_FP16_FWD(...) SM90_FWD("fp16", DType::kFloat16, __VA_ARGS__)
-#define SM90_BF16_FWD(...) SM90_FWD("bf16", DType::kBFloat16, __VA_ARGS__)
-#define SM90_FP16_FWD_GENERAL(...) SM90_FWD_GENERAL("fp16", DType::kFloat16, __VA_ARGS__)
-#define SM90_BF16_FWD_GENERAL(...) SM90_FWD_GENERAL("bf16", DType::kBFloat16, __VA_ARGS__)
-#define SM80_FP16(PASS, ...) PASS("sm80", "fp16", DType::kFloat16, __VA_ARGS__)
-#define SM80_BF16(PASS, ...) PASS("sm80", "bf16", DType::kBFloat16, __VA_ARGS__)
-#define SM75_FP16(PASS, ...) PASS("sm75", "fp16", DType::kFloat16, __VA_ARGS__)
-#define SM80_FP16_FWD(...) SM80_FP16(FWD, __VA_ARGS__)
-#define SM80_FP16_FWD_BIAS(...) SM80_FP16(FWD_BIAS, __VA_ARGS__)
-#define SM80_FP16_BWD(...) SM80_FP16(BWD, __VA_ARGS__)
-#define SM80_FP16_BWD_BIAS(...) SM80_FP16(BWD_BIAS, __VA_ARGS__)
-#define SM80_FP16_BIAS_SUM(...) SM80_FP16(BIAS_SUM, __VA_ARGS__)
-#define SM80_BF16_FWD(...) SM80_BF16(FWD, __VA_ARGS__)
-#define SM80_BF16_FWD_BIAS(...) SM80_BF16(FWD_BIAS, __VA_ARGS__)
-#define SM80_BF16_BWD(...) SM80_BF16(BWD, __VA_ARGS__)
-#define SM80_BF16_BWD_BIAS(...) SM80_BF16(BWD_BIAS, __VA_ARGS__)
-#define SM80_BF16_BIAS_SUM(...) SM80_BF16(BIAS_SUM, __VA_ARGS__)
-#define SM75_FP16_FWD(...) SM75_FP16(FWD, __VA_ARGS__)
-#define SM75_FP16_FWD_BIAS(...) SM75_FP16(FWD_BIAS, __VA_ARGS__)
-#define SM75_FP16_BWD(...) SM75_FP16(BWD, __VA_ARGS__)
-#define SM75_FP16_BWD_BIAS(...) SM75_FP16(BWD_BIAS, __VA_ARGS__)
-#define SM75_FP16_BIAS_SUM(...) SM75_FP16(BIAS_SUM, __VA_ARGS__)
-  FLASHMOE_SM90_ATTENTION_FWD(SM90_FP16_FWD)
-  FLASHMOE_SM90_ATTENTION_FWD(SM90_BF16_FWD)
-  FLASHMOE_SM90_ATTENTION_FWD_GENERAL(SM90_FP16_FWD_GENERAL)
-  FLASHMOE_SM90_ATTENTION_FWD_GENERAL(SM90_BF16_FWD_GENERAL)
-  FLASHMOE_SM90_ATTENTION_BWD(SM90_FP16_BWD)
-  FLASHMOE_SM90_ATTENTION_BWD(SM90_BF16_BWD)
-  FLASHMOE_SM90_ATTENTION_BWD_GENERAL(SM90_FP16_BWD_GENERAL)
-  FLASHMOE_SM90_ATTENTION_BWD_GENERAL(SM90_BF16_BWD_GENERAL)
-  SM90_ROWS("fp16", DType::kFloat16)
-  SM90_ROWS("bf16", DType::kBFloat16)
-  FLASHMOE_SM80_ATTENTION_FWD(SM80_FP16_FWD)
-  FLASHMOE_SM80_ATTENTION_FWD(SM80_BF16_FWD)
-  FLASHMOE_SM80_ATTENTION_FWD_BIAS(SM80_FP16_FWD_BIAS)
-  FLASHMOE_SM80_ATTENTION_FWD_BIAS(SM80_BF16_FWD_BIAS)
-  FLASHMOE_SM80_ATTENTION_BWD(SM80_FP16_BWD)
-  FLASHMOE_SM80_ATTENTION_BWD(SM80_BF16_BWD)
-  FLASHMOE_SM80_ATTENTION_BWD_BIAS(SM80_FP16_BWD_BIAS)
-  FLASHMOE_SM80_ATTENTION_BIAS_SUM(SM80_FP16_BIAS_SUM)
-  FLASHMOE_SM80_ATTENTION_BWD_BIAS(SM80_BF16_BWD_BIAS)
-  FLASHMOE_SM80_ATTENTION_BIAS_SUM(SM80_BF16_BIAS_SUM)
-  ROWS("sm80", "fp16", DType::kFloat16)
-  ROWS("sm80", "bf16", DType::kBFloat16)
-  FLASHMOE_SM75_ATTENTION_FWD(SM75_FP16_FWD)
-  FLASHMOE_SM75_ATTENTION_FWD_BIAS(SM75_FP16_FWD_BIAS)
-  FLASHMOE_SM75_ATTENTION_BWD(SM75_FP16_BWD)
-  FLASHMOE_SM75_ATTENTION_BWD_BIAS(SM75_FP16_BWD_BIAS)
-  FLASHMOE_SM75_ATTENTION_BIAS_SUM(SM75_FP16_BIAS_SUM)
-  ROWS("sm75", "fp16", DType::kFloat16)
+  list.add("sm90", both, Role::kForward, "fwd", "fwd", sm90::kFwd);
+  list.add("sm90", both, Role::kForward, "fwd_general", "fwd", sm90::kFwdGeneral);
+  list.add("sm90", both, Role::kBackward, "bwd", "bwd", sm90::kBwd);
+  list.add("sm90", both, Role::kBackward, "bwd_general", "bwd", sm90::kBwdGeneral);
+  list.add_small("sm90", both, {Role::kRaggedBlocks, Role::kPreprocess, Role::kBackwardDq});
+
+  const auto add_mma_sync = [&](const char* family, const std::initializer_list<DType>& dtypes,
+                                const auto& fwd, const auto& fwd_bias, const auto& bwd,
+                                const auto& bwd_bias, const auto& bias_sum) {
+    list.add(family, dtypes, Role::kForward, "fwd", "fwd", fwd);
+    list.add(family, dtypes, Role::kForwardBias, "fwd_bias", "fwd_bias", fwd_bias);
+    list.add(family, dtypes, Role::kBackward, "bwd", "bwd", bwd);
+    list.add(family, dtypes, Role::kBackwardDq, "bwd_dq", "bwd", bwd);
+    list.add(family, dtypes, Role::kBackwardBias, "bwd_bias", "bwd_bias", bwd_bias);
+    list.add(family, dtypes, Role::kBackwardBiasDq, "bwd_bias_dq", "bwd_bias", bwd_bias);
+    list.add(family, dtypes, Role::kBiasSum, "bwd_bias_sum", "bwd_bias", bias_sum);
+    list.add_small(family, dtypes,
+                   {Role::kCombine, Role::kPreprocess, Role::kRaggedBlocks, Role::kBiasAlign,
+                    Role::kBiasTranspose});
+  };
+  add_mma_sync("sm80", both, sm80::kFwd, sm80::kFwdBias, sm80::kBwd, sm80::kBwdBias,
+               sm80::kBiasSum);
+  add_mma_sync("sm75", fp16, sm75::kFwd, sm75::kFwdBias, sm75::kBwd, sm75::kBwdBias,
+               sm75::kBiasSum);
   return list.take();
 }
 
@@ -237,7 +264,7 @@ const Kernel* find_kernel(std::string_view name) {
 const Kernel* find_kernel(Role role, const Kernel& beside) {
   for (const Kernel& kernel : kernels()) {
     const bool same_tile = kernel.block_q == beside.block_q && kernel.block_k == beside.block_k;
-    if (kernel.role == role && kernel.id.image == beside.id.image &&
+    if (kernel.role == role && std::string_view(kernel.id.image->name) == beside.id.image->name &&
         (same_tile || role == Role::kBiasSum)) {
       return &kernel;
     }
@@ -259,8 +286,13 @@ namespace flashmoe {
 std::vector<CudaKernel> cuda_kernels() {
   std::vector<CudaKernel> list;
   for (const cuda::Kernel& k : cuda::kernels()) {
-    list.push_back({k.id.name, k.family, k.id.image->name, cuda::role_name(k.role), k.dtype,
-                    k.head_dim, k.block_q, k.block_k, k.threads, k.shared_bytes});
+    std::vector<std::string> chips;
+    for (const cuda::Image* image = k.id.image; image; image = image->next) {
+      chips.push_back(image->target.chip);
+    }
+    list.push_back({k.id.name, k.family, k.id.image->name, k.id.symbol, chips,
+                    cuda::role_name(k.role), k.dtype, k.head_dim, k.block_q, k.block_k, k.threads,
+                    k.shared_bytes});
   }
   return list;
 }

@@ -1,5 +1,5 @@
-// Which kernels exist: what the families list in their variants.h, as far as its image is in this
-// build.
+// Which kernels exist: the rows of the families' tables (kernels/sm80.h and so on), as far as an
+// image of theirs is in this build.
 #pragma once
 
 #include <string>

@@ -61,11 +61,17 @@ Kernel* find(const KernelId& id) {
 struct Call {
   const Driver& driver;
   const DeviceInfo& device;
-  const KernelId& id;
+  KernelId id;          // with the image that is for the device
+  const Image& images;  // all that were to choose from
+
+  Call(const Driver& driver, const DeviceInfo& device, const KernelId& id)
+      : driver(driver), device(device), id(id), images(*id.image) {
+    this->id.image = &image_for(images, device.compute_capability);
+  }
 };
 
 std::string chips_advice(const Call& call) {
-  const std::string chips = image_chips(*call.id.image);
+  const std::string chips = image_chips(call.images);
   return text(". The image holds code for ", chips.empty() ? "other chips" : chips,
               " and none that this device can run. Use a build of flashmoe with kernels for it, "
               "another GPU, or CPU tensors");
@@ -133,7 +139,8 @@ Status resolve(const Call& call, Kernel*& kernel) {
   CUlibrary library = nullptr;
   CUkernel handle = nullptr;
   if (Status status = load_library(call, library); !status.ok()) return status;
-  const CUresult result = call.driver.cuLibraryGetKernel(&handle, library, call.id.name);
+  const char* symbol = call.id.symbol ? call.id.symbol : call.id.name;
+  const CUresult result = call.driver.cuLibraryGetKernel(&handle, library, symbol);
   if (result != CUDA_SUCCESS) return failed("find", call, result);
 
   const Result<std::vector<DeviceInfo>> all = devices();
@@ -293,9 +300,7 @@ std::string entry_text(const FatbinEntry& entry) {
   return text(entry.kind == 1 ? "PTX compute_" : "sm_", entry.chip, suffix);
 }
 
-}  // namespace
-
-std::string image_chips(const Image& image) {
+std::string chips_of(const Image& image) {
   const char* data = static_cast<const char*>(image.data);
   FatbinHeader header;
   FatbinEntry entry;
@@ -313,6 +318,35 @@ std::string image_chips(const Image& image) {
     at += entry.header_bytes + entry.content_bytes;
   }
   return chips;
+}
+
+}  // namespace
+
+const Image& image_for(const Image& images, int compute_capability) {
+  const Image* machine_code = nullptr;
+  const Image* ptx = nullptr;
+  for (const Image* image = &images; image; image = image->next) {
+    const Target& target = image->target;
+    const int own = target.compute_capability;
+    const bool runs = target.chip_only
+                          ? compute_capability == own
+                          : compute_capability / 10 == own / 10 && compute_capability >= own;
+    const auto newer = [&](const Image* than) {
+      return !than || own > than->target.compute_capability;
+    };
+    if (runs && newer(machine_code)) machine_code = image;
+    if (target.ptx && compute_capability >= own && newer(ptx)) ptx = image;
+  }
+  return machine_code ? *machine_code : ptx ? *ptx : images;
+}
+
+std::string image_chips(const Image& images) {
+  std::string all;
+  for (const Image* image = &images; image; image = image->next) {
+    const std::string chips = chips_of(*image);
+    if (!chips.empty()) all += (all.empty() ? "" : ", ") + chips;
+  }
+  return all;
 }
 
 Status prepare(const KernelId& id, int device, uint32_t shared_bytes) {
@@ -348,7 +382,7 @@ Status launch(const KernelId& id, const LaunchShape& shape, int device, void* st
 Result<KernelInfo> kernel_info(const KernelId& id, int device) {
   if (Status status = prepare(id, device, 0); !status.ok()) return status;
   const Call call{*driver().value(), *find_device(device).value(), id};
-  const CUkernel handle = find(id)->handle;
+  const CUkernel handle = find(call.id)->handle;
   CUresult result = CUDA_SUCCESS;
   const auto ask = [&](CUfunction_attribute attribute, int& value) {
     if (result != CUDA_SUCCESS) return;

@@ -11,15 +11,31 @@
 
 namespace flashmoe::cuda {
 
-struct Image {
-  const char* name;  // "sm80_attention_fwd_fp16"
-  const void* data;  // a fatbin, 8-byte aligned; lives as long as the process
-  size_t bytes;
+// What an image was compiled for.
+struct Target {
+  const char* chip = "";       // "sm_80"
+  int compute_capability = 0;  // 80: machine code that runs on 8.0, 8.6 and 8.9; 0: not known
+  bool chip_only = false;      // sm_90a: on 9.0 and nowhere else
+  bool ptx = false;            // also PTX, which the driver compiles for chips to come
 };
 
+struct Image {
+  const char* name;  // "sm80_attention_fwd_fp16_d64"
+  const void* data;  // a fatbin, 8-byte aligned; lives as long as the process
+  size_t bytes;
+  Target target = {};
+  const Image* next = nullptr;  // the same kernels for another chip
+};
+
+// Of an image and those chained to it the one to load on a chip: with machine code for it, else
+// with PTX; of several the one for the newest chip. If none is for it, the first: the driver then
+// says what it thinks of that.
+const Image& image_for(const Image& images, int compute_capability);
+
 struct KernelId {
-  const char* name;  // as in the image: extern "C"
+  const char* name;  // "sm80_attention_fwd_fp16_d64_128x128"
   const Image* image;
+  const char* symbol = nullptr;  // the name that the image has for it; null: the same
 };
 
 struct LaunchShape {
@@ -55,7 +71,8 @@ Status launch(const KernelId& kernel, const LaunchShape& shape, int device, void
 
 Result<KernelInfo> kernel_info(const KernelId& kernel, int device);
 
-// The chips an image holds code for: "sm_80, sm_90, PTX compute_80". Empty if that cannot be read.
+// The chips that an image and those chained to it hold code for: "sm_80, PTX compute_80, sm_90".
+// Empty if that cannot be read.
 std::string image_chips(const Image& image);
 
 }  // namespace flashmoe::cuda

@@ -1,137 +1,76 @@
-// The sm75 family's kernels: see sm80/variants.h. Tiles are for 64 KB of shared memory, all that a
-// Turing SM has; without copies in the background, one CTA's computing hides another's loading, or
+// The sm75 family's kernels: see sm80.h. Tiles are for 64 KB of shared memory, all that an SM of
+// Turing has; without copies in the background, one CTA's computing hides another's loading, or
 // else nothing does.
 #pragma once
 
 #include "cuda/attention/tiles.h"
 
-// X(head_dim, block_q, block_k, warps, q_steps, stages, ctas)
-#define FLASHMOE_SM75_ATTENTION_FWD_16(X) \
-  X(16, 64, 64, 4, 1, 2, 2)               \
-  X(16, 32, 32, 2, 1, 1, 8)
-#define FLASHMOE_SM75_ATTENTION_FWD_32(X) \
-  X(32, 64, 64, 4, 2, 2, 2)               \
-  X(32, 32, 32, 2, 2, 1, 8)
-#define FLASHMOE_SM75_ATTENTION_FWD_48(X) \
-  X(48, 64, 64, 4, 3, 2, 2)               \
-  X(48, 32, 32, 2, 3, 1, 6)
-#define FLASHMOE_SM75_ATTENTION_FWD_64(X) \
-  X(64, 128, 64, 8, 4, 2, 1)              \
-  X(64, 32, 32, 2, 4, 1, 6)
-#define FLASHMOE_SM75_ATTENTION_FWD_96(X) X(96, 64, 32, 4, 6, 2, 2)
-#define FLASHMOE_SM75_ATTENTION_FWD_128(X) X(128, 64, 32, 4, 8, 2, 2)
-#define FLASHMOE_SM75_ATTENTION_FWD_192(X) X(192, 64, 16, 4, 0, 2, 2)
-#define FLASHMOE_SM75_ATTENTION_FWD_256(X) X(256, 48, 16, 3, 0, 2, 2)
+namespace flashmoe::cuda::sm75 {
 
-// X(head_dim, block_q, block_k, warps, stages, ctas, score_rows, grad_key_rows, grad_query_rows)
-#define FLASHMOE_SM75_ATTENTION_BWD_16(X) \
-  X(16, 64, 64, 4, 1, 2, 2, 4, 4)         \
-  X(16, 32, 32, 2, 1, 4, 2, 2, 2)
-#define FLASHMOE_SM75_ATTENTION_BWD_32(X) \
-  X(32, 64, 64, 4, 1, 2, 2, 4, 4)         \
-  X(32, 32, 32, 2, 1, 4, 2, 2, 2)
-#define FLASHMOE_SM75_ATTENTION_BWD_48(X) \
-  X(48, 64, 64, 4, 1, 2, 2, 4, 4)         \
-  X(48, 32, 32, 2, 1, 4, 2, 2, 2)
-#define FLASHMOE_SM75_ATTENTION_BWD_64(X) \
-  X(64, 64, 64, 4, 1, 2, 2, 2, 2)         \
-  X(64, 32, 32, 2, 1, 4, 2, 2, 2)
-#define FLASHMOE_SM75_ATTENTION_BWD_96(X) X(96, 32, 64, 4, 1, 2, 2, 2, 2)
-#define FLASHMOE_SM75_ATTENTION_BWD_128(X) X(128, 32, 64, 8, 1, 1, 2, 4, 2)
-#define FLASHMOE_SM75_ATTENTION_BWD_192(X) X(192, 32, 32, 4, 1, 2, 2, 2, 2)
-#define FLASHMOE_SM75_ATTENTION_BWD_256(X) X(256, 32, 16, 4, 1, 2, 2, 1, 2)
+// A line for each head dim.
+// clang-format off
+
+inline constexpr FwdTile kFwd[] = {
+    // head_dim, block_q, block_k, warps, q_steps, stages, ctas
+    {16, 64, 64, 4, 1, 2, 2}, {16, 32, 32, 2, 1, 1, 8},
+    {32, 64, 64, 4, 2, 2, 2}, {32, 32, 32, 2, 2, 1, 8},
+    {48, 64, 64, 4, 3, 2, 2}, {48, 32, 32, 2, 3, 1, 6},
+    {64, 128, 64, 8, 4, 2, 1}, {64, 32, 32, 2, 4, 1, 6},
+    {96, 64, 32, 4, 6, 2, 2},
+    {128, 64, 32, 4, 8, 2, 2},
+    {192, 64, 16, 4, 0, 2, 2},
+    {256, 48, 16, 3, 0, 2, 2},
+};
 
 // With a bias, whose tile takes its share of the 64 KB.
-#define FLASHMOE_SM75_ATTENTION_FWD_BIAS_16(X) \
-  X(16, 64, 64, 4, 1, 2, 2)                    \
-  X(16, 32, 32, 2, 1, 1, 8)
-#define FLASHMOE_SM75_ATTENTION_FWD_BIAS_32(X) \
-  X(32, 64, 64, 4, 2, 2, 2)                    \
-  X(32, 32, 32, 2, 2, 1, 8)
-#define FLASHMOE_SM75_ATTENTION_FWD_BIAS_48(X) \
-  X(48, 64, 64, 4, 3, 2, 2)                    \
-  X(48, 32, 32, 2, 3, 1, 6)
-#define FLASHMOE_SM75_ATTENTION_FWD_BIAS_64(X) \
-  X(64, 64, 64, 4, 4, 2, 2)                    \
-  X(64, 32, 32, 2, 4, 1, 6)
-#define FLASHMOE_SM75_ATTENTION_FWD_BIAS_96(X) X(96, 64, 32, 4, 6, 2, 2)
-#define FLASHMOE_SM75_ATTENTION_FWD_BIAS_128(X) X(128, 64, 32, 4, 8, 2, 2)
-#define FLASHMOE_SM75_ATTENTION_FWD_BIAS_192(X) X(192, 64, 16, 4, 0, 2, 2)
-#define FLASHMOE_SM75_ATTENTION_FWD_BIAS_256(X) X(256, 48, 16, 3, 0, 2, 2)
+inline constexpr FwdTile kFwdBias[] = {
+    // head_dim, block_q, block_k, warps, q_steps, stages, ctas
+    {16, 64, 64, 4, 1, 2, 2}, {16, 32, 32, 2, 1, 1, 8},
+    {32, 64, 64, 4, 2, 2, 2}, {32, 32, 32, 2, 2, 1, 8},
+    {48, 64, 64, 4, 3, 2, 2}, {48, 32, 32, 2, 3, 1, 6},
+    {64, 64, 64, 4, 4, 2, 2}, {64, 32, 32, 2, 4, 1, 6},
+    {96, 64, 32, 4, 6, 2, 2},
+    {128, 64, 32, 4, 8, 2, 2},
+    {192, 64, 16, 4, 0, 2, 2},
+    {256, 48, 16, 3, 0, 2, 2},
+};
 
-#define FLASHMOE_SM75_ATTENTION_BWD_BIAS_16(X) \
-  X(16, 64, 64, 4, 1, 2, 2, 4, 4)              \
-  X(16, 32, 32, 2, 1, 4, 2, 2, 2)
-#define FLASHMOE_SM75_ATTENTION_BWD_BIAS_32(X) \
-  X(32, 64, 64, 4, 1, 2, 2, 4, 4)              \
-  X(32, 32, 32, 2, 1, 4, 2, 2, 2)
-#define FLASHMOE_SM75_ATTENTION_BWD_BIAS_48(X) \
-  X(48, 64, 64, 4, 1, 2, 2, 4, 4)              \
-  X(48, 32, 32, 2, 1, 4, 2, 2, 2)
-#define FLASHMOE_SM75_ATTENTION_BWD_BIAS_64(X) \
-  X(64, 32, 64, 4, 1, 2, 2, 2, 2)              \
-  X(64, 32, 32, 2, 1, 4, 2, 2, 2)
-#define FLASHMOE_SM75_ATTENTION_BWD_BIAS_96(X) X(96, 32, 64, 4, 1, 2, 2, 2, 2)
-#define FLASHMOE_SM75_ATTENTION_BWD_BIAS_128(X) X(128, 32, 32, 4, 1, 2, 2, 2, 2)
-#define FLASHMOE_SM75_ATTENTION_BWD_BIAS_192(X) X(192, 32, 32, 4, 1, 2, 2, 2, 2)
-#define FLASHMOE_SM75_ATTENTION_BWD_BIAS_256(X) X(256, 32, 16, 4, 1, 2, 2, 1, 2)
+inline constexpr BwdTile kBwd[] = {
+    // head_dim, block_q, block_k, warps, stages, ctas, score_rows, grad_key_rows, grad_query_rows
+    {16, 64, 64, 4, 1, 2, 2, 4, 4}, {16, 32, 32, 2, 1, 4, 2, 2, 2},
+    {32, 64, 64, 4, 1, 2, 2, 4, 4}, {32, 32, 32, 2, 1, 4, 2, 2, 2},
+    {48, 64, 64, 4, 1, 2, 2, 4, 4}, {48, 32, 32, 2, 1, 4, 2, 2, 2},
+    {64, 64, 64, 4, 1, 2, 2, 2, 2}, {64, 32, 32, 2, 1, 4, 2, 2, 2},
+    {96, 32, 64, 4, 1, 2, 2, 2, 2},
+    {128, 32, 64, 8, 1, 1, 2, 4, 2},
+    {192, 32, 32, 4, 1, 2, 2, 2, 2},
+    {256, 32, 16, 4, 1, 2, 2, 1, 2},
+};
 
-// X(head_dim, block_q, block_k, warps, cols, stages, ctas)
-#define FLASHMOE_SM75_ATTENTION_BIAS_SUM_16(X) X(16, 64, 64, 4, 2, 1, 2)
-#define FLASHMOE_SM75_ATTENTION_BIAS_SUM_32(X) X(32, 64, 64, 4, 2, 1, 2)
-#define FLASHMOE_SM75_ATTENTION_BIAS_SUM_48(X) X(48, 64, 64, 4, 2, 1, 2)
-#define FLASHMOE_SM75_ATTENTION_BIAS_SUM_64(X) X(64, 64, 64, 4, 2, 1, 2)
-#define FLASHMOE_SM75_ATTENTION_BIAS_SUM_96(X) X(96, 64, 64, 4, 2, 1, 2)
-#define FLASHMOE_SM75_ATTENTION_BIAS_SUM_128(X) X(128, 32, 64, 4, 2, 1, 2)
-#define FLASHMOE_SM75_ATTENTION_BIAS_SUM_192(X) X(192, 32, 32, 4, 2, 1, 2)
-#define FLASHMOE_SM75_ATTENTION_BIAS_SUM_256(X) X(256, 32, 16, 2, 1, 1, 2)
+inline constexpr BwdTile kBwdBias[] = {
+    // head_dim, block_q, block_k, warps, stages, ctas, score_rows, grad_key_rows, grad_query_rows
+    {16, 64, 64, 4, 1, 2, 2, 4, 4}, {16, 32, 32, 2, 1, 4, 2, 2, 2},
+    {32, 64, 64, 4, 1, 2, 2, 4, 4}, {32, 32, 32, 2, 1, 4, 2, 2, 2},
+    {48, 64, 64, 4, 1, 2, 2, 4, 4}, {48, 32, 32, 2, 1, 4, 2, 2, 2},
+    {64, 32, 64, 4, 1, 2, 2, 2, 2}, {64, 32, 32, 2, 1, 4, 2, 2, 2},
+    {96, 32, 64, 4, 1, 2, 2, 2, 2},
+    {128, 32, 32, 4, 1, 2, 2, 2, 2},
+    {192, 32, 32, 4, 1, 2, 2, 2, 2},
+    {256, 32, 16, 4, 1, 2, 2, 1, 2},
+};
 
-#define FLASHMOE_SM75_ATTENTION_FWD(X) \
-  FLASHMOE_SM75_ATTENTION_FWD_16(X)    \
-  FLASHMOE_SM75_ATTENTION_FWD_32(X)    \
-  FLASHMOE_SM75_ATTENTION_FWD_48(X)    \
-  FLASHMOE_SM75_ATTENTION_FWD_64(X)    \
-  FLASHMOE_SM75_ATTENTION_FWD_96(X)    \
-  FLASHMOE_SM75_ATTENTION_FWD_128(X)   \
-  FLASHMOE_SM75_ATTENTION_FWD_192(X)   \
-  FLASHMOE_SM75_ATTENTION_FWD_256(X)
+inline constexpr BiasSumTile kBiasSum[] = {
+    // head_dim, block_q, block_k, warps, cols, stages, ctas
+    {16, 64, 64, 4, 2, 1, 2},
+    {32, 64, 64, 4, 2, 1, 2},
+    {48, 64, 64, 4, 2, 1, 2},
+    {64, 64, 64, 4, 2, 1, 2},
+    {96, 64, 64, 4, 2, 1, 2},
+    {128, 32, 64, 4, 2, 1, 2},
+    {192, 32, 32, 4, 2, 1, 2},
+    {256, 32, 16, 2, 1, 1, 2},
+};
 
-#define FLASHMOE_SM75_ATTENTION_BWD(X) \
-  FLASHMOE_SM75_ATTENTION_BWD_16(X)    \
-  FLASHMOE_SM75_ATTENTION_BWD_32(X)    \
-  FLASHMOE_SM75_ATTENTION_BWD_48(X)    \
-  FLASHMOE_SM75_ATTENTION_BWD_64(X)    \
-  FLASHMOE_SM75_ATTENTION_BWD_96(X)    \
-  FLASHMOE_SM75_ATTENTION_BWD_128(X)   \
-  FLASHMOE_SM75_ATTENTION_BWD_192(X)   \
-  FLASHMOE_SM75_ATTENTION_BWD_256(X)
+// clang-format on
 
-#define FLASHMOE_SM75_ATTENTION_FWD_BIAS(X) \
-  FLASHMOE_SM75_ATTENTION_FWD_BIAS_16(X)    \
-  FLASHMOE_SM75_ATTENTION_FWD_BIAS_32(X)    \
-  FLASHMOE_SM75_ATTENTION_FWD_BIAS_48(X)    \
-  FLASHMOE_SM75_ATTENTION_FWD_BIAS_64(X)    \
-  FLASHMOE_SM75_ATTENTION_FWD_BIAS_96(X)    \
-  FLASHMOE_SM75_ATTENTION_FWD_BIAS_128(X)   \
-  FLASHMOE_SM75_ATTENTION_FWD_BIAS_192(X)   \
-  FLASHMOE_SM75_ATTENTION_FWD_BIAS_256(X)
-
-#define FLASHMOE_SM75_ATTENTION_BWD_BIAS(X) \
-  FLASHMOE_SM75_ATTENTION_BWD_BIAS_16(X)    \
-  FLASHMOE_SM75_ATTENTION_BWD_BIAS_32(X)    \
-  FLASHMOE_SM75_ATTENTION_BWD_BIAS_48(X)    \
-  FLASHMOE_SM75_ATTENTION_BWD_BIAS_64(X)    \
-  FLASHMOE_SM75_ATTENTION_BWD_BIAS_96(X)    \
-  FLASHMOE_SM75_ATTENTION_BWD_BIAS_128(X)   \
-  FLASHMOE_SM75_ATTENTION_BWD_BIAS_192(X)   \
-  FLASHMOE_SM75_ATTENTION_BWD_BIAS_256(X)
-
-#define FLASHMOE_SM75_ATTENTION_BIAS_SUM(X) \
-  FLASHMOE_SM75_ATTENTION_BIAS_SUM_16(X)    \
-  FLASHMOE_SM75_ATTENTION_BIAS_SUM_32(X)    \
-  FLASHMOE_SM75_ATTENTION_BIAS_SUM_48(X)    \
-  FLASHMOE_SM75_ATTENTION_BIAS_SUM_64(X)    \
-  FLASHMOE_SM75_ATTENTION_BIAS_SUM_96(X)    \
-  FLASHMOE_SM75_ATTENTION_BIAS_SUM_128(X)   \
-  FLASHMOE_SM75_ATTENTION_BIAS_SUM_192(X)   \
-  FLASHMOE_SM75_ATTENTION_BIAS_SUM_256(X)
+}  // namespace flashmoe::cuda::sm75

@@ -1,12 +1,15 @@
-// The sm80 family's kernels, listed once: the .cu files instantiate these lists, the catalogue
-// plans with them, and the tests hold them against what was really compiled. One list for each head
-// dim, best tile first; the planner takes the first that suits the chip and the call.
+// The sm80 family's kernels, listed once: the .cu files instantiate these tables, the catalogue
+// plans with them, and the tests hold them against what was really compiled. Within a head dim the
+// best tile comes first; the planner takes the first that suits the chip and the call.
 #pragma once
 
 #include "cuda/attention/tiles.h"
 
-// X(head_dim, block_q, block_k, warps, q_steps, stages, ctas)
-//
+namespace flashmoe::cuda::sm80 {
+
+// A line for each head dim.
+// clang-format off
+
 // 32 rows a warp where registers allow: each fragment of K and V read from shared memory then feeds
 // two products, and reading stays below the 128 bytes a clock that shared memory gives. 128 keys
 // where they fit beside the output: half the barriers (D = 64 on an H200: 335 TFLOP/s, 312 with 64;
@@ -14,138 +17,80 @@
 // an SM of Hopper, one on an A100. 64 rows are for short queries and for one query over many keys,
 // 32 x 32 is for thousands of short sequences, as many of them on an SM as fit: by one warp up to
 // D = 32 (4,096 crystals, 48 heads of 16 on an H200: 1.04 ms, 1.26 by two; 8 of 64: 0.31 and 0.27).
-#define FLASHMOE_SM80_ATTENTION_FWD_16(X) \
-  X(16, 128, 64, 4, 1, 2, 3) X(16, 64, 64, 4, 1, 2, 5) X(16, 32, 32, 1, 1, 2, 20)
-#define FLASHMOE_SM80_ATTENTION_FWD_32(X) \
-  X(32, 128, 64, 4, 2, 2, 3) X(32, 64, 64, 4, 2, 2, 4) X(32, 32, 32, 1, 2, 2, 16)
-#define FLASHMOE_SM80_ATTENTION_FWD_48(X) \
-  X(48, 128, 128, 4, 3, 2, 2) X(48, 64, 64, 4, 3, 2, 4) X(48, 32, 32, 2, 3, 2, 10)
-#define FLASHMOE_SM80_ATTENTION_FWD_64(X) \
-  X(64, 128, 128, 4, 0, 2, 2) X(64, 64, 64, 4, 4, 2, 3) X(64, 32, 32, 2, 0, 2, 10)
-#define FLASHMOE_SM80_ATTENTION_FWD_96(X) X(96, 128, 64, 4, 0, 2, 2) X(96, 64, 64, 4, 6, 2, 2)
-#define FLASHMOE_SM80_ATTENTION_FWD_128(X) X(128, 128, 64, 4, 0, 2, 2) X(128, 64, 64, 4, 8, 2, 2)
-// 16 rows a warp, and K and V in turns: two CTAs fit on an SM of Hopper (328 TFLOP/s at D = 256,
-// 305 with one of 128 rows and two stages), and one on every chip.
-#define FLASHMOE_SM80_ATTENTION_FWD_192(X) X(192, 64, 64, 4, 0, 1, 2)
-#define FLASHMOE_SM80_ATTENTION_FWD_256(X) X(256, 64, 64, 4, 0, 1, 2)
+inline constexpr FwdTile kFwd[] = {
+    // head_dim, block_q, block_k, warps, q_steps, stages, ctas
+    {16, 128, 64, 4, 1, 2, 3}, {16, 64, 64, 4, 1, 2, 5}, {16, 32, 32, 1, 1, 2, 20},
+    {32, 128, 64, 4, 2, 2, 3}, {32, 64, 64, 4, 2, 2, 4}, {32, 32, 32, 1, 2, 2, 16},
+    {48, 128, 128, 4, 3, 2, 2}, {48, 64, 64, 4, 3, 2, 4}, {48, 32, 32, 2, 3, 2, 10},
+    {64, 128, 128, 4, 0, 2, 2}, {64, 64, 64, 4, 4, 2, 3}, {64, 32, 32, 2, 0, 2, 10},
+    {96, 128, 64, 4, 0, 2, 2}, {96, 64, 64, 4, 6, 2, 2},
+    {128, 128, 64, 4, 0, 2, 2}, {128, 64, 64, 4, 8, 2, 2},
+    // 16 rows a warp, and K and V in turns: two CTAs fit on an SM of Hopper (328 TFLOP/s at
+    // D = 256, 305 with one of 128 rows and two stages), and one on every chip.
+    {192, 64, 64, 4, 0, 1, 2},
+    {256, 64, 64, 4, 0, 1, 2},
+};
 
 // With a bias, whose tile takes room and bandwidth of its own.
-#define FLASHMOE_SM80_ATTENTION_FWD_BIAS_16(X) \
-  X(16, 128, 64, 4, 1, 2, 3) X(16, 64, 64, 4, 1, 2, 5) X(16, 32, 32, 2, 1, 2, 16)
-#define FLASHMOE_SM80_ATTENTION_FWD_BIAS_32(X) \
-  X(32, 128, 64, 4, 2, 2, 3) X(32, 64, 64, 4, 2, 2, 4) X(32, 32, 32, 2, 2, 2, 8)
-#define FLASHMOE_SM80_ATTENTION_FWD_BIAS_48(X) \
-  X(48, 128, 64, 4, 3, 2, 2) X(48, 64, 64, 4, 3, 2, 3) X(48, 32, 32, 2, 3, 2, 10)
-#define FLASHMOE_SM80_ATTENTION_FWD_BIAS_64(X) \
-  X(64, 128, 64, 4, 0, 2, 2) X(64, 64, 64, 4, 4, 2, 3) X(64, 32, 32, 2, 0, 2, 8)
-#define FLASHMOE_SM80_ATTENTION_FWD_BIAS_96(X) X(96, 64, 64, 4, 6, 2, 2)
-#define FLASHMOE_SM80_ATTENTION_FWD_BIAS_128(X) X(128, 64, 64, 4, 8, 2, 2)
-#define FLASHMOE_SM80_ATTENTION_FWD_BIAS_192(X) X(192, 64, 64, 4, 0, 1, 2)
-#define FLASHMOE_SM80_ATTENTION_FWD_BIAS_256(X) X(256, 64, 32, 4, 0, 1, 2)
+inline constexpr FwdTile kFwdBias[] = {
+    // head_dim, block_q, block_k, warps, q_steps, stages, ctas
+    {16, 128, 64, 4, 1, 2, 3}, {16, 64, 64, 4, 1, 2, 5}, {16, 32, 32, 2, 1, 2, 16},
+    {32, 128, 64, 4, 2, 2, 3}, {32, 64, 64, 4, 2, 2, 4}, {32, 32, 32, 2, 2, 2, 8},
+    {48, 128, 64, 4, 3, 2, 2}, {48, 64, 64, 4, 3, 2, 3}, {48, 32, 32, 2, 3, 2, 10},
+    {64, 128, 64, 4, 0, 2, 2}, {64, 64, 64, 4, 4, 2, 3}, {64, 32, 32, 2, 0, 2, 8},
+    {96, 64, 64, 4, 6, 2, 2},
+    {128, 64, 64, 4, 8, 2, 2},
+    {192, 64, 64, 4, 0, 1, 2},
+    {256, 64, 32, 4, 0, 1, 2},
+};
 
-// X(head_dim, block_q, block_k, warps, stages, ctas, score_rows, grad_key_rows, grad_query_rows)
-//
-// Own keys (score_rows 0) up to D = 64: 321 TFLOP/s at D = 64 on an H200, 239 with 64 x 64 and P
+// Transposed (score_rows 0) up to D = 64: 321 TFLOP/s at D = 64 on an H200, 239 with 64 x 64 and P
 // through shared memory. At D = 128 one CTA of eight warps and 128 keys (298) instead of two of
-// four and 64 keys (261): half the sums of dQ. The later tiles of a head dim are for chips with
-// less shared memory than Hopper has.
-#define FLASHMOE_SM80_ATTENTION_BWD_16(X) \
-  X(16, 64, 128, 4, 2, 3, 0, 4, 4)        \
-  X(16, 32, 32, 2, 2, 12, 0, 2, 2)
-#define FLASHMOE_SM80_ATTENTION_BWD_32(X) \
-  X(32, 64, 128, 4, 2, 3, 0, 4, 4)        \
-  X(32, 32, 32, 2, 2, 8, 0, 2, 2)
-#define FLASHMOE_SM80_ATTENTION_BWD_48(X) \
-  X(48, 64, 128, 4, 2, 2, 0, 4, 4)        \
-  X(48, 32, 32, 2, 2, 8, 0, 2, 2)
-#define FLASHMOE_SM80_ATTENTION_BWD_64(X) \
-  X(64, 64, 128, 4, 2, 2, 0, 4, 2) X(64, 32, 128, 4, 2, 2, 0, 4, 2) X(64, 32, 32, 2, 2, 6, 0, 2, 2)
-#define FLASHMOE_SM80_ATTENTION_BWD_96(X) X(96, 64, 64, 4, 2, 2, 2, 2, 2)
-#define FLASHMOE_SM80_ATTENTION_BWD_128(X) \
-  X(128, 64, 128, 8, 2, 1, 2, 4, 2) X(128, 32, 64, 4, 2, 2, 2, 2, 2)
-#define FLASHMOE_SM80_ATTENTION_BWD_192(X) \
-  X(192, 64, 64, 8, 2, 1, 2, 2, 2) X(192, 32, 64, 8, 1, 1, 2, 2, 2)
-// 64 x 64 with dQ in two parts: 241 TFLOP/s, 197 with 32 x 64.
-#define FLASHMOE_SM80_ATTENTION_BWD_256(X) \
-  X(256, 64, 64, 8, 2, 1, 2, 2, 2) X(256, 32, 64, 8, 2, 1, 2, 2, 2) X(256, 32, 32, 8, 1, 1, 2, 2, 2)
+// four and 64 keys (261): half the sums of dQ. The later tiles of a head dim, the 32 x 32 of short
+// sequences aside, are for chips with less shared memory than Hopper has.
+inline constexpr BwdTile kBwd[] = {
+    // head_dim, block_q, block_k, warps, stages, ctas, score_rows, grad_key_rows, grad_query_rows
+    {16, 64, 128, 4, 2, 3, 0, 4, 4}, {16, 32, 32, 2, 2, 12, 0, 2, 2},
+    {32, 64, 128, 4, 2, 3, 0, 4, 4}, {32, 32, 32, 2, 2, 8, 0, 2, 2},
+    {48, 64, 128, 4, 2, 2, 0, 4, 4}, {48, 32, 32, 2, 2, 8, 0, 2, 2},
+    {64, 64, 128, 4, 2, 2, 0, 4, 2}, {64, 32, 128, 4, 2, 2, 0, 4, 2},
+    {64, 32, 32, 2, 2, 6, 0, 2, 2},
+    {96, 64, 64, 4, 2, 2, 2, 2, 2},
+    {128, 64, 128, 8, 2, 1, 2, 4, 2}, {128, 32, 64, 4, 2, 2, 2, 2, 2},
+    {192, 64, 64, 8, 2, 1, 2, 2, 2}, {192, 32, 64, 8, 1, 1, 2, 2, 2},
+    // 64 x 64 with dQ in two parts: 241 TFLOP/s, 197 with 32 x 64.
+    {256, 64, 64, 8, 2, 1, 2, 2, 2}, {256, 32, 64, 8, 2, 1, 2, 2, 2},
+    {256, 32, 32, 8, 1, 1, 2, 2, 2},
+};
 
 // With a bias: the same, as far as its tile leaves room.
-#define FLASHMOE_SM80_ATTENTION_BWD_BIAS_16(X) \
-  X(16, 64, 128, 4, 2, 3, 0, 4, 4)             \
-  X(16, 32, 32, 2, 2, 12, 0, 2, 2)
-#define FLASHMOE_SM80_ATTENTION_BWD_BIAS_32(X) \
-  X(32, 64, 128, 4, 2, 3, 0, 4, 4) X(32, 32, 32, 2, 2, 8, 0, 2, 2)
-#define FLASHMOE_SM80_ATTENTION_BWD_BIAS_48(X) \
-  X(48, 64, 128, 4, 2, 2, 0, 4, 4)             \
-  X(48, 32, 32, 2, 2, 8, 0, 2, 2)
-#define FLASHMOE_SM80_ATTENTION_BWD_BIAS_64(X) \
-  X(64, 64, 128, 4, 2, 2, 0, 4, 2) X(64, 32, 128, 4, 2, 2, 0, 4, 2) X(64, 32, 32, 2, 2, 6, 0, 2, 2)
-#define FLASHMOE_SM80_ATTENTION_BWD_BIAS_96(X) \
-  X(96, 64, 64, 4, 2, 2, 2, 2, 2) X(96, 32, 64, 4, 2, 2, 2, 2, 2)
-#define FLASHMOE_SM80_ATTENTION_BWD_BIAS_128(X) \
-  X(128, 64, 128, 8, 2, 1, 2, 4, 2) X(128, 32, 64, 4, 2, 2, 2, 2, 2)
-#define FLASHMOE_SM80_ATTENTION_BWD_BIAS_192(X) X(192, 32, 64, 8, 1, 1, 2, 2, 2)
-#define FLASHMOE_SM80_ATTENTION_BWD_BIAS_256(X) X(256, 32, 32, 8, 1, 1, 2, 2, 2)
+inline constexpr BwdTile kBwdBias[] = {
+    // head_dim, block_q, block_k, warps, stages, ctas, score_rows, grad_key_rows, grad_query_rows
+    {16, 64, 128, 4, 2, 3, 0, 4, 4}, {16, 32, 32, 2, 2, 12, 0, 2, 2},
+    {32, 64, 128, 4, 2, 3, 0, 4, 4}, {32, 32, 32, 2, 2, 8, 0, 2, 2},
+    {48, 64, 128, 4, 2, 2, 0, 4, 4}, {48, 32, 32, 2, 2, 8, 0, 2, 2},
+    {64, 64, 128, 4, 2, 2, 0, 4, 2}, {64, 32, 128, 4, 2, 2, 0, 4, 2},
+    {64, 32, 32, 2, 2, 6, 0, 2, 2},
+    {96, 64, 64, 4, 2, 2, 2, 2, 2}, {96, 32, 64, 4, 2, 2, 2, 2, 2},
+    {128, 64, 128, 8, 2, 1, 2, 4, 2}, {128, 32, 64, 4, 2, 2, 2, 2, 2},
+    {192, 32, 64, 8, 1, 1, 2, 2, 2},
+    {256, 32, 32, 8, 1, 1, 2, 2, 2},
+};
 
-// X(head_dim, block_q, block_k, warps, cols, stages, ctas)
-//
-// The sum of a shared bias's gradient. All blocks go through the batch together, so what a step
-// reads is seldom in a cache, and several steps must be on their way.
-#define FLASHMOE_SM80_ATTENTION_BIAS_SUM_16(X) X(16, 128, 64, 8, 2, 4, 2)
-#define FLASHMOE_SM80_ATTENTION_BIAS_SUM_32(X) X(32, 128, 64, 8, 2, 3, 2)
-#define FLASHMOE_SM80_ATTENTION_BIAS_SUM_48(X) X(48, 128, 64, 8, 2, 2, 1)
-#define FLASHMOE_SM80_ATTENTION_BIAS_SUM_64(X) X(64, 64, 64, 4, 2, 2, 3)
-#define FLASHMOE_SM80_ATTENTION_BIAS_SUM_96(X) X(96, 64, 64, 4, 2, 1, 1)
-#define FLASHMOE_SM80_ATTENTION_BIAS_SUM_128(X) X(128, 64, 64, 4, 2, 1, 1)
-#define FLASHMOE_SM80_ATTENTION_BIAS_SUM_192(X) X(192, 32, 64, 4, 2, 1, 1)
-#define FLASHMOE_SM80_ATTENTION_BIAS_SUM_256(X) X(256, 32, 32, 4, 2, 1, 1)
+// The sum of a shared bias's gradient. All CTAs go through the batch together, so what a step reads
+// is seldom in a cache, and several steps must be on their way.
+inline constexpr BiasSumTile kBiasSum[] = {
+    // head_dim, block_q, block_k, warps, cols, stages, ctas
+    {16, 128, 64, 8, 2, 4, 2},
+    {32, 128, 64, 8, 2, 3, 2},
+    {48, 128, 64, 8, 2, 2, 1},
+    {64, 64, 64, 4, 2, 2, 3},
+    {96, 64, 64, 4, 2, 1, 1},
+    {128, 64, 64, 4, 2, 1, 1},
+    {192, 32, 64, 4, 2, 1, 1},
+    {256, 32, 32, 4, 2, 1, 1},
+};
 
-#define FLASHMOE_SM80_ATTENTION_FWD(X) \
-  FLASHMOE_SM80_ATTENTION_FWD_16(X)    \
-  FLASHMOE_SM80_ATTENTION_FWD_32(X)    \
-  FLASHMOE_SM80_ATTENTION_FWD_48(X)    \
-  FLASHMOE_SM80_ATTENTION_FWD_64(X)    \
-  FLASHMOE_SM80_ATTENTION_FWD_96(X)    \
-  FLASHMOE_SM80_ATTENTION_FWD_128(X)   \
-  FLASHMOE_SM80_ATTENTION_FWD_192(X)   \
-  FLASHMOE_SM80_ATTENTION_FWD_256(X)
+// clang-format on
 
-#define FLASHMOE_SM80_ATTENTION_BWD(X) \
-  FLASHMOE_SM80_ATTENTION_BWD_16(X)    \
-  FLASHMOE_SM80_ATTENTION_BWD_32(X)    \
-  FLASHMOE_SM80_ATTENTION_BWD_48(X)    \
-  FLASHMOE_SM80_ATTENTION_BWD_64(X)    \
-  FLASHMOE_SM80_ATTENTION_BWD_96(X)    \
-  FLASHMOE_SM80_ATTENTION_BWD_128(X)   \
-  FLASHMOE_SM80_ATTENTION_BWD_192(X)   \
-  FLASHMOE_SM80_ATTENTION_BWD_256(X)
-
-#define FLASHMOE_SM80_ATTENTION_FWD_BIAS(X) \
-  FLASHMOE_SM80_ATTENTION_FWD_BIAS_16(X)    \
-  FLASHMOE_SM80_ATTENTION_FWD_BIAS_32(X)    \
-  FLASHMOE_SM80_ATTENTION_FWD_BIAS_48(X)    \
-  FLASHMOE_SM80_ATTENTION_FWD_BIAS_64(X)    \
-  FLASHMOE_SM80_ATTENTION_FWD_BIAS_96(X)    \
-  FLASHMOE_SM80_ATTENTION_FWD_BIAS_128(X)   \
-  FLASHMOE_SM80_ATTENTION_FWD_BIAS_192(X)   \
-  FLASHMOE_SM80_ATTENTION_FWD_BIAS_256(X)
-
-#define FLASHMOE_SM80_ATTENTION_BWD_BIAS(X) \
-  FLASHMOE_SM80_ATTENTION_BWD_BIAS_16(X)    \
-  FLASHMOE_SM80_ATTENTION_BWD_BIAS_32(X)    \
-  FLASHMOE_SM80_ATTENTION_BWD_BIAS_48(X)    \
-  FLASHMOE_SM80_ATTENTION_BWD_BIAS_64(X)    \
-  FLASHMOE_SM80_ATTENTION_BWD_BIAS_96(X)    \
-  FLASHMOE_SM80_ATTENTION_BWD_BIAS_128(X)   \
-  FLASHMOE_SM80_ATTENTION_BWD_BIAS_192(X)   \
-  FLASHMOE_SM80_ATTENTION_BWD_BIAS_256(X)
-
-#define FLASHMOE_SM80_ATTENTION_BIAS_SUM(X) \
-  FLASHMOE_SM80_ATTENTION_BIAS_SUM_16(X)    \
-  FLASHMOE_SM80_ATTENTION_BIAS_SUM_32(X)    \
-  FLASHMOE_SM80_ATTENTION_BIAS_SUM_48(X)    \
-  FLASHMOE_SM80_ATTENTION_BIAS_SUM_64(X)    \
-  FLASHMOE_SM80_ATTENTION_BIAS_SUM_96(X)    \
-  FLASHMOE_SM80_ATTENTION_BIAS_SUM_128(X)   \
-  FLASHMOE_SM80_ATTENTION_BIAS_SUM_192(X)   \
-  FLASHMOE_SM80_ATTENTION_BIAS_SUM_256(X)
+}  // namespace flashmoe::cuda::sm80

@@ -1,65 +1,55 @@
-// The sm90 family's kernels, listed once: see sm80/variants.h.
+// The sm90 family's kernels, listed once: see sm80.h.
 #pragma once
 
 #include "cuda/attention/sm90/tiles.h"
 
-// X(head_dim, block_q, block_k, stages): best first.
-//
+namespace flashmoe::cuda::sm90 {
+
+// A line for each head dim.
+// clang-format off
+
 // As many rows as registers allow, three warpgroups up to D = 96, two above; 128 where they leave
 // less of a tile empty.
-#define FLASHMOE_SM90_ATTENTION_FWD_64(X) X(64, 192, 128, 4) X(64, 128, 128, 4)
-#define FLASHMOE_SM90_ATTENTION_FWD_96(X) X(96, 192, 96, 2) X(96, 128, 128, 2)
-#define FLASHMOE_SM90_ATTENTION_FWD_128(X) X(128, 128, 128, 2)
-#define FLASHMOE_SM90_ATTENTION_FWD_192(X) X(192, 128, 96, 2)
-#define FLASHMOE_SM90_ATTENTION_FWD_256(X) X(256, 128, 64, 2)
-
-#define FLASHMOE_SM90_ATTENTION_FWD(X) \
-  FLASHMOE_SM90_ATTENTION_FWD_64(X)    \
-  FLASHMOE_SM90_ATTENTION_FWD_96(X)    \
-  FLASHMOE_SM90_ATTENTION_FWD_128(X)   \
-  FLASHMOE_SM90_ATTENTION_FWD_192(X)   \
-  FLASHMOE_SM90_ATTENTION_FWD_256(X)
+inline constexpr Sm90FwdTile kFwd[] = {
+    // head_dim, block_q, block_k, stages, general_score
+    {64, 192, 128, 4, false}, {64, 128, 128, 4, false},
+    {96, 192, 96, 2, false}, {96, 128, 128, 2, false},
+    {128, 128, 128, 2, false},
+    {192, 128, 96, 2, false},
+    {256, 128, 64, 2, false},
+};
 
 // With a softcap, or a scale that is not positive: what that takes of registers leaves two
 // warpgroups at D = 64 as well.
-#define FLASHMOE_SM90_ATTENTION_FWD_GENERAL_64(X) X(64, 128, 128, 2)
-#define FLASHMOE_SM90_ATTENTION_FWD_GENERAL_96(X) X(96, 128, 128, 2)
-#define FLASHMOE_SM90_ATTENTION_FWD_GENERAL_128(X) X(128, 128, 128, 2)
-#define FLASHMOE_SM90_ATTENTION_FWD_GENERAL_192(X) X(192, 128, 96, 2)
-#define FLASHMOE_SM90_ATTENTION_FWD_GENERAL_256(X) X(256, 128, 64, 2)
+inline constexpr Sm90FwdTile kFwdGeneral[] = {
+    // head_dim, block_q, block_k, stages, general_score
+    {64, 128, 128, 2, true},
+    {96, 128, 128, 2, true},
+    {128, 128, 128, 2, true},
+    {192, 128, 96, 2, true},
+    {256, 128, 64, 2, true},
+};
 
-#define FLASHMOE_SM90_ATTENTION_FWD_GENERAL(X) \
-  FLASHMOE_SM90_ATTENTION_FWD_GENERAL_64(X)    \
-  FLASHMOE_SM90_ATTENTION_FWD_GENERAL_96(X)    \
-  FLASHMOE_SM90_ATTENTION_FWD_GENERAL_128(X)   \
-  FLASHMOE_SM90_ATTENTION_FWD_GENERAL_192(X)   \
-  FLASHMOE_SM90_ATTENTION_FWD_GENERAL_256(X)
-
-// X(head_dim, block_q, block_k)
-//
 // As many queries as registers allow beside dK and dV of 64 keys; above D = 128 a warpgroup has one
 // of the two, and two CTAs share the block.
-#define FLASHMOE_SM90_ATTENTION_BWD_64(X) X(64, 128, 128)
-#define FLASHMOE_SM90_ATTENTION_BWD_96(X) X(96, 64, 128)
-#define FLASHMOE_SM90_ATTENTION_BWD_128(X) X(128, 64, 128)
-#define FLASHMOE_SM90_ATTENTION_BWD_192(X) X(192, 64, 128)
-#define FLASHMOE_SM90_ATTENTION_BWD_256(X) X(256, 64, 128)
+inline constexpr Sm90BwdTile kBwd[] = {
+    // head_dim, block_q, block_k, general_score
+    {64, 128, 128, false},
+    {96, 64, 128, false},
+    {128, 64, 128, false},
+    {192, 64, 128, false},
+    {256, 64, 128, false},
+};
 
-// With a softcap. There are no registers for its derivative at D = 64 and 128: those above do.
-#define FLASHMOE_SM90_ATTENTION_BWD_GENERAL_64(X)
-#define FLASHMOE_SM90_ATTENTION_BWD_GENERAL_96(X) X(96, 64, 128)
-#define FLASHMOE_SM90_ATTENTION_BWD_GENERAL_128(X)
-#define FLASHMOE_SM90_ATTENTION_BWD_GENERAL_192(X) X(192, 64, 128)
-#define FLASHMOE_SM90_ATTENTION_BWD_GENERAL_256(X) X(256, 64, 128)
+// With a softcap. There are no registers for its derivative at D = 64 and 128: the next larger head
+// dims compute those.
+inline constexpr Sm90BwdTile kBwdGeneral[] = {
+    // head_dim, block_q, block_k, general_score
+    {96, 64, 128, true},
+    {192, 64, 128, true},
+    {256, 64, 128, true},
+};
 
-#define FLASHMOE_SM90_ATTENTION_BWD_GENERAL(X) \
-  FLASHMOE_SM90_ATTENTION_BWD_GENERAL_96(X)    \
-  FLASHMOE_SM90_ATTENTION_BWD_GENERAL_192(X)   \
-  FLASHMOE_SM90_ATTENTION_BWD_GENERAL_256(X)
+// clang-format on
 
-#define FLASHMOE_SM90_ATTENTION_BWD(X) \
-  FLASHMOE_SM90_ATTENTION_BWD_64(X)    \
-  FLASHMOE_SM90_ATTENTION_BWD_96(X)    \
-  FLASHMOE_SM90_ATTENTION_BWD_128(X)   \
-  FLASHMOE_SM90_ATTENTION_BWD_192(X)   \
-  FLASHMOE_SM90_ATTENTION_BWD_256(X)
+}  // namespace flashmoe::cuda::sm90

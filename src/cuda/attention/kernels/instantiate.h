@@ -1,5 +1,0 @@
-// FLASHMOE_VARIANTS(LIST, 64): the list of variants for one head dim, LIST_64.
-#pragma once
-
-#define FLASHMOE_VARIANTS(LIST, HEAD_DIM) FLASHMOE_JOIN(LIST, HEAD_DIM)
-#define FLASHMOE_JOIN(LIST, HEAD_DIM) LIST##_##HEAD_DIM

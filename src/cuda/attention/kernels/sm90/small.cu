@@ -1,0 +1,22 @@
+// Kernels without a tile: what goes row by row before and after a pass.
+#include "cuda/attention/kernels/instantiate.cuh"
+#include "cuda/attention/ragged.cuh"
+#include "cuda/attention/sm90/bwd_convert_dq.cuh"
+#include "cuda/attention/sm90/bwd_preprocess.cuh"
+
+using namespace flashmoe::cuda;
+
+extern "C" __global__ void __launch_bounds__(kRaggedThreads)
+    FLASHMOE_KERNEL(attention_ragged_blocks)(const __grid_constant__ RaggedParams p) {
+  attention_ragged_blocks(p);
+}
+
+extern "C" __global__ void __launch_bounds__(kRowThreads, 8)
+    FLASHMOE_KERNEL(attention_bwd_preprocess)(const __grid_constant__ Sm90BwdParams p) {
+  sm90::attention_bwd_preprocess<family::KernelType>(p);
+}
+
+extern "C" __global__ void __launch_bounds__(sm90::kConvertDqThreads)
+    FLASHMOE_KERNEL(attention_bwd_dq)(const __grid_constant__ Sm90BwdParams p) {
+  sm90::attention_bwd_dq<family::KernelType>(p);
+}

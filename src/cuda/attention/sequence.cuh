@@ -134,7 +134,7 @@ __device__ __forceinline__ int64_t workspace_row(const AttentionBwdParams& p, co
 
 // Rows of the workspace before those of this launch: where the accumulator of dQ has room for a
 // slice of the batch only, the backward pass is launched once for each slice.
-__device__ __forceinline__ int64_t round_rows(const AttentionBwdParams& p) {
+__device__ __forceinline__ int64_t rows_before_slice(const AttentionBwdParams& p) {
   const int64_t heads = p.first_head * p.group * p.dq_accum_rows;
   return p.blocks ? heads : heads + workspace_row(p, {}, p.first_batch);
 }

@@ -127,7 +127,7 @@ __device__ __forceinline__ void find_task(BwdTask& task, const AttentionBwdParam
   task.key_head = p.first_head + y;
   if (task.kind == RaggedKind::kEmpty) return;
   task.first_row = workspace_row(p, task.seq, task.batch);
-  task.slice_row = task.first_row - round_rows(p);
+  task.slice_row = task.first_row - rows_before_slice(p);
   const QueryRange<C> queries(task.seq, x, p);
   task.query_begin = queries.begin;
   task.query_end = queries.end;

@@ -151,7 +151,7 @@ __device__ __forceinline__ void attention_bwd_dq(const AttentionBwdParams& p) {
   }
   if (tile.first >= seq.len_q) return;
   BwdTask task;
-  task.slice_row = workspace_row(p, seq, rows.batch) - round_rows(p);
+  task.slice_row = workspace_row(p, seq, rows.batch) - rows_before_slice(p);
 
   const int warp = threadIdx.x / 32;
 #pragma unroll

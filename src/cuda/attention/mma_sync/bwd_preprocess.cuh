@@ -92,7 +92,7 @@ __device__ __forceinline__ void attention_bwd_preprocess(const AttentionBwdParam
   }
   if (!p.dq_accum) return;
   for (int head = first_head; head < first_head + heads; ++head) {
-    const int64_t slice_row = head * p.dq_accum_rows + sequence_row - round_rows(p);
+    const int64_t slice_row = head * p.dq_accum_rows + sequence_row - rows_before_slice(p);
     float4* sums = reinterpret_cast<float4*>(p.dq_accum + slice_row * p.dim);
     for (int i = threadIdx.x; i < p.block_q * p.dim / 4; i += kRowThreads) sums[i] = {0, 0, 0, 0};
     if (p.deterministic && threadIdx.x == 0) p.dq_semaphore[slice_row / p.block_q] = 0;

@@ -54,7 +54,7 @@ __device__ __forceinline__ void convert_dq_tile(const Sm90BwdParams& p) {
   }
   if (threadIdx.x == 0) wait_until_done(p, seq, rows.batch, rows.head / p.group);
   __syncthreads();  // the sums are complete
-  const int64_t slice_row = workspace_row(p, seq, rows.batch) - round_rows(p);
+  const int64_t slice_row = workspace_row(p, seq, rows.batch) - rows_before_slice(p);
   const float* const sums =
       p.dq_accum + (rows.head * p.dq_accum_rows + slice_row + rows.first) * p.dim;
 
@@ -139,7 +139,8 @@ __device__ __forceinline__ bool find_complete_rows(CompleteRows& r, const Sm90Bw
     if (first >= seq.len_q || !is_seen(seq, first, p))
       continue;  // attention_bwd_preprocess() fills them
     head += p.first_head * p.group;
-    const int64_t row = head * p.dq_accum_rows + workspace_row(p, seq, batch) - round_rows(p);
+    const int64_t row =
+        head * p.dq_accum_rows + workspace_row(p, seq, batch) - rows_before_slice(p);
     r.sums = p.dq_accum + (row + first / 64 * 64) * C::kDqAccumDim + first % 64 * 8;
     r.to = const_cast<char*>(
                rows_of(p.grad_query, p, p.grad_query_strides, batch, head, seq.token_q)) +

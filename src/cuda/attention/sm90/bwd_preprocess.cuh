@@ -89,7 +89,8 @@ __device__ __forceinline__ void attention_bwd_preprocess(const Sm90BwdParams& p)
   const int end = (seq.len_q + p.block_q - 1) / p.block_q * p.block_q;  // in the workspace
   if (const int block = first + threadIdx.x * p.block_q;
       p.dq_accum && block < min(first + rows, end)) {
-    p.dq_semaphore[(head * p.dq_accum_rows + sequence_row + block - round_rows(p)) / p.block_q] = 0;
+    p.dq_semaphore[(head * p.dq_accum_rows + sequence_row + block - rows_before_slice(p)) /
+                   p.block_q] = 0;
     if (block == 0 && head % p.group == 0) *parts_done(p, batch, head / p.group) = 0;
   }
 

@@ -73,7 +73,7 @@ __device__ __forceinline__ void find_task(BwdTask& task, int number, const Sm90B
   }
   const Sequence seq = task.seq;
   task.first_row = workspace_row(p, seq, task.sequence);
-  task.slice_row = task.first_row - round_rows(p);
+  task.slice_row = task.first_row - rows_before_slice(p);
   // Row i sees key j when i + shift - left <= j <= i + shift + right.
   const int last_key = min(task.first_key + C::kBlockK, seq.len_k) - 1;
   const int first = max(task.first_key - seq.shift - p.right, 0);

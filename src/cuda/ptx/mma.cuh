@@ -1,4 +1,4 @@
-// Matrix products of a warp: D = A B + C, fp32 sums.
+// MMA of a warp: D = A B + C with fp32 accumulators.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
 // Tiles in shared memory as TMA writes them and wgmma reads them.
 //
-//   block 0: columns 0-63    block 1: columns 64-127   ...
-//   kRows x 128 bytes        kRows x 128 bytes
+//   block 0                 block 1               ...
+//   kRows x 128 bytes       kRows x 128 bytes          64 columns each, where elements have 16 bits
 //
 // A row of a block is eight chunks of 16 bytes. Chunk c of row r lies at chunk c ^ (r % 8), the
 // 128-byte swizzle of both TMA and wgmma. Tiles begin at multiples of 1024 bytes.
@@ -11,11 +11,12 @@
 
 namespace flashmoe::cuda::tma {
 
-// A tile of 16-bit elements: the type of a member of a kernel's `struct Smem`, and the addresses
+// A tile: the type of a member of a kernel's `struct Smem`, and the addresses
 // and descriptors of what lies in it.
-template <int kRows, int kCols>
+template <int kRows, int kCols, int kElementBytes = 2>
 struct Tile {
-  static constexpr int kBlocks = (kCols + 63) / 64;
+  static constexpr int kBlockCols = 128 / kElementBytes, kChunkCols = 16 / kElementBytes;
+  static constexpr int kBlocks = (kCols + kBlockCols - 1) / kBlockCols;
   static constexpr uint32_t kBlockBytes = kRows * 128;
   static constexpr uint32_t kBytes = kBlocks * kBlockBytes;
   static_assert(kBytes % 1024 == 0);
@@ -24,7 +25,8 @@ struct Tile {
 
   // The offset of an element from the tile's beginning.
   static __device__ __forceinline__ uint32_t at(int row, int column) {
-    return column / 64 * kBlockBytes + row * 128 + ((column / 8 ^ row) % 8) * 16 + column % 8 * 2;
+    return column / kBlockCols * kBlockBytes + row * 128 + ((column / kChunkCols ^ row) % 8) * 16 +
+           column % kChunkCols * kElementBytes;
   }
 
   // PTX ISA, "matrix descriptor", lower half: the start address and the distance from one block of
@@ -32,12 +34,15 @@ struct Tile {
   static __device__ __forceinline__ uint32_t descriptor(uint32_t shared) {
     return shared / 16 | kBlockBytes / 16 << 16;
   }
-  // The descriptor of columns [16 step, 16 step + 16): the depth runs along the rows.
+  // The descriptor of 32 bytes of each row (16 columns of 16 bits), the depth of one wgmma: the
+  // depth runs along the rows.
   static __device__ __forceinline__ uint64_t along(uint32_t tile, int step) {
     return whole(tile + (step / 4 * kBlockBytes + step % 4 * 32) / 16);
   }
   // The descriptor of rows [16 step, 16 step + 16): transposed, a row for each step of the depth.
+  // wgmma transposes 16-bit elements alone.
   static __device__ __forceinline__ uint64_t across(uint32_t tile, int step) {
+    static_assert(kElementBytes == 2);
     return whole(tile + step * 16 * 128 / 16);
   }
 

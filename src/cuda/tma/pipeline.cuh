@@ -59,9 +59,9 @@ __device__ __forceinline__ Number warp_uniform(Number x) {
   return __shfl_sync(0xffffffffu, x, 0);
 }
 
-// Loads a tile, one box of 64 columns after the other, by one thread. `where` are the coordinates
-// after the column: row, head and so on. `slot.full` also counts kMoreBytes, which the caller
-// loads. kEvictFirst: no other CTA loads the tile.
+// Loads a tile, one box of kBlockCols columns after the other, by one thread. `where` are the
+// coordinates after the column: row, head and so on. `slot.full` also counts kMoreBytes, which the
+// caller loads. kEvictFirst: no other CTA loads the tile.
 template <class Tile, uint32_t kMoreBytes = 0, bool kEvictFirst = false, class... Where>
 __device__ __forceinline__ void fill(const Slot& slot, uint32_t shared, const TensorMap& map,
                                      Where... where) {
@@ -70,9 +70,9 @@ __device__ __forceinline__ void fill(const Slot& slot, uint32_t shared, const Te
   for (int i = 0; i < Tile::kBlocks; ++i) {
     const uint32_t to = shared + i * Tile::kBlockBytes;
     if constexpr (kEvictFirst) {
-      ptx::tma_load_evict_first(to, &map, slot.full, 64 * i, where...);
+      ptx::tma_load_evict_first(to, &map, slot.full, Tile::kBlockCols * i, where...);
     } else {
-      ptx::tma_load(to, &map, slot.full, 64 * i, where...);
+      ptx::tma_load(to, &map, slot.full, Tile::kBlockCols * i, where...);
     }
   }
 }

@@ -74,34 +74,34 @@ struct BwdConfig {
   // mbarriers, each a tma::Slot with `full` and `empty`. "Producer" is its one thread, whose
   // arrival on `full` also expects the bytes of TMA; "warps" are the four of each consumer named.
   enum Barrier : int {
-    // [2] full: the producer; consumers and the helper threads wait. empty: each consumer thread
-    // and
-    // each helper thread; the producer waits.
+    // [2] A task. full: the producer; consumers and helper threads wait. empty: each thread of the
+    // consumers and each helper thread; the producer waits.
     kTaskBarrier = 0,
     // full: the producer; consumers wait. empty: warps of both consumers; the producer waits.
     kKBarrier = 2,
-    // As K. With two CTAs, empty: warps of consumer 1, which sends dK through sV.
+    // As K. Two CTAs: consumer 0 waits for full; warps of consumer 1, which sends dK through sV,
+    // arrive on empty.
     kVBarrier = 3,
-    // [2] Q. full: the producer; consumers wait. empty: warps of both consumers, of both CTAs where
-    // there are two, since each loads for both; the producer waits.
+    // [2] Q. full: the producer; consumers wait. empty: warps of both consumers; the producer
+    // waits.
+    // Two CTAs: consumer 0 waits for full; warps of both CTAs arrive on empty, since each CTA loads
+    // for both.
     kQBarrier = 4,
-    // [2] dO with lse, delta and QueryTileInfo. As Q; with two CTAs, empty: warps of consumer 0.
+    // [2] dO with lse, delta and QueryTileInfo. As Q. Two CTAs: both consumers wait for full; warps
+    // of consumers 0 of both CTAs arrive on empty.
     kGradOutBarrier = 6,
     // [2] dQ of consumer i in sdQ. full: its warps; its store_dq() thread waits. empty: that
-    // thread;
-    // the consumer waits. With two CTAs [1] of them, for the turn to add to dQ: empty: the
-    // keep_dq_order() thread, when it is the CTA's turn; consumer 1 waits. full: its warps, when
-    // all
-    // its additions are issued; the thread waits.
+    // thread; the consumer waits. Two CTAs: the second of them alone, for the CTA's turn to add to
+    // dQ. empty: the keep_dq_order() thread, when it is the turn; consumer 1 waits. full: warps of
+    // consumer 1, when their additions are issued; the thread waits.
     kDqBarrier = 8,
     // [2] dS. full: warps of both consumers; both wait. empty: warps of both, when dQ is computed;
-    // both wait. With two CTAs [1]: full: warps of consumer 0; consumer 1 and send_ds() wait.
-    // empty:
-    // warps of consumer 1 of both CTAs; consumer 0 waits.
+    // both wait. Two CTAs: the first of them alone. full: warps of consumer 0; consumer 1 and
+    // send_ds() wait. empty: warps of consumers 1 of both CTAs; consumer 0 waits.
     kDsBarrier = 10,
 
     // One CTA only.
-    // [2] `full` alone: the turn of consumer i to issue MMAs. Warps of the other consumer arrive,
+    // [2] `full` alone: the turn of consumer i to issue MMAs. Warps of the other consumer arrive;
     // consumer i waits.
     kMmaBarrier = 12,
 
@@ -113,8 +113,7 @@ struct BwdConfig {
     // that the other's sends; consumer 1 waits.
     kPeerDsBarrier = 12,
     // The number of the next task. full, of CTA 1: the producer of CTA 0; that of CTA 1 waits.
-    // empty,
-    // of CTA 0: the producer of CTA 1; that of CTA 0 waits.
+    // empty, of CTA 0: the producer of CTA 1; that of CTA 0 waits.
     kNextTaskBarrier = 13,
 
     kBarriers = 14,

@@ -59,14 +59,7 @@ class BwdConsumer {
       : wg_(shared, smem, index, p) {}
 
   __device__ __forceinline__ void run() {
-    wg_.for_each_task([&](const BwdTask& task) {
-      if (task.tiles == 0) {
-        fill_gradients(wg_, task);
-      } else {
-        compute(task);
-      }
-    });
-    if (warpgroup_thread() == 0) ptx::cp_async_bulk_wait_group();
+    consume_tasks(wg_, [&](const BwdTask& task) { compute(task); });
   }
 
  private:

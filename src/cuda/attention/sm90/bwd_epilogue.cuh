@@ -84,4 +84,17 @@ __device__ void fill_gradients(const BwdWarpgroup<C>& wg, const BwdTask& task) {
   fill(p.grad_value, p.grad_value_strides, p.head_dim_v);
 }
 
+// compute(task) for all tasks of the CTA that any query sees, until all their gradients are stored.
+template <class C, class Compute>
+__device__ __forceinline__ void consume_tasks(BwdWarpgroup<C>& wg, const Compute& compute) {
+  wg.for_each_task([&](const BwdTask& task) {
+    if (task.tiles == 0) {
+      fill_gradients(wg, task);
+    } else {
+      compute(task);
+    }
+  });
+  if (warpgroup_thread() == 0) ptx::cp_async_bulk_wait_group();
+}
+
 }  // namespace flashmoe::cuda::sm90

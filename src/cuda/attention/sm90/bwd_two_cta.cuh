@@ -81,14 +81,7 @@ class BwdTwoCtaDv {
       : wg_(shared, smem, 0, p) {}
 
   __device__ __forceinline__ void run() {
-    wg_.for_each_task([&](const BwdTask& task) {
-      if (task.tiles == 0) {
-        fill_gradients(wg_, task);
-      } else {
-        compute(task);
-      }
-    });
-    if (warpgroup_thread() == 0) ptx::cp_async_bulk_wait_group();
+    consume_tasks(wg_, [&](const BwdTask& task) { compute(task); });
   }
 
  private:
@@ -227,14 +220,7 @@ class BwdTwoCtaDkDq {
       : wg_(shared, smem, 1, p) {}
 
   __device__ __forceinline__ void run() {
-    wg_.for_each_task([&](const BwdTask& task) {
-      if (task.tiles == 0) {
-        fill_gradients(wg_, task);
-      } else {
-        compute(task);
-      }
-    });
-    if (warpgroup_thread() == 0) ptx::cp_async_bulk_wait_group();
+    consume_tasks(wg_, [&](const BwdTask& task) { compute(task); });
   }
 
  private:

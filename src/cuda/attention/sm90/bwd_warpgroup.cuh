@@ -20,7 +20,7 @@ struct BwdWarpgroup {
   const int part;   // which 64 of the tile's keys: the warpgroup's, or of two CTAs the CTA's
   tma::Ring<C::kStages> ring;  // of Q and dO
   uint32_t stage = 0;          // ring.count() as row_places() needs it, warp-uniform
-  int first_query_;            // see first_query()
+  int kept_first_query;        // see first_query()
   // Where something is not finite, in one register: in K or V; behind a mask of the tile of
   // queries; behind a mask of the tile before, whose dQ is yet to come.
   static constexpr int kInKeys = 1, kInTile = 2, kInPreviousTile = 4;
@@ -108,7 +108,7 @@ struct BwdWarpgroup {
   // The first query of the tile. With two CTAs its QueryTileInfo may be overwritten before the tile
   // is done with, so a register keeps it.
   __device__ __forceinline__ int first_query() const {
-    return C::kTwoCta ? first_query_ : query_tile().first;
+    return C::kTwoCta ? kept_first_query : query_tile().first;
   }
   // Looks at the tile of queries that is next: returns whether it needs a mask for the warpgroup's
   // keys, and sets kInTile where a mask for any of the keys hides something not finite. All warps
@@ -116,7 +116,7 @@ struct BwdWarpgroup {
   __device__ __forceinline__ bool inspect_query_tile() {
     const QueryTileInfo& info = query_tile();
     const int flags = info.flags;
-    if (C::kTwoCta) first_query_ = info.first;
+    if (C::kTwoCta) kept_first_query = info.first;
     nonfinite &= kInKeys;
     if (flags & QueryTileInfo::kMaskedAny && (nonfinite || nonfinite_queries())) {
       nonfinite |= kInTile;

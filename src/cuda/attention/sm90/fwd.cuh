@@ -8,7 +8,7 @@
 //             +--------+--------+--------+
 //   queries   | 64 x block_k    |        |  consumer 0
 //   block_q   +--------+--------+--------+
-//             | 64 x block_k    |        |  consumer 1    (2 at D = 64 and 96: and consumer 2)
+//             | 64 x block_k    |        |  consumer 1    (at D = 64 and 96 also consumer 2)
 //             +--------+--------+--------+
 //
 //   consumer 0   S(n) O(n+1) | softmax(n)   | S(n-1) O(n)  | softmax(n-1)
@@ -50,14 +50,17 @@ struct FwdConfig {
   using Keys = tma::Tile<kBlockK, kDim>;
   using Out = tma::Tile<kBlockQ, 64>;
 
-  // mbarriers, each a tma::Slot with `full` and `empty`. For tiles, the producer's thread arrives
-  // on `full` once and TMA counts the bytes; all consumers wait. Each warp of the consumers arrives
-  // on `empty`; the producer waits.
+  // mbarriers, each a tma::Slot with `full` and `empty`. "Producer" is its one thread, whose
+  // arrival on `full` also expects the bytes of TMA.
   enum Barrier : int {
-    kTaskBarrier = 0,  // [2] as for tiles, but every consumer thread arrives on empty
-    kQBarrier = 2,     //
-    kKBarrier = 3,     // [kStages]
-    kVBarrier = kKBarrier + kStages,  // [kStages]
+    // [2] A task. full: the producer; consumers wait. empty: each consumer thread; the producer
+    // waits.
+    kTaskBarrier = 0,
+    // Q. full: the producer; consumers wait. empty: each warp of the consumers; the producer waits.
+    kQBarrier = 2,
+    // [kStages] K, and [kStages] V. As Q.
+    kKBarrier = 3,
+    kVBarrier = kKBarrier + kStages,
     kBarriers = kVBarrier + kStages,
   };
   // Named barriers (0 is __syncthreads()).

@@ -99,7 +99,7 @@ def attend(run, tensors, options, return_lse):
 
     Without one it is called directly: autograd costs half as much again.
     """
-    q, k, v, bias, *lengths = tensors
+    q, k, v, bias = tensors[:4]
     if forward_ad._current_level >= 0:
         _refuse_tangents((q, k, v, bias))
     if is_grad_enabled() and (
@@ -108,7 +108,7 @@ def attend(run, tensors, options, return_lse):
         or v.requires_grad
         or (bias is not None and bias.requires_grad)
     ):
-        return _apply(q, k, v, bias, (run, lengths, options, return_lse))
+        return _apply(q, k, v, bias, (run, tensors[4:], options, return_lse))
     out, lse = run(*tensors, *options)
     return (out, lse) if return_lse else out
 

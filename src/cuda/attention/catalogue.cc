@@ -1,5 +1,6 @@
 #include "cuda/attention/catalogue.h"
 
+#include <atomic>
 #include <deque>
 #include <string>
 #include <unordered_map>
@@ -150,8 +151,11 @@ class Lister {
     add(kernel);
   }
 
-  void add(const Kernel& kernel) {
-    if (kernel.id.image) list_.push_back(kernel);
+  void add(Kernel kernel) {
+    static auto* const found = new std::deque<std::atomic<void*>>;  // lives as long as the kernels
+    if (!kernel.id.image) return;
+    kernel.id.found = &found->emplace_back(nullptr);
+    list_.push_back(kernel);
   }
 
   // The images of that name, chained; null: this build has none. A kernel that does not run on

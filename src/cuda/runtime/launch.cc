@@ -52,8 +52,13 @@ std::atomic<Kernel*>& bucket_of(const KernelId& id) {
 }
 
 Kernel* find(const KernelId& id) {
+  if (id.found) {  // of this image, unless the process has GPUs of several kinds
+    Kernel* const found = static_cast<Kernel*>(id.found->load(std::memory_order_acquire));
+    if (found && found->image_data == id.image->data) return found;
+  }
   Kernel* kernel = bucket_of(id).load(std::memory_order_acquire);
   while (kernel && !kernel->is(id)) kernel = kernel->next;
+  if (kernel && id.found) id.found->store(kernel, std::memory_order_release);
   return kernel;
 }
 

@@ -3,6 +3,7 @@
 // ever unloaded. All functions are thread-safe; none synchronises with the device.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -36,6 +37,8 @@ struct KernelId {
   const char* name;  // "sm80_attention_fwd_fp16_d64_128x128"
   const Image* image;
   const char* symbol = nullptr;  // the name that the image has for it; null: the same
+  // Where launch() keeps what it found, so that a name is looked up once; null: nowhere.
+  std::atomic<void*>* found = nullptr;
 };
 
 struct LaunchShape {

@@ -161,14 +161,17 @@ def test_explain_refuses(capsys, arguments, named):
     ("arguments", "words"),
     [
         ("--len 1 --kv-len 100000 --dtype bf16 --device sm_90", "splits     the keys, in "),
-        ("--len 1 --kv-len 100000 --dtype bf16 --device sm_90", "sm80_attention_combine_bf16\n"),
         (
-            "--dtype fp16 --backward --device sm_75",
-            "before     sm75_attention_bwd_preprocess_fp16\n",
+            "--len 1 --kv-len 100000 --dtype bf16 --device sm_90",
+            "    sm80_attention_combine_bf16: grid ",
         ),
         (
             "--dtype fp16 --backward --device sm_75",
-            "after      sm75_attention_bwd_dq_fp16_d64",
+            "    sm75_attention_bwd_preprocess_fp16: grid ",
+        ),
+        (
+            "--dtype fp16 --backward --device sm_75",
+            "    sm75_attention_bwd_dq_fp16_d64",
         ),
         ("--dtype fp16 --backward --device sm_75", "  not bitwise reproducible"),
         ("--dtype fp16 --backward --deterministic --device sm_75", "  bitwise reproducible\n"),

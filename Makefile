@@ -15,7 +15,7 @@ JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 BUILD := build/release
 ASAN := build/asan
 comma := ,
-ENV := build/environment-$(subst $(comma),-,$(FLASHMOE_FAMILIES))$(if $(FLASHMOE_FATBINS),-fatbins).mk
+ENV := build/environment-$(subst :,-,$(subst $(comma),-,$(FLASHMOE_FAMILIES)))$(if $(FLASHMOE_FATBINS),-fatbins).mk
 GOALS_WITHOUT_ENV := clean clean-cache help
 
 help:

@@ -25,6 +25,20 @@ import speed_docs  # noqa: E402
 import speed_picture  # noqa: E402
 
 
+def test_families_in_the_docs_are_the_librarys():
+    short = {"float16": "fp16", "bfloat16": "bf16"}
+    expected = []
+    for family in json.loads(torch.ops.flashmoe.build_info())["cuda_families"]:
+        runs_on = f"sm_{family['oldest']} " + ("alone" if family["newest"] else "and newer")
+        assert family["newest"] in (0, family["oldest"]), "the docs have no words for that"
+        dtypes = ", ".join(short[dtype] for dtype in family["dtypes"])
+        machine_code = ", ".join(family["machine_code"])
+        expected.append([family["name"], runs_on, machine_code, family["ptx"], dtypes])
+    table = (ROOT / "docs" / "design.md").read_text().split("| family | runs on |")[1]
+    lines = table.split("\n\n")[0].splitlines()[2:]
+    assert [[cell.strip() for cell in line.split("|")[1:6]] for line in lines] == expected
+
+
 def test_the_table_of_support_is_up_to_date(capsys):
     if not json.loads(torch.ops.flashmoe.build_info())["families"]:
         pytest.skip("built without CUDA kernels; the table is that of a full build")

@@ -129,6 +129,17 @@ class BwdConsumer {
     send_dq();
   }
 
+  // P in 16 bits, and dS from it once dP is there; waits until sdS has room for it.
+  template <bool kMore>
+  __device__ __forceinline__ void find_ds(Packed& rP, Packed& rdS, const tma::Slot& ds) {
+    pack<C>(rP, scores_.rS);
+    ptx::wgmma_wait_group<0>(scores_.rdP);
+    if (!kMore) warp_arrive(wg_.slot(C::kVBarrier).empty);  // the last dP was V's last reader
+    scores_.differentiate(wg_, rP);
+    pack<C>(rdS, scores_.rdP);
+    wg_.ring.wait_empty(ds);
+  }
+
   // A tile of queries, whose P is there and whose dP is on its way. Afterwards that is so of the
   // next tile, if there is kMore, and dQ of the tile before has left. (For the `first` of a task,
   // dQ is computed from whatever lies in sdS and dropped: ptxas serialises MMAs that are not always
@@ -138,15 +149,11 @@ class BwdConsumer {
     if (wg_.needs_guard()) return step_guarded<kMore>(task, first);
     const tma::Slot q = wg_.q_slot(), grad_out = wg_.grad_out_slot(), ds = ds_slot();
     Packed rP, rdS;
-    pack<C>(rP, scores_.rS);
-    ptx::wgmma_wait_group<0>(scores_.rdP);
-    if (!kMore) warp_arrive(wg_.slot(C::kVBarrier).empty);
-    scores_.differentiate(wg_, rP);
-    pack<C>(rdS, scores_.rdP);
-    wg_.ring.wait_empty(ds);
+    find_ds<kMore>(rP, rdS, ds);
     publish_ds(rdS);
     warp_arrive(ds.full);
 
+    // dV and dK of this tile and dQ of the tile before, in the warpgroup's turn.
     wait_turn();
     ptx::wgmma_keep_alive(rP);  // packed by now, and not between the MMAs
     ptx::wgmma_keep_alive(rdS);
@@ -163,6 +170,7 @@ class BwdConsumer {
     warp_arrive(grad_out.empty);
     warp_arrive(q.empty);
 
+    // S and dP of the next tile, still in the turn; dQ leaves its registers in between.
     wg_.advance();
     if (kMore) {
       ptx::mbarrier_wait(wg_.q_slot().full, wg_.ring.parity());
@@ -174,6 +182,7 @@ class BwdConsumer {
     if (kMore && !kLateDp) scores_.issue_dp(wg_);
     pass_turn();
 
+    // P of the next tile, in the other warpgroup's turn.
     if (!first) send_previous_dq();
     if (kMore) scores_.find_probabilities(wg_, task);
     if (kMore && kLateDp) scores_.issue_dp(wg_);
@@ -184,12 +193,7 @@ class BwdConsumer {
   __device__ __forceinline__ void step_guarded(const BwdTask& task, bool first) {
     const tma::Slot q = wg_.q_slot(), grad_out = wg_.grad_out_slot(), ds = ds_slot();
     Packed rP, rdS;
-    pack<C>(rP, scores_.rS);
-    ptx::wgmma_wait_group<0>(scores_.rdP);
-    if (!kMore) warp_arrive(wg_.slot(C::kVBarrier).empty);
-    scores_.differentiate(wg_, rP);
-    pack<C>(rdS, scores_.rdP);
-    wg_.ring.wait_empty(ds);
+    find_ds<kMore>(rP, rdS, ds);
     add_dv_guarded<C>(wg_, rdV_, rP, task);
     publish_ds(rdS);
     wg_.sync();  // the warpgroup's dS is there

@@ -234,9 +234,14 @@ def tiles_there_are(call) -> list[str]:
 
 
 def launches(text: str) -> list[str]:
-    """The kernels besides the one that does most of the work, in their order."""
+    """The kernels besides the one that does most of the work, in their order.
+
+    One that is launched twice in a row (a sum, then the sum of its parts) is named once.
+    """
     kernel = re.search(r"^ +kernel +(\S+)$", text, re.M)[1]
-    return [name for name in re.findall(r"^ +(\S+): grid ", text, re.M) if name != kernel]
+    names = re.findall(r"^ +(\S+): grid ", text, re.M)
+    names = [name for i, name in enumerate(names) if i == 0 or names[i - 1] != name]
+    return [name for name in names if name != kernel]
 
 
 def slices(text: str) -> int:

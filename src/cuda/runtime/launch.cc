@@ -2,6 +2,7 @@
 
 #include <array>
 #include <atomic>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -342,6 +343,13 @@ const Image& image_for(const Image& images, int compute_capability) {
     if (runs && newer(machine_code)) machine_code = image;
     if (target.ptx && compute_capability >= own && newer(ptx)) ptx = image;
   }
+  // The driver's own switch, which makes it ignore machine code: a way to try what chips to come
+  // get.
+  static const bool force_ptx = [] {
+    const char* value = std::getenv("CUDA_FORCE_PTX_JIT");
+    return value && !std::strcmp(value, "1");
+  }();
+  if (force_ptx && ptx) return *ptx;
   return machine_code ? *machine_code : ptx ? *ptx : images;
 }
 

@@ -3,10 +3,11 @@
     python3 tools/sanitize.py memcheck racecheck initcheck synccheck --jobs 6
     python3 tools/sanitize.py racecheck --family sm90
 
-A report that is the tool's own error is named in KNOWN, with the reason. How many instructions of a
-kernel are named in such reports is written down in tests/gpu/sanitize_known.json: a kernel that is
-not in the list, or has more of them, is new. Prints a line for each tool, and exits with 1 where a
-report is new, a call failed or its results are far off. --record writes the numbers of this run to
+A report that is the tool's own error is named in KNOWN, with the reason. How many such reports a
+kernel has, told apart by the instruction they name first, is written down in
+tests/gpu/sanitize_known.json: a kernel that is not in the list, or has more of them, is new.
+Prints a line for each tool, and exits with 1 where a report is new, a call failed or its results
+are far off. --record writes the numbers of this run to
 the list; commit it when you have looked at every new report.
 """
 
@@ -35,7 +36,7 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 class Known:
     where: str  # a pattern of the kernel or driver call that is named
     why: str
-    counted: bool = False  # whether COUNTS has how many instructions are named
+    counted: bool = False  # whether COUNTS has how many there are
 
 
 KNOWN = {
@@ -54,9 +55,12 @@ KNOWN = {
         Known(r"sm90 cu(da)?Memcpy", "copies results that were stored by TMA to the host"),
     ],
 }
-# "at kernel+0x1c0 in file.cuh:12", or "at 0x1c0 in kernel" of older versions.
+# A kernel as the tool writes it, and as plans do: kernel_fp16<(int)64, (int)128, (int)128>(...).
+TEMPLATE = re.compile(r"(\w+)<\(int\)(\d+), \(int\)(\d+), \(int\)(\d+)>")
+# "at void kernel(...)+0x1c0 in file.cuh:12", or "at 0x1c0 in kernel" of older versions.
 PLACE = re.compile(
-    r"\bat (?:(?P<name>[A-Za-z_]\w*)(?:\([^)]*\))?\+)?(?P<offset>0x[0-9a-f]+)(?: in (\w+))?"
+    r"\bat (?:void )?(?:(?P<name>[A-Za-z_]\w*)(?:\([^)]*\))?\+)?"
+    r"(?P<offset>0x[0-9a-f]+)(?: in (\w+))?"
 )
 VERDICT = re.compile(r": (?:fine|FAR OFF)")
 API = re.compile(r"\b(cu(?:da)?Memcpy\w*)")
@@ -91,7 +95,7 @@ def reports_in(text: str) -> list[Report]:
 
 
 def report_of(block: list[str], family: str) -> Report:
-    whole = " ".join(block)
+    whole = TEMPLATE.sub(r"\1_d\2_\3x\4", " ".join(block))
     places = [(x["name"] or x[3], x["offset"]) for x in PLACE.finditer(whole)]
     places = [(name, offset) for name, offset in places if name]  # not an address of memory
     names = [name for name, _ in places] or [f"{family} {name}" for name in API.findall(whole)]
@@ -129,7 +133,7 @@ def run_tool(sanitizer: str, tool: str, families: list[str], jobs: int) -> tuple
 
 
 def judge(tool: str, reports: list[Report], counts: dict[str, int]) -> tuple[list[str], list[str]]:
-    """What is new, and what is known, in words; `counts`: how many instructions of each kernel."""
+    """What is new, and what is known, in words; `counts`: how many reports of each kernel."""
     new, known = [], []
     places: dict[str, set[str]] = {}
     reasons = {}
@@ -138,23 +142,23 @@ def judge(tool: str, reports: list[Report], counts: dict[str, int]) -> tuple[lis
         if rule is None:
             new.append(f"{report.name}: {report.title}")
             continue
-        places.setdefault(report.name, set()).update(report.places)
+        places.setdefault(report.name, set()).update(report.places[:1])
         reasons[report.name] = rule
     for name, there in sorted(places.items()):
         most = counts.get(name, 0) if reasons[name].counted else len(there)
         if len(there) > most:
-            new.append(f"{name}: reports name {len(there)} instructions, {most} are known")
-        known.append(f"{name}: {len(there)} instructions ({reasons[name].why})")
+            new.append(f"{name}: {len(there)} reports, {most} are known")
+        known.append(f"{name}: {len(there)} reports ({reasons[name].why})")
     return list(Counter(new)), known
 
 
 def record(tool: str, reports: list[Report]) -> dict[str, int]:
-    """How many instructions of each kernel are named in reports that are to be counted."""
+    """How many reports of each kernel there are, of those that are to be counted."""
     counted = [x.where for x in KNOWN.get(tool, ()) if x.counted]
     places: dict[str, set[str]] = {}
     for report in reports:
         if any(re.match(where, report.name) for where in counted):
-            places.setdefault(report.name, set()).update(report.places)
+            places.setdefault(report.name, set()).update(report.places[:1])
     return {name: len(there) for name, there in places.items()}
 
 

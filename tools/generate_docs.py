@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,14 +24,20 @@ ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("support", "speed")
 YES, NO = "\N{CHECK MARK}", "\N{EN DASH}"
 DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-BACKENDS = {
-    "cpu": ("fp64", "fp32", "fp16", "bf16"),
-    "sm_75": ("fp32", "fp16", "bf16"),
-    "sm_80": ("fp32", "fp16", "bf16"),
-    "sm_90": ("fp32", "fp16", "bf16"),
-}
 Maker = Callable[..., Any]  # makes a meta tensor of a size, in the dtype asked about or another
 Call = dict[str, Any]  # arguments of explain()
+
+
+def backends() -> dict[str, tuple[str, ...]]:
+    """The CPU and the oldest chip of every family of the library, with the dtypes to ask for."""
+    import torch
+
+    import flashmoe_science  # noqa: F401  (registers the ops)
+
+    families = json.loads(torch.ops.flashmoe.build_info())["cuda_families"]
+    chips = sorted(family["oldest"] for family in families)
+    cpu = {"cpu": ("fp64", "fp32", "fp16", "bf16")}
+    return cpu | {f"sm_{chip}": ("fp32", "fp16", "bf16") for chip in chips}
 
 
 def dense(meta: Maker, lead: tuple = (2,), kv_heads: int = 4, dim: int = 64, value_dim: int = 0):
@@ -107,7 +114,7 @@ def support_cell(make_calls: Callable[[Maker], list[Call]], dtype: str, device: 
 
 def support_table() -> str:
     """option x dtype x backend, as the planner answers."""
-    columns = [(device, dtype) for device, dtypes in BACKENDS.items() for dtype in dtypes]
+    columns = [(device, dtype) for device, dtypes in backends().items() for dtype in dtypes]
     header = ["", *(f"{device} {dtype}" for device, dtype in columns)]
     lines = [markdown_row(header), markdown_row(["---", *[":-:"] * len(columns)])]
     for name, make_calls in OPTIONS.items():

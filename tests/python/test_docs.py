@@ -172,7 +172,7 @@ def test_support_table_is_what_the_planner_says(house):
     table = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
     header, rows = lines[2].strip("|").split(" | "), table[2:]
     assert len(rows) == len(generate_docs.OPTIONS)
-    columns = [f"{b} {d}" for b, dtypes in generate_docs.BACKENDS.items() for d in dtypes]
+    columns = [f"{b} {d}" for b, dtypes in generate_docs.backends().items() for d in dtypes]
     assert [name.strip() for name in header[1:]] == columns
     for row in rows:
         assert row[1:5] == [generate_docs.YES] * 4, f"the CPU does everything, also {row[0]}"

@@ -9,9 +9,8 @@ namespace flashmoe::cuda {
 
 // Whether the planner ever takes this backward tile on compute capability 9.0: it takes the first
 // of a head dim of which an SM holds as many CTAs as the tile was made for (tile_choice.cc), so the
-// rows after that one are for chips with less shared memory. sm_90 images leave them out, which
-// saves a sixth of their backward kernels' compile time; who forces one with FLASHMOE_TILE on an
-// H200 gets it from PTX.
+// rows after that one are for chips with less shared memory. sm_90 images leave them out, 8 of 32
+// rows; who forces one with FLASHMOE_TILE on an H200 gets it from PTX.
 template <size_t kRows>
 constexpr bool runs_on_hopper(const BwdTile (&table)[kRows], size_t row, bool bias) {
   constexpr int kSharedOfSm = 228 * 1024, kReserved = 1024;

@@ -152,9 +152,8 @@ class Lister {
   }
 
   void add(Kernel kernel) {
-    static auto* const found = new std::deque<std::atomic<void*>>;  // lives as long as the kernels
     if (!kernel.id.image) return;
-    kernel.id.found = &found->emplace_back(nullptr);
+    kernel.id.found = new std::atomic<void*>(nullptr);  // never freed, as the kernels are not
     list_.push_back(kernel);
   }
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe_science.bench import ragged, runner, workloads
+from bench_rows import flops_of
+from flashmoe_science.bench import runner, workloads
 from flashmoe_science.bench.case import Shape
 from flashmoe_science.bench.results import compare
 
@@ -112,16 +113,6 @@ def test_a_wrong_row_misses_its_goal():
     decode["implementations"]["ours"]["ms"] = None
     missed = [line.split(": ")[1] for line in goals.missed_goals(rows, "cuda")]
     assert missed == ["refused, not timed"]
-
-
-def flops_of(workload: str, shape: str) -> float:
-    """Of the forward pass, without making the tensors of a GPU's row."""
-    parsed = Shape.parse(shape)
-    pairs = parsed.batch * parsed.pairs
-    if workload == "mixed_lengths" and not parsed.even:
-        lengths = ragged.uniform_lengths(parsed.batch, parsed.length)
-        pairs = sum(n * n for n in lengths) // (2 if parsed.causal else 1)
-    return 4.0 * pairs * parsed.heads * parsed.dim
 
 
 def made_up_row(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from bench_rows import flops_of
 from clocks import CPU, ONE_TURN
 from flashmoe_science.bench import peers, ragged, runner, timing, workloads
 from flashmoe_science.bench.accuracy import check, heads_to_compare
@@ -21,16 +22,6 @@ TABLES = {
     "window": workloads.WINDOW,
     "mixed_lengths": workloads.MIXED_LENGTHS,
 }
-
-
-def flops_of(workload: str, shape: str) -> float:
-    """Of the forward pass, without making the tensors of a GPU's row."""
-    parsed = Shape.parse(shape)
-    pairs = parsed.batch * parsed.pairs
-    if workload == "mixed_lengths" and not parsed.even:
-        lengths = ragged.uniform_lengths(parsed.batch, parsed.length)
-        pairs = sum(n * n for n in lengths) // (2 if parsed.causal else 1)
-    return 4.0 * pairs * parsed.heads * parsed.dim
 
 
 @pytest.mark.parametrize("workload", TABLES)

@@ -4,6 +4,7 @@
 
 #include "core/numbers.h"
 #include "cuda/attention/planner.h"
+#include "cuda/attention/workspace.h"
 
 namespace flashmoe::cuda {
 
@@ -19,22 +20,44 @@ bool shares_bias(const AttentionPlan& plan) {
   return false;
 }
 
-bool aligns_bias(const AttentionPlan& plan) {
-  constexpr int64_t kMany = 8;  // the copy is small beside what is computed with it
+int64_t bias_matrices(const AttentionPlan& plan) {
+  const TensorSpec& bias = *plan.problem.bias;
+  int64_t matrices = 1;
+  for (int i = 0; i < bias.rank - 2; ++i) matrices *= bias.shape[i];
+  return std::max<int64_t>(matrices, 1);
+}
+
+bool has_whole_bias(const AttentionPlan& plan) {
   if (!plan.problem.bias || plan.problem.ragged) return false;
   const TensorSpec& bias = *plan.problem.bias;
-  if (bias.dtype == DType::kFloat32 || bias.rank < 2 || bias.size(-1) != plan.len_k ||
-      bias.size(-2) != plan.len_q || bias.size(-1) * bias.size(-2) <= 1) {
-    return false;
-  }
-  int64_t matrices = 1;
-  bool chunks = bias.step(-1) == 1 && bias.step(-2) % 8 == 0 && plan.len_k % 8 == 0;
+  return bias.dtype != DType::kFloat32 && bias.rank >= 2 && bias.size(-1) == plan.len_k &&
+         bias.size(-2) == plan.len_q && bias.size(-1) * bias.size(-2) > 1;
+}
+
+namespace {
+
+// Whether rows of the bias are whole 16-byte chunks, and its matrices a multiple of `apart` from
+// each other; 0: of a row.
+bool has_bias_chunks(const AttentionPlan& plan, int64_t apart) {
+  const TensorSpec& bias = *plan.problem.bias;
+  if (bias.step(-1) != 1 || bias.step(-2) % 8 != 0 || plan.len_k % 8 != 0) return false;
+  if (apart == 0) apart = bias.step(-2);
+  if (apart <= 0) return false;
   for (int i = 0; i < bias.rank - 2; ++i) {
-    matrices *= bias.shape[i];
-    chunks = chunks && (bias.shape[i] == 1 || bias.stride[i] % 8 == 0);
+    if (bias.shape[i] > 1 && bias.stride[i] % apart != 0) return false;
   }
-  if (matrices > kMaxGridYZ) return false;
-  return !chunks && plan.batch * plan.heads_q >= kMany * std::max<int64_t>(matrices, 1);
+  return true;
+}
+
+}  // namespace
+
+bool aligns_bias(const AttentionPlan& plan) {
+  constexpr int64_t kMany = 8;  // the copy is small beside what is computed with it
+  if (!has_whole_bias(plan) || bias_matrices(plan) > kMaxGridYZ) return false;
+  const bool many = plan.batch * plan.heads_q >= kMany * bias_matrices(plan);
+  // TMA takes the rows of all matrices for those of one.
+  if (main_kernel(plan).bias_by_tma) return !has_bias_chunks(plan, 0);
+  return many && !has_bias_chunks(plan, 8);
 }
 
 int64_t aligned_bias_bytes(const AttentionPlan& plan) {

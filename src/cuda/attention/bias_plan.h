@@ -8,6 +8,12 @@ namespace flashmoe::cuda {
 // Whether the plan's bias is broadcast, so that its gradient is a sum.
 bool shares_bias(const AttentionPlan& plan);
 
+// Matrices of len_q x len_k that a dense bias has.
+int64_t bias_matrices(const AttentionPlan& plan);
+
+// Whether a dense 16-bit bias has a number for every query and key of a head.
+bool has_whole_bias(const AttentionPlan& plan);
+
 // Whether the bias is first copied to rows of whole 16-byte chunks, and how large the copy is.
 bool aligns_bias(const AttentionPlan& plan);
 inline int64_t aligned_bias_pitch(const AttentionPlan& plan) { return (plan.len_k + 7) / 8 * 8; }

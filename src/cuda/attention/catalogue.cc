@@ -147,6 +147,7 @@ class Lister {
     kernel.dq_accum_dim = tile.head_dim;
     if constexpr (requires { tile.dq_accum_dim(); }) kernel.dq_accum_dim = tile.dq_accum_dim();
     if constexpr (requires { tile.converts_dq(); }) kernel.converts_dq = tile.converts_dq();
+    if constexpr (requires { tile.bias; }) kernel.bias_by_tma = tile.bias;
     if constexpr (requires { Tile::kCountsTasks; }) kernel.counts_tasks = Tile::kCountsTasks;
     add(kernel);
   }
@@ -192,9 +193,11 @@ std::vector<Kernel> list_kernels() {
   Lister list;
   list.add("sm90", both, Role::kForward, "fwd", "fwd", sm90::kFwd);
   list.add("sm90", both, Role::kForward, "fwd_general", "fwd", sm90::kFwdGeneral);
+  list.add("sm90", both, Role::kForwardBias, "fwd_bias", "fwd_bias", sm90::kFwdBias);
   list.add("sm90", both, Role::kBackward, "bwd", "bwd", sm90::kBwd);
   list.add("sm90", both, Role::kBackward, "bwd_general", "bwd", sm90::kBwdGeneral);
-  list.add_small("sm90", both, {Role::kRaggedBlocks, Role::kPreprocess, Role::kBackwardDq});
+  list.add_small("sm90", both,
+                 {Role::kRaggedBlocks, Role::kBiasAlign, Role::kPreprocess, Role::kBackwardDq});
 
   const auto add_mma_sync = [&](const char* family, const std::initializer_list<DType>& dtypes,
                                 const auto& fwd, const auto& fwd_bias, const auto& bwd,

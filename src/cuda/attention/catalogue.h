@@ -42,6 +42,7 @@ struct Kernel {
   int cluster = 1;            // CTAs that share a block of keys
   int dq_accum_dim = 0;       // backward: columns of the accumulator of dQ
   bool converts_dq = false;   // backward: converts dQ from its accumulator itself
+  bool bias_by_tma = false;   // takes a bias in rows of whole 16-byte chunks, of one matrix
   bool counts_tasks = false;  // gives out its tasks by a counter, not by the grid
 };
 

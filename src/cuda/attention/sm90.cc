@@ -5,6 +5,7 @@
 
 #include "core/numbers.h"
 #include "core/text.h"
+#include "cuda/attention/bias_plan.h"
 #include "cuda/attention/call.h"
 #include "cuda/attention/lay_out.h"
 #include "cuda/attention/sm90/params.h"
@@ -78,6 +79,24 @@ Status encode_queries(TensorMap& map, const TensorSpec& spec, const void* data, 
   return encode(map, five, data, box);
 }
 
+// The map of a bias whose rows, those of all heads and batches, lie a multiple of a row apart, in
+// boxes of `rows` rows.
+Status encode_bias(Sm90Bias& bias, const AttentionPlan& plan, const AttentionParams& p,
+                   int64_t rows) {
+  const auto address = reinterpret_cast<uintptr_t>(p.bias);
+  const int64_t bytes = dtype_bytes(plan.problem.bias->dtype);
+  bias.first_column = static_cast<int32_t>(address % 16 / bytes);
+  TensorSpec matrix;
+  matrix.dtype = plan.problem.bias->dtype;
+  matrix.rank = 2;
+  matrix.stride = {p.bias_strides.row, 1};
+  int64_t last = p.bias_strides.head > 0 ? (plan.heads_q - 1) * p.bias_strides.head : 0;
+  for (int i = 0; i < p.batch_dims; ++i) last += (p.batch_sizes[i] - 1) * p.bias_strides.batch[i];
+  matrix.shape = {last / p.bias_strides.row + plan.len_q, bias.first_column + plan.len_k};
+  const int box[] = {static_cast<int>(rows), 64};
+  return encode(bias.map, matrix, reinterpret_cast<const void*>(address - address % 16), box);
+}
+
 // Bytes that are to stay in L2, which has room for the rest as well.
 constexpr int64_t kCachedBytes = 32 << 20;
 
@@ -91,7 +110,7 @@ int64_t persistent_ctas(const AttentionPlan& plan) {
 
 // Heads that share their keys, of which 2^this share a tile: see Sm90FwdParams.
 int log2_packed_heads(const AttentionPlan& plan, int64_t block_q) {
-  if (plan.problem.ragged) return 0;
+  if (plan.problem.ragged || plan.problem.bias) return 0;
   const int64_t group = plan.heads_q / std::max<int64_t>(plan.heads_k, 1);
   const auto tasks = [&](int pack) {
     return ceil_div(plan.len_q << pack, block_q) * (plan.heads_q >> pack);
@@ -172,12 +191,13 @@ void lay_out_forward(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) 
 
 void lay_out_backward(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
   const AttentionProblem& p = plan.problem;
-  cuda::lay_out_backward(plan, gpu, nullptr);
+  const Kernel* bias_sum = find_bias_sum(plan);
+  cuda::lay_out_backward(plan, gpu, bias_sum);
   plan.work_items = key_blocks(plan) * (p.ragged ? 1 : plan.batch) * plan.heads_k;
   const int64_t clusters = std::max<int64_t>(gpu.multiprocessors / kernel.cluster, 1);
   const int64_t ctas = kernel.cluster * std::min(plan.work_items, clusters);
 
-  add_first_launches(plan);
+  add_first_launches(plan, bias_sum);
   Grid rows = query_grid(plan);
   if (!p.ragged) {
     rows = grid_of(ceil_div(plan.len_q, preprocess_rows(plan, ctas)) * plan.heads_q, 1,
@@ -188,11 +208,13 @@ void lay_out_backward(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu)
   AttentionLaunch main = per_slice(kernel, grid_of(ctas));
   main.overlaps = true;
   plan.launches.push_back(main);
-  if (!has_dq_kernel(plan)) return;
-  AttentionLaunch dq =
-      per_slice(*find_kernel(Role::kBackwardDq, plan.family, dtype), query_grid(plan));
-  dq.overlaps = true;
-  plan.launches.push_back(dq);
+  if (has_dq_kernel(plan)) {
+    AttentionLaunch dq =
+        per_slice(*find_kernel(Role::kBackwardDq, plan.family, dtype), query_grid(plan));
+    dq.overlaps = true;
+    plan.launches.push_back(dq);
+  }
+  if (bias_sum) add_bias_sum(plan, *bias_sum);
 }
 
 Status fill_maps(Sm90FwdParams& p, const Call& call) {
@@ -204,6 +226,7 @@ Status fill_maps(Sm90FwdParams& p, const Call& call) {
   if (status.ok()) status = encode_queries(p.out_map, problem.out, t.out, 64, p.pack, ragged);
   if (status.ok()) status = encode_keys(p.key_map, problem.key, t.key, plan.block_k, ragged);
   if (status.ok()) status = encode_keys(p.value_map, problem.value, t.value, plan.block_k, ragged);
+  if (status.ok() && problem.bias) status = encode_bias(p.tma_bias, plan, p, plan.block_q);
   return status;
 }
 
@@ -224,6 +247,7 @@ Status fill_maps(Sm90BwdParams& p, const Call& call) {
   if (status.ok() && p.grad_out) {
     status = map(p.grad_out_map, *problem.grad_out, t.grad_out, rows);
   }
+  if (status.ok() && problem.bias) status = encode_bias(p.tma_bias, plan, p, rows);
   // Gradients leave by warpgroups, 64 rows each.
   if (status.ok() && p.grad_key) {
     status = map(p.grad_key_map, *problem.grad_key, t.grad_key, 64);
@@ -271,11 +295,30 @@ Status run_backward(const Call& call) {
   return run_launches(call, p, fill_side_params(call, p, false));
 }
 
+// What no kernel with a bias can do; the mma.sync kernels can.
+std::string lacks_for_bias(const AttentionPlan& plan) {
+  constexpr int64_t kMostDim = 128;
+  const AttentionProblem& p = plan.problem;
+  const Geometry g = geometry(p);
+  if (p.ragged) return "takes no packed bias";
+  if (plan.len_q == 1) return "takes no bias of one query";
+  if (!has_whole_bias(plan)) return "takes a 16-bit bias of all queries and keys alone";
+  if (g.softcap > 0 || !(g.scale > 1e-6)) return "adds a bias before softcap and scale";
+  if (std::max(plan.head_dim, plan.head_dim_v) > kMostDim) {
+    return text("takes a bias up to head dim ", kMostDim);
+  }
+  if (bias_matrices(plan) > kMaxGridYZ) return "cannot copy so many matrices of a bias";
+  if (bias_matrices(plan) > INT32_MAX / plan.len_q) return "cannot count the rows of the bias";
+  return {};
+}
+
 }  // namespace
 
 std::string lacks(const AttentionPlan& plan) {
   const AttentionProblem& p = plan.problem;
-  if (p.bias) return "takes no bias; the sm80 family does";
+  if (p.bias) {
+    if (std::string why = lacks_for_bias(plan); !why.empty()) return why;
+  }
   if (plan.len_k == 0 || plan.len_q == 0 || plan.batch == 0 || plan.heads_q == 0) {
     return "there is nothing to attend to";
   }

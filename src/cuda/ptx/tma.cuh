@@ -40,6 +40,14 @@ __device__ __forceinline__ void tma_load_evict_first(uint32_t shared, const void
       : "memory");
 }
 __device__ __forceinline__ void tma_load(uint32_t shared, const void* map, uint32_t barrier, int c0,
+                                         int c1) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4}], [%2];" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1)
+      : "memory");
+}
+__device__ __forceinline__ void tma_load(uint32_t shared, const void* map, uint32_t barrier, int c0,
                                          int c1, int c2, int c3, int c4) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"

@@ -12,6 +12,7 @@ namespace flashmoe::cuda::sm90 {
 // less of a tile empty.
 inline constexpr Sm90FwdTile kFwd[] = {
     // head_dim, block_q, block_k, stages, general_score
+    {32, 192, 128, 4, false}, {32, 128, 128, 4, false},
     {64, 192, 128, 4, false}, {64, 128, 128, 4, false},
     {96, 192, 96, 2, false}, {96, 128, 128, 2, false},
     {128, 128, 128, 2, false},
@@ -28,6 +29,15 @@ inline constexpr Sm90FwdTile kFwdGeneral[] = {
     {128, 128, 128, 2, true},
     {192, 128, 96, 2, true},
     {256, 128, 64, 2, true},
+};
+
+// With a bias.
+inline constexpr Sm90FwdTile kFwdBias[] = {
+    // head_dim, block_q, block_k, stages, general_score, bias
+    {32, 128, 128, 2, false, true},
+    {64, 128, 128, 2, false, true},
+    {96, 128, 64, 2, false, true},
+    {128, 128, 64, 2, false, true},
 };
 
 // As many queries as registers allow beside dK and dV of 64 keys; above D = 128 a warpgroup has one

@@ -45,10 +45,12 @@ struct FwdConfig {
   static constexpr int kDim = kTile.head_dim, kStages = kTile.stages;
   static constexpr int kBlockQ = kTile.block_q, kBlockK = kTile.block_k;
   static constexpr int kOutStages = kTile.out_stages();
+  static constexpr bool kBias = kTile.bias;
   static constexpr int kWarpgroups = kBlockQ / kWarpgroupRows;  // of consumers
   using Rows = tma::Tile<kBlockQ, kDim>;
   using Keys = tma::Tile<kBlockK, kDim>;
   using Out = tma::Tile<kBlockQ, 64>;
+  using ScoreTile = tma::Tile<kBlockQ, kBlockK>;  // the bias
 
   // mbarriers, each a tma::Slot with `full` and `empty`. "Producer" is its one thread, whose
   // arrival on `full` also expects the bytes of TMA.
@@ -61,7 +63,9 @@ struct FwdConfig {
     // [kStages] K, and [kStages] V. As Q.
     kKBarrier = 3,
     kVBarrier = kKBarrier + kStages,
-    kBarriers = kVBarrier + kStages,
+    // [kStages] The bias, in kernels with one. As Q.
+    kBiasBarrier = kVBarrier + kStages,
+    kBarriers = kBiasBarrier + (kBias ? kStages : 0),
   };
   // Named barriers (0 is __syncthreads()).
   enum NamedBarrier : int {
@@ -72,13 +76,22 @@ struct FwdConfig {
   };
   static constexpr int kPingPongThreads = 2 * kWarpgroupThreads;
 
-  struct Smem {
+  struct PlainSmem {
     Rows sQ;
     Keys sK[kStages], sV[kStages];
     Out sO[kOutStages];  // O on its way out, 64 columns each
     FwdTask tasks[2];
     tma::Slot::Barriers barriers[kBarriers];
   };
+  struct BiasSmem {
+    Rows sQ;
+    Keys sK[kStages], sV[kStages];
+    ScoreTile sBias[kStages];
+    Out sO[kOutStages];
+    FwdTask tasks[2];
+    tma::Slot::Barriers barriers[kBarriers];
+  };
+  using Smem = std::conditional_t<kBias, BiasSmem, PlainSmem>;
   static_assert(offsetof(Smem, tasks) + kBarrierBytes == kTile.shared_bytes());
   static_assert(sizeof(Smem) <= kTile.shared_bytes() && kTile.shared_bytes() <= kSm90SharedBytes);
   static_assert(kBlockQ % kWarpgroupRows == 0 && kBlockK % 16 == 0);

@@ -37,7 +37,14 @@ class FwdConsumer {
     return ScoreRule<Sm90FwdParams>(wg_.p);
   }
 
-  // S = Q K^T
+  // S = the bias, which issue_scores() adds to.
+  __device__ __forceinline__ void start_scores() {
+    if constexpr (C::kBias) {
+      wg_.keys.wait_full(wg_.bias_slot());
+      softmax_.start_from_bias(wg_);
+    }
+  }
+  // S = Q K^T, or S += Q K^T with a bias.
   __device__ __forceinline__ void issue_scores() {
     const uint32_t sQ = wg_.smem + offsetof(Smem, sQ) + wg_.index * kWarpgroupRows * 128;
     const uint32_t sK = wg_.smem + offsetof(Smem, sK) + wg_.keys.at() * sizeof(typename C::Keys);
@@ -46,7 +53,7 @@ class FwdConsumer {
 #pragma unroll
     for (int step = 0; step < C::kDim / 16; ++step) {
       ptx::Wgmma<C::kBf16, C::kBlockK>::ss(softmax_.rS, C::Rows::along(q, step),
-                                           C::Keys::along(k, step), step > 0);
+                                           C::Keys::along(k, step), C::kBias || step > 0);
     }
     ptx::wgmma_commit_group();
   }
@@ -64,6 +71,7 @@ class FwdConsumer {
   __device__ __forceinline__ int issue_scores_and_values() {
     const tma::Ring<C::kStages> before = wg_.keys;
     wg_.keys.advance();
+    start_scores();
     wg_.keys.wait_full(wg_.k_slot());
     wg_.wait_turn();
     ptx::wgmma_fence();
@@ -80,6 +88,10 @@ class FwdConsumer {
     wg_.release(wg_.k_slot());
     if (wg_.block > wg_.reload(wg_.task().key_begin)) return;
     wg_.release(wg_.slot(C::kQBarrier));
+  }
+  // P of a tile is there: its bias is not needed any more.
+  __device__ __forceinline__ void release_bias() {
+    if constexpr (C::kBias) wg_.release(wg_.bias_slot());
   }
   __device__ __forceinline__ void pack_probabilities() {
 #pragma unroll
@@ -125,9 +137,11 @@ class FwdConsumer {
       wg_.wait_turn();
       wg_.pass_turn();
       wg_.keys.wait_full(v);
+      if (C::kBias) wg_.keys.wait_full(wg_.bias_slot());
       if (lane() == 0) {
         ptx::mbarrier_arrive(k.empty);
         ptx::mbarrier_arrive(v.empty);
+        if (C::kBias) ptx::mbarrier_arrive(wg_.bias_slot().empty);
       }
       wg_.keys.advance();
     }
@@ -135,6 +149,7 @@ class FwdConsumer {
 
   // The first tile of a task.
   __device__ __forceinline__ void first_scores() {
+    start_scores();
     ptx::mbarrier_wait(wg_.slot(C::kQBarrier).full, wg_.tasks.count() % 2);
     wg_.keys.wait_full(wg_.k_slot());
     wg_.wait_turn();
@@ -148,6 +163,7 @@ class FwdConsumer {
     if (C::kTile.general_score) softmax_.transform(rule());
     if (wg_.needs_mask()) softmax_.mask(wg_);
     softmax_.template step<true>(rule());
+    release_bias();
     pack_probabilities();
     --wg_.block;
 #pragma unroll
@@ -168,6 +184,7 @@ class FwdConsumer {
       guess_softmax();
       release_scores();
     }
+    release_bias();
     wg_.release(wg_.slot(C::kVBarrier + before));
     pack_probabilities();
     --wg_.block;

@@ -119,6 +119,13 @@ class FwdEpilogue {
     recompute_rows(upper, lower);
   }
 
+  __device__ __forceinline__ float bias_at(int query, int key) const {
+    const FwdTask& task = wg_.task();
+    const int64_t first = offset(p_, p_.bias_strides, task.batch, task.head, 0);
+    return Type::unpack(
+        static_cast<const uint16_t*>(p_.bias)[first + query * p_.bias_strides.row + key]);
+  }
+
   // Rows of the warp key by key, from the keys that each sees. `upper` has four bits for each of
   // the first eight rows, `lower` for the others. Slow, and rarely needed.
   __device__ __forceinline__ void recompute_rows(uint32_t upper, uint32_t lower) const {
@@ -145,6 +152,8 @@ class FwdEpilogue {
       const int end = task.seq.valid ? task.seq.end(wg_.query(r), p_) : 0;
 #pragma unroll 1
       for (int key = task.seq.begin(wg_.query(r), p_); key < end; ++key) {
+        const float bias = C::kBias ? bias_at(r, key) : 0.f;
+        if (bias == -INFINITY) continue;  // hidden, as by a mask
         const uint16_t* k = key_row(p_.key, p_.key_strides, key);
         const uint16_t* v = key_row(p_.value, p_.value_strides, key);
         float s = 0;
@@ -152,6 +161,7 @@ class FwdEpilogue {
           s += number(q, c, p_.head_dim) * number(k, c, p_.head_dim);
         }
         s = ScoreRule<Sm90FwdParams>(p_).score(warp_sum(s));
+        if (C::kBias) s += bias * kLog2e;
         const float raised = fmaxf(reference, s);
         const float finite = raised == -INFINITY ? 0.f : raised;
         const float correction = ptx::ex2_approx_ftz(reference - finite);

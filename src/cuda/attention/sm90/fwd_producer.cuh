@@ -19,6 +19,7 @@ class FwdProducer {
     for (const TensorMap* map : {&p_.query_map, &p_.key_map, &p_.value_map, &p_.out_map}) {
       ptx::prefetch_tensormap(map);
     }
+    if (C::kBias) ptx::prefetch_tensormap(&p_.tma_bias.map);
     const FwdScheduler<C> scheduler{p_};
     tma::Ring<2> tasks;
     int number = scheduler.first();
@@ -53,9 +54,25 @@ class FwdProducer {
                                     task.first_token(p_), task.head, task.batch);
         queries_.advance();
       }
+      if constexpr (C::kBias) load_bias(task, n);
       keys_.wait_empty(v);
       tma::fill<typename C::Keys>(v, smem_ + offsetof(Smem, sV) + stage, p_.value_map, row,
                                   key_head, task.batch);
+    }
+  }
+
+  // The bias of tile n of keys.
+  __device__ __forceinline__ void load_bias(const FwdTask& task, int n) {
+    using Tile = typename C::ScoreTile;
+    const tma::Slot slot = C::slot(smem_, C::kBiasBarrier + keys_.at());
+    const uint32_t to = smem_ + offsetof(Smem, sBias) + keys_.at() * sizeof(Tile);
+    keys_.wait_empty(slot);
+    ptx::mbarrier_arrive_expect_tx(slot.full, Tile::kBytes);
+#pragma unroll
+    for (int i = 0; i < Tile::kBlocks; ++i) {
+      ptx::tma_load(to + i * Tile::kBlockBytes, &p_.tma_bias.map, slot.full,
+                    p_.tma_bias.first_column + n * C::kBlockK + i * Tile::kBlockCols,
+                    task.bias_row);
     }
   }
 

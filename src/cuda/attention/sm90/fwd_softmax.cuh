@@ -29,6 +29,25 @@ struct FwdSoftmax {
     }
   }
 
+  // The bias of a tile, which S is then added to: scores are scale * (q.k + bias / scale).
+  __device__ __forceinline__ void start_from_bias(const FwdWarpgroup<C>& wg) {
+    using Tile = typename C::ScoreTile;
+    const uint32_t from =
+        wg.smem + offsetof(typename C::Smem, sBias) + wg.keys.at() * sizeof(Tile) +
+        Tile::at(wg.index * kWarpgroupRows + warpgroup_warp() * 16 + lane() % 16, lane() / 16 * 8);
+    const float inverse = wg.p.bias_scale;
+#pragma unroll
+    for (int n = 0; n < C::kBlockK / 16; ++n) {
+      uint32_t x[4];  // keys 0 to 7 and 8 to 15, of each rows 0 to 7 and 8 to 15
+      ptx::ldmatrix_x4(x, (from ^ n % 4 * 32) + n / 4 * Tile::kBlockBytes);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        rS[8 * n + 2 * i] = C::Type::unpack(static_cast<uint16_t>(x[i])) * inverse;
+        rS[8 * n + 2 * i + 1] = C::Type::unpack(static_cast<uint16_t>(x[i] >> 16)) * inverse;
+      }
+    }
+  }
+
   // Writes -inf over the scores of keys that a row does not see.
   __device__ __forceinline__ void mask(const FwdWarpgroup<C>& wg) {
 #pragma unroll
@@ -101,8 +120,12 @@ struct FwdSoftmax {
                        C::Rows::at(r, column);
     const uint32_t k = wg.smem + offsetof(Smem, sK) + wg.keys.at() * sizeof(typename C::Keys) +
                        C::Keys::at(r, column);
+    if constexpr (C::kBias) {
+      start_from_bias(wg);
+    } else {
 #pragma unroll
-    for (float& x : rS) x = 0;
+      for (float& x : rS) x = 0;
+    }
 #pragma unroll 1
     for (int step = 0; step < C::kDim / 16; ++step) {
       const uint32_t chunk = step % 4 * 32;  // swizzled as the lane's first chunk is

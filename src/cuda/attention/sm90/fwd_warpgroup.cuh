@@ -25,6 +25,9 @@ struct FwdWarpgroup {
   __device__ __forceinline__ tma::Slot slot(int barrier) const { return C::slot(smem, barrier); }
   __device__ __forceinline__ tma::Slot k_slot() const { return slot(C::kKBarrier + keys.at()); }
   __device__ __forceinline__ tma::Slot v_slot() const { return slot(C::kVBarrier + keys.at()); }
+  __device__ __forceinline__ tma::Slot bias_slot() const {
+    return slot(C::kBiasBarrier + keys.at());
+  }
   __device__ __forceinline__ void release(const tma::Slot& slot) const { warp_arrive(slot.empty); }
 
   __device__ __forceinline__ const FwdTask& task() const { return shared.tasks[tasks.at()]; }

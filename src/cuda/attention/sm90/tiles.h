@@ -16,6 +16,7 @@ struct Sm90FwdTile {
   int block_q, block_k;  // a consumer warpgroup for each 64 rows, and the producer's warpgroup
   int stages;            // of K and V in shared memory
   bool general_score;    // whether there may be a softcap, or a scale that is not positive
+  bool bias = false;     // whether a bias is added
   int ctas = 1;          // per SM: one takes all shared memory and registers
   static constexpr bool kCountsTasks = true;
 
@@ -25,7 +26,8 @@ struct Sm90FwdTile {
   constexpr int out_stages() const { return blocks() > 1 ? 2 : 1; }
   constexpr int shared_bytes() const {
     const int tiles = block_q + 2 * stages * block_k;
-    return (tiles * blocks() + out_stages() * block_q) * 128 + kBarrierBytes;
+    const int bias_tiles = bias ? stages * block_q * block_k * 2 : 0;
+    return (tiles * blocks() + out_stages() * block_q) * 128 + bias_tiles + kBarrierBytes;
   }
 };
 

@@ -1,5 +1,6 @@
 // Kernels without a tile: what goes row by row before and after a pass.
 #include "cuda/attention/kernels/instantiate.cuh"
+#include "cuda/attention/mma_sync/bias_align.cuh"
 #include "cuda/attention/ragged.cuh"
 #include "cuda/attention/sm90/bwd_convert_dq.cuh"
 #include "cuda/attention/sm90/bwd_preprocess.cuh"
@@ -9,6 +10,11 @@ using namespace flashmoe::cuda;
 extern "C" __global__ void __launch_bounds__(kRaggedThreads)
     FLASHMOE_KERNEL(attention_ragged_blocks)(const __grid_constant__ RaggedParams p) {
   attention_ragged_blocks(p);
+}
+
+extern "C" __global__ void __launch_bounds__(kRowThreads)
+    FLASHMOE_KERNEL(attention_bias_align)(const __grid_constant__ BiasAlignParams p) {
+  attention_bias_align(p);
 }
 
 extern "C" __global__ void __launch_bounds__(kRowThreads, 8)

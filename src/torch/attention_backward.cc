@@ -17,7 +17,8 @@ Tensor allocate_gradient(const std::optional<TensorSpec>& spec, const TensorSpec
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const BackwardArguments& b) {
-  const Arguments& a = b.forward;
+  Arguments a = b.forward;
+  a.bias = start_aligned(a.bias);
   check_same_device(a, {{"out", &b.out},
                         {"lse", &b.lse},
                         {"grad_out", pointer_to(b.grad_out)},

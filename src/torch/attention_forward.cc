@@ -7,8 +7,10 @@
 namespace flashmoe::ops {
 namespace {
 
-std::tuple<Tensor, Tensor> forward(const Arguments& a) {
-  check_same_device(a);
+std::tuple<Tensor, Tensor> forward(const Arguments& given) {
+  check_same_device(given);
+  Arguments a = given;
+  a.bias = start_aligned(a.bias);
   const ForwardCall call = forward_call(a, device_of(a.query));
   // Refused before anything is copied or allocated.
   const auto plan = plan_or_fail<AttentionPlan>(call.problem);

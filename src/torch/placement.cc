@@ -39,6 +39,11 @@ Tensor hand_out(const Tensor& written, const Placement& placement) {
   return placement.moved ? copy_of(written, placement.outside) : written;
 }
 
+OptionalTensor start_aligned(const OptionalTensor& tensor) {
+  if (!tensor || !tensor->is_cuda() || starts_aligned(*tensor)) return tensor;
+  return copy_of(*tensor, packed_like(spec_of("bias", *tensor)));
+}
+
 std::optional<Placement> place(const char* name, const OptionalTensor& tensor,
                                const Device& device) {
   return tensor ? std::optional(place(name, *tensor, device)) : std::nullopt;

@@ -23,6 +23,10 @@ Tensor bring_in(const Tensor& tensor, const Placement& placement);
 // The tensor that torch gets: what the kernels wrote, or a copy of it where torch wants it.
 Tensor hand_out(const Tensor& written, const Placement& placement);
 
+// The tensor, or a packed copy where it begins at an address that kernels cannot use: for a bias,
+// which may lie in any way else.
+OptionalTensor start_aligned(const OptionalTensor& tensor);
+
 // The same for what a call may not have.
 std::optional<Placement> place(const char* name, const OptionalTensor& tensor,
                                const Device& device);

@@ -98,6 +98,7 @@ BiasAlignParams bias_align(const Call& call, void* rows) {
   p.bias = call.tensors.bias;
   p.rows = rows;
   p.strides = bias_strides(bias, call.geometry, p.column);
+  p.len_q = static_cast<int32_t>(plan.len_q);
   p.len_k = static_cast<int32_t>(plan.len_k);
   p.pitch = static_cast<int32_t>(aligned_bias_pitch(plan));
   p.batch_dims = call.geometry.num_lead;
@@ -206,12 +207,6 @@ void enter_bias_slice(AttentionParams& p, const Call& call, int64_t first_head, 
   p.bias_strides.head = pitch;
 }
 
-Status check_aligned(const char* name, const void* data) {
-  if (reinterpret_cast<uintptr_t>(data) % 16 == 0) return {};
-  return invalid(name,
-                 " begins at an address that is not a multiple of 16 bytes; call .clone() on it");
-}
-
 template <class T>
 T* at(const Call& call, size_t offset) {
   return reinterpret_cast<T*>(call.workspace + offset);
@@ -225,6 +220,12 @@ const Kernel* planned_bias_sum(const AttentionPlan& plan) {
 }
 
 }  // namespace
+
+Status check_aligned(const char* name, const void* data) {
+  if (reinterpret_cast<uintptr_t>(data) % 16 == 0) return {};
+  return invalid(name,
+                 " begins at an address that is not a multiple of 16 bytes; call .clone() on it");
+}
 
 void fill_forward(AttentionFwdParams& p, const Call& call) {
   const AttentionPlan& plan = call.plan;

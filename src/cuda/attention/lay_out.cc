@@ -62,7 +62,8 @@ void add_bias_align(AttentionPlan& plan) {
   for (int i = 0; i < bias.rank - 3; ++i) batches *= bias.shape[i];
   const int64_t heads = bias.rank > 2 ? bias.size(-3) : 1;
   plan.launches.push_back(once(small_kernel(plan, Role::kBiasAlign),
-                               grid_of(plan.len_q, heads, batches), Given::kBiasAlign));
+                               grid_of(ceil_div(plan.len_q, kAlignedRows), heads, batches),
+                               Given::kBiasAlign));
 }
 
 }  // namespace

@@ -128,7 +128,7 @@ struct BiasAlignParams {
   int64_t column;
   int32_t batch_dims;
   int32_t batch_sizes[kMaxBatchDims];
-  int32_t len_k, pitch;
+  int32_t len_q, len_k, pitch;
 };
 
 // Of the kernel that copies the bias of a ragged batch, 16-bit, from (pairs, heads) to (heads,

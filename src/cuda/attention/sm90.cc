@@ -8,6 +8,7 @@
 #include "cuda/attention/bias_plan.h"
 #include "cuda/attention/call.h"
 #include "cuda/attention/lay_out.h"
+#include "cuda/attention/planner.h"
 #include "cuda/attention/sm90/params.h"
 #include "cuda/attention/tile_choice.h"
 #include "cuda/attention/workspace.h"
@@ -79,22 +80,20 @@ Status encode_queries(TensorMap& map, const TensorSpec& spec, const void* data, 
   return encode(map, five, data, box);
 }
 
-// The map of a bias whose rows, those of all heads and batches, lie a multiple of a row apart, in
-// boxes of `rows` rows.
-Status encode_bias(Sm90Bias& bias, const AttentionPlan& plan, const AttentionParams& p,
-                   int64_t rows) {
-  const auto address = reinterpret_cast<uintptr_t>(p.bias);
-  const int64_t bytes = dtype_bytes(plan.problem.bias->dtype);
-  bias.first_column = static_cast<int32_t>(address % 16 / bytes);
+// The map of a bias: see Sm90FwdParams. Boxes have `rows` rows.
+Status encode_bias(TensorMap& map, const Call& call, const AttentionParams& p, int64_t rows) {
+  const AttentionPlan& plan = call.plan;
+  // Where it lies, or a copy in the workspace.
+  if (Status status = check_aligned("bias", p.bias); !status.ok()) return status;
   TensorSpec matrix;
   matrix.dtype = plan.problem.bias->dtype;
   matrix.rank = 2;
   matrix.stride = {p.bias_strides.row, 1};
   int64_t last = p.bias_strides.head > 0 ? (plan.heads_q - 1) * p.bias_strides.head : 0;
   for (int i = 0; i < p.batch_dims; ++i) last += (p.batch_sizes[i] - 1) * p.bias_strides.batch[i];
-  matrix.shape = {last / p.bias_strides.row + plan.len_q, bias.first_column + plan.len_k};
+  matrix.shape = {last / p.bias_strides.row + plan.len_q, plan.len_k};
   const int box[] = {static_cast<int>(rows), 64};
-  return encode(bias.map, matrix, reinterpret_cast<const void*>(address - address % 16), box);
+  return encode(map, matrix, p.bias, box);
 }
 
 // Bytes that are to stay in L2, which has room for the rest as well.
@@ -184,8 +183,8 @@ void lay_out_forward(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) 
       p.ragged ? ragged_slots(p.query.shape[0], plan.block_q, plan.batch) * plan.heads_q
                : ceil_div(plan.len_q << pack, plan.block_q) * (plan.heads_q >> pack) * plan.batch;
   add_first_launches(plan);
-  plan.launches.push_back(
-      once(kernel, grid_of(std::min(plan.work_items, gpu.multiprocessors)), Given::kCall));
+  plan.launches.push_back(once(
+      kernel, grid_of(std::min(plan.work_items, gpu.multiprocessors * kernel.ctas)), Given::kCall));
   plan.workspace_bytes = forward_workspace(plan).bytes;
 }
 
@@ -226,7 +225,7 @@ Status fill_maps(Sm90FwdParams& p, const Call& call) {
   if (status.ok()) status = encode_queries(p.out_map, problem.out, t.out, 64, p.pack, ragged);
   if (status.ok()) status = encode_keys(p.key_map, problem.key, t.key, plan.block_k, ragged);
   if (status.ok()) status = encode_keys(p.value_map, problem.value, t.value, plan.block_k, ragged);
-  if (status.ok() && problem.bias) status = encode_bias(p.tma_bias, plan, p, plan.block_q);
+  if (status.ok() && problem.bias) status = encode_bias(p.bias_map, call, p, plan.block_q);
   return status;
 }
 
@@ -247,7 +246,7 @@ Status fill_maps(Sm90BwdParams& p, const Call& call) {
   if (status.ok() && p.grad_out) {
     status = map(p.grad_out_map, *problem.grad_out, t.grad_out, rows);
   }
-  if (status.ok() && problem.bias) status = encode_bias(p.tma_bias, plan, p, rows);
+  if (status.ok() && problem.bias) status = encode_bias(p.bias_map, call, p, rows);
   // Gradients leave by warpgroups, 64 rows each.
   if (status.ok() && p.grad_key) {
     status = map(p.grad_key_map, *problem.grad_key, t.grad_key, 64);

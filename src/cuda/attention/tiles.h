@@ -12,6 +12,8 @@ inline constexpr int kRaggedThreads = 1024, kRaggedSharedBytes = 1024;
 
 // Kernels that go row by row, bound by memory: preprocess, combine and the copies of a bias.
 inline constexpr int kRowThreads = 128;
+// Rows of a bias that a CTA copies to aligned rows.
+inline constexpr int kAlignedRows = 16;
 
 // The kernel that copies the bias of a ragged batch between (pairs, heads) and (heads, pairs): its
 // tile in shared memory, a row for each head.

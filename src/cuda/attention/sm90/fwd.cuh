@@ -107,10 +107,12 @@ struct FwdConfig {
     ptx::fence_mbarrier_init();
   }
 
-  static constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : 40;
-  static constexpr int kConsumerRegisters = kWarpgroups == 3 ? 160 : 232;
+  static constexpr int kProducerRegisters = kTile.ctas > 1 || kWarpgroups == 3 ? 32 : 40;
+  static constexpr int kConsumerRegisters = kTile.ctas > 1 ? 104 : kWarpgroups == 3 ? 160 : 232;
   static_assert(kProducerRegisters + kWarpgroups * kConsumerRegisters <=
-                (kWarpgroups + 1) * registers_at_first(kWarpgroups + 1));
+                (kWarpgroups + 1) * registers_at_first(kWarpgroups + 1, kTile.ctas));
+  // Whether consumers take turns in issuing MMAs. These are few at head dims up to 32.
+  static constexpr bool kTakesTurns = kWarpgroups > 1 && kDim > 32;
 };
 
 template <class C>

@@ -106,7 +106,8 @@ class FwdEpilogue {
   // A probability of 0 times a hidden NaN is NaN: rows of O that are not finite are recomputed
   // where there is a mask. Lengths that are wrong give NaN.
   __device__ __forceinline__ void guard_rows(const float (&rO)[C::kDim / 2]) const {
-    const bool hides = p_.left < kNoLimit || p_.right < kNoLimit || p_.key_lengths || p_.blocks;
+    const bool hides =
+        C::kBias || p_.left < kNoLimit || p_.right < kNoLimit || p_.key_lengths || p_.blocks;
     if (!hides) return;
     bool finite[2] = {wg_.task().seq.valid, wg_.task().seq.valid};
 #pragma unroll

@@ -19,7 +19,7 @@ class FwdProducer {
     for (const TensorMap* map : {&p_.query_map, &p_.key_map, &p_.value_map, &p_.out_map}) {
       ptx::prefetch_tensormap(map);
     }
-    if (C::kBias) ptx::prefetch_tensormap(&p_.tma_bias.map);
+    if (C::kBias) ptx::prefetch_tensormap(&p_.bias_map);
     const FwdScheduler<C> scheduler{p_};
     tma::Ring<2> tasks;
     int number = scheduler.first();
@@ -70,9 +70,8 @@ class FwdProducer {
     ptx::mbarrier_arrive_expect_tx(slot.full, Tile::kBytes);
 #pragma unroll
     for (int i = 0; i < Tile::kBlocks; ++i) {
-      ptx::tma_load(to + i * Tile::kBlockBytes, &p_.tma_bias.map, slot.full,
-                    p_.tma_bias.first_column + n * C::kBlockK + i * Tile::kBlockCols,
-                    task.bias_row);
+      ptx::tma_load(to + i * Tile::kBlockBytes, &p_.bias_map, slot.full,
+                    n * C::kBlockK + i * Tile::kBlockCols, task.bias_row);
     }
   }
 

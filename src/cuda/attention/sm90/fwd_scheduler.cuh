@@ -17,7 +17,7 @@ struct alignas(8) FwdTask {
   int warpgroup_end[3] = {};       // the end of those that rows of a warpgroup see
   int unmasked_begin[3] = {}, unmasked_end[3] = {};  // those that need no mask, by warpgroup
   int more = false;                                  // false: there is no task any more
-  int bias_row = 0;  // kernels with a bias: the tile's first row of Sm90Bias::map
+  int bias_row = 0;  // kernels with a bias: the tile's first row of bias_map
   int64_t lse = 0;   // offset of the sequence's first lse
 
   // The tile's first token, as the tensor maps of Q and O count.

@@ -69,20 +69,20 @@ struct FwdWarpgroup {
   // MMAs of another. begin() and end() enclose all tasks: the last warpgroup makes it the first's
   // turn, and the first waits for the turn that is left over.
   __device__ __forceinline__ void begin_ping_pong() const {
-    if (C::kWarpgroups > 1 && index == C::kWarpgroups - 1) {
+    if (C::kTakesTurns && index == C::kWarpgroups - 1) {
       ptx::bar_arrive(C::kPingPong, C::kPingPongThreads);
     }
   }
   __device__ __forceinline__ void wait_turn() const {
-    if (C::kWarpgroups > 1) ptx::bar_sync(C::kPingPong + index, C::kPingPongThreads);
+    if (C::kTakesTurns) ptx::bar_sync(C::kPingPong + index, C::kPingPongThreads);
   }
   __device__ __forceinline__ void pass_turn() const {
-    if (C::kWarpgroups > 1) {
+    if (C::kTakesTurns) {
       ptx::bar_arrive(C::kPingPong + (index + 1) % C::kWarpgroups, C::kPingPongThreads);
     }
   }
   __device__ __forceinline__ void end_ping_pong() const {
-    if (C::kWarpgroups > 1 && index == 0) ptx::bar_sync(C::kPingPong, C::kPingPongThreads);
+    if (C::kTakesTurns && index == 0) ptx::bar_sync(C::kPingPong, C::kPingPongThreads);
   }
 
   // Where a row of the task begins in a tensor, in elements.

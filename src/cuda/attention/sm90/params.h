@@ -6,13 +6,6 @@
 
 namespace flashmoe::cuda {
 
-// A bias as TMA reads it: a matrix of len_k columns, whose rows are those of all heads and batches.
-// The bias of one (batch, head) begins at row offset / bias_strides.row.
-struct Sm90Bias {
-  TensorMap map;         // (rows, columns), in tiles of 64 columns
-  int32_t first_column;  // of the first key: a map begins at a multiple of 16 bytes
-};
-
 // A forward pass. The grid has as many CTAs as the chip holds at once; each goes through some of
 // `num_tasks`.
 //
@@ -21,7 +14,9 @@ struct Sm90Bias {
 struct Sm90FwdParams : AttentionFwdParams {
   TensorMap query_map, out_map;  // (batch, heads, length, 2^pack, D)
   TensorMap key_map, value_map;  // (batch, heads, length, D); ragged: tokens are the length
-  Sm90Bias tma_bias;             // kernels with a bias
+  // Kernels with a bias: (rows, len_k), the rows of all heads and batches one after the other.
+  // Those of one (batch, head) begin at row offset / bias_strides.row.
+  TensorMap bias_map;
   int32_t pack;
   int32_t query_blocks, num_tasks;
   int32_t heads_per_wave;  // (batch, head) whose tiles of queries follow each other
@@ -36,7 +31,7 @@ struct Sm90BwdParams : AttentionBwdParams {
   // is that of the queries, and loads begin beyond their end. Maps of gradients that are not wanted
   // are never read.
   TensorMap query_map, key_map, value_map, grad_out_map, grad_key_map, grad_value_map;
-  Sm90Bias tma_bias;  // kernels with a bias, in boxes of block_q rows
+  TensorMap bias_map;  // kernels with a bias: see Sm90FwdParams
   // The gradient of a bias that is not shared, where TMA can store it: see stores_grad_bias.
   TensorMap grad_bias_map;
   int32_t stores_grad_bias;  // whether it can: rows of whole chunks of 16 bytes

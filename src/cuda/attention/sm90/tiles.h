@@ -9,7 +9,9 @@ inline constexpr int kSm90SharedBytes = 227 * 1024, kBarrierBytes = 512;
 
 // Registers that each thread of a CTA has when it begins, before setmaxnreg moves them between
 // warpgroups. A warpgroup that asks for more than the others gave away waits for ever.
-constexpr int registers_at_first(int warpgroups) { return 65536 / (warpgroups * 128) / 8 * 8; }
+constexpr int registers_at_first(int warpgroups, int ctas = 1) {
+  return 65536 / (ctas * warpgroups * 128) / 8 * 8;
+}
 
 struct Sm90FwdTile {
   int head_dim;
@@ -17,7 +19,7 @@ struct Sm90FwdTile {
   int stages;            // of K and V in shared memory
   bool general_score;    // whether there may be a softcap, or a scale that is not positive
   bool bias = false;     // whether a bias is added
-  int ctas = 1;          // per SM: one takes all shared memory and registers
+  int ctas = 1;          // per SM, of which each has its share of shared memory and registers
   static constexpr bool kCountsTasks = true;
 
   constexpr int threads() const { return (block_q / 64 + 1) * 128; }

@@ -4,10 +4,11 @@ Peers are PyTorch's SDPA backends in the same process with the same threads, on 
 compiled FlexAttention ("flex") and varlen_attn ("varlen"); --peer adds anybody's. Everyone is timed
 turn by turn under the same conditions, in rotated order, and a time is the median of the turns'
 medians. On a GPU that happens twice: sustained (without pauses, at the power limit as in training;
-the numbers that count) and rested (the same pause before every turn).
+the numbers that count) and rested (the same pause before every turn). Workloads of short calls are
+timed there as CUDA graphs, everyone's; --list says which, and results.json what could not be.
 
-A ratio is the best peer's time over ours: above 1 we are faster. The workload "deterministic" has
-our own ordinary backward pass as the peer its ratio is about; "crystals" on a GPU is about varlen.
+A ratio is the best peer's time over ours: above 1 we are faster. Where a workload says "next to our
+own", its ratio is about that; "crystals" on a GPU is about varlen.
 The exit code is 1 when an answer of ours is wrong.
 """
 
@@ -119,7 +120,8 @@ def list_workloads() -> None:
         print(f"{name:13} {workload.summary}")
         for device_type, shapes in workload.shapes.items():
             passes = ",".join(workload.passes_for(None, device_type))
-            print(f"{'':13} {device_type}, {passes}: {'  '.join(shapes)}")
+            how = ", as CUDA graphs" if workload.in_graph and device_type == "cuda" else ""
+            print(f"{'':13} {device_type}, {passes}{how}: {'  '.join(shapes)}")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -95,7 +95,12 @@ def format_ms(implementation: dict[str, Any] | None) -> str:
 
 
 def is_wrong(implementation: dict[str, Any]) -> bool:
-    """Of a peer from a file: its answer was checked and is wrong."""
+    """Of a peer from a file: its answer was checked, is wrong, and was not timed."""
+    return is_off(implementation) and implementation["ms"] is None
+
+
+def is_off(implementation: dict[str, Any]) -> bool:
+    """Its answer was checked and is further from float64's than is allowed."""
     return implementation.get("check", {}).get("status") == "failed"
 
 
@@ -228,6 +233,12 @@ def print_problems(console: Console, results: dict[str, Any]) -> None:
             elif implementation["ms"] is None:
                 text = f"{name} cannot run: {implementation['reason']}"
                 missing.setdefault(text, {})[where] = None
+            elif is_off(implementation):
+                text = f"{name} is timed, and less exact than allowed: "
+                text += implementation["check"]["reason"].split(" is off")[0]
+                missing.setdefault(text, {})[where] = None
+            if "no CUDA graph" in (method := implementation.get("method") or ""):
+                missing.setdefault(f"{name} is timed by {method}", {})[where] = None
     for found, style in ((wrong, "bold red"), (missing, None)):
         for text, places in found.items():
             where = f"{len(places)} rows, first {next(iter(places))}"

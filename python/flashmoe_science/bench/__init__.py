@@ -36,6 +36,7 @@ examples:
   python -m flashmoe_science bench --shape 1,8,512,64 1,8,512,64,causal,kv2 --pass fwd
   python -m flashmoe_science bench --workload decode --peers flash
   python -m flashmoe_science bench --workload crystals,crystals_bias --dtype bf16
+  python -m flashmoe_science bench --workload pair_bias,triangle --only ,256, "(512,"
   python -m flashmoe_science bench --workload dense --pass fwd,bwd,fwd+bwd --peers flash,cudnn
   python -m flashmoe_science bench --workload dense --peers cudnn --peer theirs.py
   python -m flashmoe_science bench --list
@@ -64,6 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--workload", type=words, default=["dense"], metavar="NAME,...", help="default: dense")
     shape = "B,H,S,D[,causal][,kvN][,wN]"
     add("--shape", nargs="+", action="extend", metavar=shape, help="instead of the workload's own")
+    add("--only", nargs="+", action="extend", metavar="TEXT",
+        help="only rows with one of these in their name: dense (4,8,256,64) bf16 fwd")  # fmt: skip
     add("--dtype", type=words, metavar="NAME,...", help=f"{DTYPES}. default: all, on a GPU bf16")
     add("--pass", type=words, dest="passes", metavar="NAME,...",
         help=f"{PASSES}. default: the workload's own")  # fmt: skip
@@ -190,6 +193,10 @@ def measure(args: argparse.Namespace) -> int:
     if args.passes is not None:
         check_words("--pass", args.passes, list(runner.PASSES))
     specs = runner.rows_of(args.workload, args.shape, dtypes, args.passes, device.type)
+    if args.only:
+        specs = [spec for spec in specs if any(text in spec.label for text in args.only)]
+        if not specs:
+            raise ValueError(f"--only {' '.join(args.only)}: in no row's name")
     setting = setting_of(args, device)
     schedule = setting.schedule
 

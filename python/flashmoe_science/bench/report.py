@@ -14,11 +14,17 @@ from flashmoe_science.bench.case import BACKENDS
 from flashmoe_science.bench.machine import title
 from flashmoe_science.bench.results import OURS, Row, name_of, regimes_of, rows_in
 from flashmoe_science.bench.runner import RowSpec
-from flashmoe_science.bench.workloads import NONDETERMINISTIC
+from flashmoe_science.bench.workloads import NONDETERMINISTIC, ROUNDED_BIAS, WITHOUT_BIAS
 
 MARKS = {"few": "*", "estimated": "~"}
 LEGEND = "~ one call on a few heads, scaled   * few samples   - cannot run"
 PYTORCH = {*BACKENDS, "flex", "varlen"}
+OUR_LABELS = {
+    OURS: "flashmoe_science",
+    NONDETERMINISTIC: "flashmoe_science, not deterministic",
+    WITHOUT_BIAS: "flashmoe_science without the bias",
+    ROUNDED_BIAS: "flashmoe_science, bias in 16 bits",
+}
 
 
 def make_console() -> Console:
@@ -32,8 +38,7 @@ def format_duration(seconds: float) -> str:
 
 def label_of(name: str) -> str:
     """An implementation's name in a sentence or legend."""
-    ours = {OURS: "flashmoe_science", NONDETERMINISTIC: "flashmoe_science, not deterministic"}
-    return f"PyTorch {name}" if name in PYTORCH else ours.get(name, name)
+    return f"PyTorch {name}" if name in PYTORCH else OUR_LABELS.get(name, name)
 
 
 def rate_unit(device_type: str) -> tuple[str, float]:

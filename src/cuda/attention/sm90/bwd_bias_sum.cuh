@@ -8,16 +8,16 @@
 // tiles, several CTAs share the steps of one (split), leave their sums in the workspace, and a
 // second launch adds those up in their order.
 //
-//              keys: half 0   half 1
+//         keys: half 0          half 1
 //             +--------------+--------------+
-//   queries   |   64 x 64    |   64 x 64    |  consumer 0: sum and bias of its 64 x 128 in
-//   registers 128       +--------------+--------------+
+//   queries   |   64 x 64    |   64 x 64    |  consumer 0: their sums and bias are in registers
+//   128       +--------------+--------------+
 //             |   64 x 64    |   64 x 64    |  consumer 1
 //             +--------------+--------------+
 //
 //   MMAs of a consumer   dP(n, 0) S(n, 1) | dP(n, 1) S(n+1, 0) | dP(n+1, 0) S(n+1, 1) | ...
 //   meanwhile            P(n, 0)          | P(n, 1)            | P(n+1, 0)
-//   then                 sum(0) += P dS   | sum(1) += P dS     | ...
+//   then                 sum(0) += dS     | sum(1) += dS       | ...           dS = P (dP - delta)
 //
 // So S of a half is there when its exponentials begin, and dP when they end, with S of both halves
 // and dP of one in registers. The bias is added to finished scores, by the FMA that subtracts lse.
@@ -377,7 +377,7 @@ class BiasSumConsumer {
   __device__ __forceinline__ void add_plain(int half, const float2 (&lse_delta)[2]) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      sums_[half][i] += rS_[half][i] * (rdP_[i] - lse_delta[i % 4 / 2].y);
+      sums_[half][i] = fmaf(rS_[half][i], rdP_[i] - lse_delta[i % 4 / 2].y, sums_[half][i]);
     }
   }
   // P in place of S, and kHidden where a mask or the bias hides the key from the row: what such
@@ -389,6 +389,7 @@ class BiasSumConsumer {
     seq.len_q = p_.len_q;
     seq.len_k = step.len_k;
     seq.shift = seq.len_k - seq.len_q;
+    const bool valid = !(step.flags & SumStep::kInvalid);
     const ScoreRule<Sm90BwdParams> rule(p_);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -396,7 +397,7 @@ class BiasSumConsumer {
       const int first = shared_.tile.first_key + half * C::kHalfKeys + fragment_column();
       const int begin = seq.begin(row, p_) - first;
       // A row that sees nothing has an lse of +inf.
-      const int end = lse_delta[r].x != INFINITY ? seq.end(row, p_) - first : -kNoLimit;
+      const int end = valid && lse_delta[r].x != INFINITY ? seq.end(row, p_) - first : -kNoLimit;
 #pragma unroll
       for (int j = 0; j < kCount / 2; ++j) {
         const int key = j / 2 * 8 + j % 2;
@@ -408,13 +409,16 @@ class BiasSumConsumer {
       }
     }
   }
+  // NOTE: the sum is chosen and not what is added to it, or else the compiler adds after the branch
+  // that add_plain() is in, and that has no FMA then.
   __device__ __forceinline__ void add_seen(int half, const float2 (&lse_delta)[2],
                                            const SumStep& step) {
     const float hidden = step.flags & SumStep::kInvalid ? NAN : 0.f;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const float gradient = rS_[half][i] * (rdP_[i] - lse_delta[i % 4 / 2].y);
-      sums_[half][i] += rS_[half][i] == kHidden ? hidden : gradient + hidden;
+      float& sum = sums_[half][i];
+      const float with = fmaf(rS_[half][i], rdP_[i] - lse_delta[i % 4 / 2].y, sum);
+      sum = rS_[half][i] == kHidden ? sum + hidden : with;
     }
   }
 

@@ -72,6 +72,9 @@ struct Sm90BiasSumTile {
   int block_q, block_k;
   int slots;     // of shared memory: each has Q and K of a step, or dO and V
   int ctas = 1;  // per SM: one takes all shared memory and registers
+  // Rows that TMA loads at once of Q, dO and the bias: the tensor maps are those of the backward
+  // kernel with a bias, whose block_q this is. Its block_k is this kernel's.
+  static constexpr int kBoxRows = 64;
 
   constexpr int threads() const { return 3 * 128; }  // the producer's warpgroup and two consumers
   // The slots, each with lse and delta. At the end the tile in fp32 takes their place.

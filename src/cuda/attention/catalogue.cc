@@ -56,6 +56,7 @@ int shared_bytes(Role role, const BwdTile& tile) {
 int shared_bytes(Role, const BiasSumTile& tile) { return tile.shared_bytes(); }
 int shared_bytes(Role, const Sm90FwdTile& tile) { return tile.shared_bytes(); }
 int shared_bytes(Role, const Sm90BwdTile& tile) { return tile.shared_bytes(); }
+int shared_bytes(Role, const Sm90BiasSumTile& tile) { return tile.shared_bytes(); }
 
 // The parameter of a kernel with a tile.
 const char* params_type(const FwdTile&) { return "AttentionFwdParams"; }
@@ -63,6 +64,7 @@ const char* params_type(const BwdTile&) { return "AttentionBwdParams"; }
 const char* params_type(const BiasSumTile&) { return "AttentionBwdParams"; }
 const char* params_type(const Sm90FwdTile&) { return "Sm90FwdParams"; }
 const char* params_type(const Sm90BwdTile&) { return "Sm90BwdParams"; }
+const char* params_type(const Sm90BiasSumTile&) { return "Sm90BwdParams"; }
 
 // Lists kernels, and keeps their names and images.
 class Lister {
@@ -196,6 +198,7 @@ std::vector<Kernel> list_kernels() {
   list.add("sm90", both, Role::kForwardBias, "fwd_bias", "fwd_bias", sm90::kFwdBias);
   list.add("sm90", both, Role::kBackward, "bwd", "bwd", sm90::kBwd);
   list.add("sm90", both, Role::kBackward, "bwd_general", "bwd", sm90::kBwdGeneral);
+  list.add("sm90", both, Role::kBiasSum, "bwd_bias_sum", "bwd_bias", sm90::kBiasSum);
   list.add_small("sm90", both,
                  {Role::kRaggedBlocks, Role::kBiasAlign, Role::kPreprocess, Role::kBackwardDq});
 

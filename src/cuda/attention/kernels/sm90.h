@@ -60,6 +60,15 @@ inline constexpr Sm90BwdTile kBwdGeneral[] = {
     {256, 64, 128, true},
 };
 
+// The sum of a shared bias's gradient: as many slots as shared memory holds.
+inline constexpr Sm90BiasSumTile kBiasSum[] = {
+    // head_dim, block_q, block_k, slots
+    {32, 128, 128, 6},
+    {64, 128, 128, 6},
+    {96, 128, 128, 3},
+    {128, 128, 128, 3},
+};
+
 // clang-format on
 
 }  // namespace flashmoe::cuda::sm90

@@ -3,8 +3,8 @@
 
 namespace flashmoe::cuda {
 
-// Shared memory that a CTA may have on an SM of Hopper, and what a forward kernel keeps of it for
-// its tasks and mbarriers.
+// Shared memory that a CTA may have on an SM of Hopper, and what a forward kernel, or the sum of a
+// bias's gradient, keeps of it for its tasks and mbarriers.
 inline constexpr int kSm90SharedBytes = 227 * 1024, kBarrierBytes = 512;
 
 // Registers that each thread of a CTA has when it begins, before setmaxnreg moves them between
@@ -65,6 +65,24 @@ struct Sm90BwdTile {
     const int leaving = (block_q * 4 + block_k * 2) * dq_accum_dim();
     const int rest = two_cta() ? ds + 64 * 128 * 2 : 2 * ds + leaving;
     return tiles + rest + kStages * block_q * 8 + kBwdControlBytes;
+  }
+};
+
+// The sum of the gradient of a bias that was broadcast.
+struct Sm90BiasSumTile {
+  int head_dim;
+  int block_q, block_k;
+  int slots;     // of shared memory: each has Q and K of a step, or dO and V
+  int ctas = 1;  // per SM: one takes all shared memory and registers
+  // Rows that TMA loads at once of Q, dO and the bias: the tensor maps are those of the backward
+  // kernel with a bias, whose block_q this is. Its block_k is this kernel's.
+  static constexpr int kBoxRows = 64;
+
+  constexpr int threads() const { return 3 * 128; }  // the producer's warpgroup and two consumers
+  // The slots, each with lse and delta. At the end the tile in fp32 takes their place.
+  constexpr int shared_bytes() const {
+    const int operands = (block_q + block_k) * ((head_dim + 63) / 64) * 128;
+    return slots * (operands + block_q * 8) + kBarrierBytes;
   }
 };
 

@@ -188,9 +188,8 @@ class BiasSumProducer {
       for (int i = 0; i < Tile::kBlocks; ++i) {
 #pragma unroll
         for (int r = 0; r < C::kBlockQ; r += C::kBoxRows) {
-          ptx::tma_load(C::operands(smem_, ring_) + i * Tile::kBlockBytes + r * 128,
-                        &p_.tma_bias.map, slot.full,
-                        p_.tma_bias.first_column + tile.first_key + i * Tile::kBlockCols, row + r);
+          ptx::tma_load(C::operands(smem_, ring_) + i * Tile::kBlockBytes + r * 128, &p_.bias_map,
+                        slot.full, tile.first_key + i * Tile::kBlockCols, row + r);
         }
       }
     }

@@ -96,6 +96,25 @@ Status encode_bias(TensorMap& map, const Call& call, const AttentionParams& p, i
   return encode(map, matrix, p.bias, box);
 }
 
+// The map of the gradient of a bias that is not shared, as (batch, heads, len_q, len_k), so that rows
+// past a head's last one are not stored. Returns whether there is one: for that the batch is one
+// dimension, and rows are whole chunks of 16 bytes from each other.
+bool encode_grad_bias(TensorMap& map, const AttentionPlan& plan, const AttentionBwdParams& p) {
+  constexpr int kStoredRows = 64;
+  const Strides& strides = p.grad_bias_strides;
+  if (p.grad_bias_column != 1) return false;
+  for (int i = 1; i < p.batch_dims; ++i) {
+    if (strides.batch[i - 1] != strides.batch[i] * p.batch_sizes[i]) return false;
+  }
+  TensorSpec four;
+  four.dtype = plan.problem.grad_bias->dtype;
+  four.rank = 4;
+  four.shape = {plan.batch, plan.heads_q, plan.len_q, plan.len_k};
+  four.stride = {strides.batch[p.batch_dims - 1], strides.head, strides.row, 1};
+  const int box[] = {1, 1, kStoredRows, 64};
+  return encode(map, four, p.grad_bias, box).ok();
+}
+
 // Bytes that are to stay in L2, which has room for the rest as well.
 constexpr int64_t kCachedBytes = 32 << 20;
 
@@ -247,6 +266,9 @@ Status fill_maps(Sm90BwdParams& p, const Call& call) {
     status = map(p.grad_out_map, *problem.grad_out, t.grad_out, rows);
   }
   if (status.ok() && problem.bias) status = encode_bias(p.bias_map, call, p, rows);
+  if (status.ok() && p.grad_bias) {
+    p.stores_grad_bias = encode_grad_bias(p.grad_bias_map, plan, p);
+  }
   // Gradients leave by warpgroups, 64 rows each.
   if (status.ok() && p.grad_key) {
     status = map(p.grad_key_map, *problem.grad_key, t.grad_key, 64);
@@ -308,6 +330,9 @@ std::string lacks_for_bias(const AttentionPlan& plan) {
   }
   if (bias_matrices(plan) > kMaxGridYZ) return "cannot copy so many matrices of a bias";
   if (bias_matrices(plan) > INT32_MAX / plan.len_q) return "cannot count the rows of the bias";
+  if (p.grad_bias && shares_bias(plan) && !find_kernel(Role::kBiasSum, "sm90", p.query.dtype)) {
+    return "has no sum of a shared bias's gradient";
+  }
   return {};
 }
 
@@ -356,7 +381,7 @@ std::string slower(const AttentionPlan& plan, const Gpu& gpu) {
   const int64_t dim = std::max(plan.head_dim, plan.head_dim_v);
   const bool ragged = plan.problem.ragged.has_value();
   const bool backward = plan.problem.pass == Pass::kBackward;
-  if (dim <= kDim) {
+  if (dim <= kDim && !(backward && plan.problem.bias)) {
     return text("head dims up to ", kDim, " have tiles of their own in sm80");
   }
   if (mean_length(plan) <= kShort) {

@@ -64,6 +64,7 @@ template <bool kBf16, int kN>
 struct Wgmma;
 
 // The accumulators of N columns are %0 to %(N/2 - 1) of the asm.
+#define FLASHMOE_SUMS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define FLASHMOE_SUMS_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define FLASHMOE_SUMS_32 \
   FLASHMOE_SUMS_16       \
@@ -84,10 +85,11 @@ struct Wgmma;
   "%110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, " \
   "%124, %125, %126, %127"
 // The accumulators as asm operands: HOW is "+f" where MMAs add to them, "=f" where they begin.
-#define FLASHMOE_FLOATS_8(HOW, i)                                                       \
+#define FLASHMOE_FLOATS_8_AT(HOW, i)                                                    \
   HOW(sums[i]), HOW(sums[i + 1]), HOW(sums[i + 2]), HOW(sums[i + 3]), HOW(sums[i + 4]), \
       HOW(sums[i + 5]), HOW(sums[i + 6]), HOW(sums[i + 7])
-#define FLASHMOE_FLOATS_16_AT(HOW, i) FLASHMOE_FLOATS_8(HOW, i), FLASHMOE_FLOATS_8(HOW, i + 8)
+#define FLASHMOE_FLOATS_8(HOW) FLASHMOE_FLOATS_8_AT(HOW, 0)
+#define FLASHMOE_FLOATS_16_AT(HOW, i) FLASHMOE_FLOATS_8_AT(HOW, i), FLASHMOE_FLOATS_8_AT(HOW, i + 8)
 #define FLASHMOE_FLOATS_16(HOW) FLASHMOE_FLOATS_16_AT(HOW, 0)
 #define FLASHMOE_FLOATS_32(HOW) FLASHMOE_FLOATS_16(HOW), FLASHMOE_FLOATS_16_AT(HOW, 16)
 #define FLASHMOE_FLOATS_48(HOW) FLASHMOE_FLOATS_32(HOW), FLASHMOE_FLOATS_16_AT(HOW, 32)
@@ -141,6 +143,7 @@ struct Wgmma;
   FLASHMOE_WGMMA(false, "f16", __VA_ARGS__) \
   FLASHMOE_WGMMA(true, "bf16", __VA_ARGS__)
 
+FLASHMOE_WGMMA_TYPES(16, 8, "%8", "%9", "%10", "%11", "%12")
 FLASHMOE_WGMMA_TYPES(32, 16, "%16", "%17", "%18", "%19", "%20")
 FLASHMOE_WGMMA_TYPES(64, 32, "%32", "%33", "%34", "%35", "%36")
 FLASHMOE_WGMMA_TYPES(96, 48, "%48", "%49", "%50", "%51", "%52")

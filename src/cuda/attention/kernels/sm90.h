@@ -44,6 +44,7 @@ inline constexpr Sm90FwdTile kFwdBias[] = {
 // of the two, and two CTAs share the block.
 inline constexpr Sm90BwdTile kBwd[] = {
     // head_dim, block_q, block_k, general_score
+    {32, 128, 128, false},
     {64, 128, 128, false},
     {96, 64, 128, false},
     {128, 64, 128, false},
@@ -58,6 +59,15 @@ inline constexpr Sm90BwdTile kBwdGeneral[] = {
     {96, 64, 128, true},
     {192, 64, 128, true},
     {256, 64, 128, true},
+};
+
+// With a bias.
+inline constexpr Sm90BwdTile kBwdBias[] = {
+    // head_dim, block_q, block_k, general_score, bias
+    {32, 64, 128, false, true},
+    {64, 64, 128, false, true},
+    {96, 64, 128, false, true},
+    {128, 64, 128, false, true},
 };
 
 // The sum of a shared bias's gradient: as many slots as shared memory holds.

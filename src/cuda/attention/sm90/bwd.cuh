@@ -40,6 +40,7 @@
 
 #include "cuda/attention/sm90/bwd_consumer.cuh"
 #include "cuda/attention/sm90/bwd_convert_dq.cuh"
+#include "cuda/attention/sm90/bwd_grad_bias.cuh"
 #include "cuda/attention/sm90/bwd_producer.cuh"
 #include "cuda/attention/sm90/bwd_two_cta.cuh"
 #include "cuda/attention/sm90/tiles.h"
@@ -54,14 +55,15 @@ struct BwdConfig {
   using Type = T;
   static constexpr bool kBf16 = std::is_same_v<T, Bf16>;
   static constexpr Sm90BwdTile kTile = kTile_;
-  static constexpr bool kTwoCta = kTile.two_cta();
+  static constexpr bool kTwoCta = kTile.two_cta(), kBias = kTile.bias;
+  static constexpr bool kOwnGrads = kTile.own_grads();
   static constexpr int kDim = kTile.head_dim, kDqAccumDim = kTile.dq_accum_dim();
   static constexpr int kBlockQ = kTile.block_q, kBlockK = kTile.block_k, kStages = kTile.kStages;
   static constexpr int kCluster = kTile.cluster();
   static constexpr int kWarpgroups = 2;              // of consumers
   using Rows = tma::Tile<kBlockQ, kDim>;             // Q or dO
   using Keys = tma::Tile<kBlockK / kCluster, kDim>;  // K or V
-  using ScoreTile = tma::Tile<kBlockQ, kBlockK>;     // dS
+  using ScoreTile = tma::Tile<kBlockQ, kBlockK>;     // dS or bias
   using Grads = tma::Tile<64, kDim>;                 // dK or dV of 64 keys
   // Two CTAs: the columns of dQ that a CTA has are kDqFirst from column kDqFirst * rank on and
   // kDqSecond from column 128 + kDqSecond * rank on. PeerKeys are the blocks of 64 columns of the
@@ -69,7 +71,10 @@ struct BwdConfig {
   static constexpr int kDqFirst = kDim > 192 ? 128 : 64, kDqSecond = kDim > 192 ? 0 : 32;
   using PeerKeys = tma::Tile<64, 128>;
   static constexpr uint32_t kLseDeltaBytes = kBlockQ * 8;
-  static constexpr uint32_t kDqBytes = 64 * 64 * 4;  // dQ of a warpgroup on its way out
+  // How warpgroups share dQ of a tile: by rows, or where there are 64 only, by columns.
+  static constexpr bool kDqByRows = kBlockQ == 64 * kWarpgroups;
+  static constexpr int kDqColumns = kDqByRows ? kDqAccumDim : kDqAccumDim / kWarpgroups;
+  static constexpr uint32_t kDqBytes = 64 * kDqColumns * 4;  // of a warpgroup, on its way out
 
   // mbarriers, each a tma::Slot with `full` and `empty`. "Producer" is its one thread, whose
   // arrival on `full` also expects the bytes of TMA; "warps" are the four of each consumer named.
@@ -96,7 +101,8 @@ struct BwdConfig {
     // consumer 1, when their additions are issued; the thread waits.
     kDqBarrier = 8,
     // [2] dS. full: warps of both consumers; both wait. empty: warps of both, when dQ is computed;
-    // both wait. Two CTAs: the first of them alone. full: warps of consumer 0; consumer 1 and
+    // both wait. With a bias the store_grad_bias() warp waits for full, too, and its first lane
+    // arrives on empty. Two CTAs: the first of them alone. full: warps of consumer 0; consumer 1 and
     // send_ds() wait. empty: warps of consumers 1 of both CTAs; consumer 0 waits.
     kDsBarrier = 10,
 
@@ -116,7 +122,12 @@ struct BwdConfig {
     // empty, of CTA 0: the producer of CTA 1; that of CTA 0 waits.
     kNextTaskBarrier = 13,
 
-    kBarriers = 14,
+    // With a bias only.
+    // [2] The bias of a tile. full: the producer; consumers wait. empty: warps of both consumers, as
+    // soon as they have read it; the producer waits.
+    kBiasBarrier = 14,
+
+    kBarriers = kBias ? 16 : 14,
   };
   // Named barriers (0 is __syncthreads()).
   enum NamedBarrier : int {
@@ -148,17 +159,38 @@ struct BwdConfig {
     tma::Slot::Barriers barriers[kBarriers];
     uint32_t next_task;
   };
-  using Smem = std::conditional_t<kTwoCta, TwoCtaSmem, OneCtaSmem>;
+  struct BiasSmem {
+    Keys sK, sV;
+    Rows sRows[2 * kStages];  // Q and dO: see row_places()
+    // dS. Up to D = 64 the third is where dV and dK leave from, above it the first two are.
+    ScoreTile sdS[kOwnGrads ? 3 : 2];
+    ScoreTile sBias[kStages];
+    float sdQ[kWarpgroups][kDqBytes / 4];
+    float lse_delta[kStages][2 * kBlockQ];
+    BwdTask tasks[2];
+    QueryTileInfo query_tiles[kStages];
+    tma::Slot::Barriers barriers[kBarriers];
+  };
+  using Smem = std::conditional_t<kTwoCta, TwoCtaSmem,
+                                  std::conditional_t<kBias, BiasSmem, OneCtaSmem>>;
+  // Where dV and dK of a consumer leave from; one CTA.
+  static constexpr uint32_t kGradsAt =
+      !kBias ? offsetof(OneCtaSmem, sGrads)
+             : offsetof(BiasSmem, sdS) + (kOwnGrads ? 2 * ScoreTile::kBytes : 0);
+  static constexpr uint32_t kGradsStep =
+      kOwnGrads ? Grads::kBytes : ScoreTile::kBytes;  // from one consumer's to the other's
   static_assert(offsetof(Smem, tasks) + kBwdControlBytes == kTile.shared_bytes());
   static_assert(sizeof(Smem) <= kTile.shared_bytes() && kTile.shared_bytes() <= kSm90SharedBytes);
   static_assert(kBlockK == kKeysOfBlock && (!kTwoCta || kBlockQ == 64));
   static_assert(kTwoCta || kBlockQ * kDqAccumDim * 4 == kWarpgroups * kDqBytes);
+  static_assert(!kBias || kWarpgroups * Grads::kBytes <= (kOwnGrads ? 1 : 2) * ScoreTile::kBytes);
 
   // `smem` is the address of the CTA's Smem.
   static __device__ __forceinline__ tma::Slot slot(uint32_t smem, int barrier) {
     return tma::Slot(smem + offsetof(Smem, barriers) + barrier * sizeof(tma::Slot::Barriers));
   }
-  static constexpr int kHelpers = 2;  // threads beside the producer's that look at tasks
+  // Threads beside the producer's that look at tasks.
+  static constexpr int kHelpers = kBias ? 2 + 32 : 2;
   static __device__ __forceinline__ void init_barriers(uint32_t smem) {
     constexpr int kOne = kWarpgroupWarps, kBoth = kWarpgroups * kWarpgroupWarps;
     for (int i = 0; i < 2; ++i) {
@@ -174,7 +206,8 @@ struct BwdConfig {
       slot(smem, kNextTaskBarrier).init(1, 1);
     } else {
       for (int i = 0; i < 2; ++i) {
-        slot(smem, kDsBarrier + i).init(kBoth, kBoth);
+        slot(smem, kDsBarrier + i).init(kBoth, kBoth + kBias);
+        if (kBias) slot(smem, kBiasBarrier + i).init(1, kBoth);
         ptx::mbarrier_init(slot(smem, kMmaBarrier + i).full, kOne);
       }
     }
@@ -183,8 +216,8 @@ struct BwdConfig {
     ptx::fence_mbarrier_init();
   }
 
-  static constexpr int kProducerRegisters = kTwoCta ? 40 : 24;
-  static constexpr int kConsumerRegisters = 240;
+  static constexpr int kProducerRegisters = kTwoCta || kBias ? 40 : 24;
+  static constexpr int kConsumerRegisters = kBias ? 232 : 240;
   static constexpr int kSecondConsumerRegisters = kTwoCta ? 224 : kConsumerRegisters;
   static_assert(kProducerRegisters + kConsumerRegisters + kSecondConsumerRegisters <=
                 3 * registers_at_first(3));
@@ -209,6 +242,9 @@ __device__ __forceinline__ void attention_bwd(const Sm90BwdParams& p) {
     ptx::setmaxnreg_dec<C::kProducerRegisters>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (C::kTwoCta && warp == 3) convert_dq<C, 2>(p);
+    if constexpr (C::kBias) {
+      if (warp == 3) store_grad_bias<C>(shared, smem, p);
+    }
     if (threadIdx.x % 32 == 0) {
       if (warp == 0) produce<C>(shared, smem, p);
       if constexpr (C::kTwoCta) {

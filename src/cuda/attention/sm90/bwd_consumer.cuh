@@ -63,9 +63,11 @@ class BwdConsumer {
   }
 
  private:
-  // How warpgroups share dQ of a tile: by rows, or where there are 64 only, by columns.
-  static constexpr bool kDqByRows = C::kBlockQ == 64 * C::kWarpgroups;
-  static constexpr int kDqColumns = 64;  // of a warpgroup
+  static constexpr bool kDqByRows = C::kDqByRows;
+  static constexpr int kDqColumns = C::kDqColumns;
+  __device__ __forceinline__ int first_dq_column() const {
+    return kDqByRows ? 0 : wg_.index * kDqColumns;
+  }
 
   // One warpgroup issues its MMAs, then the other; the first begins.
   __device__ __forceinline__ void wait_turn() const {
@@ -95,7 +97,8 @@ class BwdConsumer {
   __device__ __forceinline__ void issue_dq() {
     const uint32_t sdS = previous_ds() + (kDqByRows ? wg_.index * 64 * 128 : 0);
     const uint32_t sK =
-        wg_.smem + offsetof(Smem, sK) + (kDqByRows ? 0 : wg_.index * C::Keys::kBlockBytes);
+        wg_.smem + offsetof(Smem, sK) + first_dq_column() / 64 * C::Keys::kBlockBytes +
+        first_dq_column() % 64 * 2;
     using Wgmma = ptx::Wgmma<C::kBf16, kDqColumns>;
     Wgmma::ss_tb_first(rdQ_, C::ScoreTile::along(C::ScoreTile::descriptor(sdS), 0),
                        C::Keys::across(C::Keys::descriptor(sK), 0));
@@ -129,13 +132,17 @@ class BwdConsumer {
     send_dq();
   }
 
-  // P in 16 bits, and dS from it once dP is there; waits until sdS has room for it.
+  // P in 16 bits, and dS from it once dP is there; waits until sdS has room for it. `hidden` is of
+  // find_hidden(), with a bias.
   template <bool kMore>
-  __device__ __forceinline__ void find_ds(Packed& rP, Packed& rdS, const tma::Slot& ds) {
+  __device__ __forceinline__ void find_ds(Packed& rP, Packed& rdS, const tma::Slot& ds,
+                                          uint32_t hidden = 0) {
+    if constexpr (C::kBias) clear_hidden(scores_.rS, hidden);
     pack<C>(rP, scores_.rS);
     ptx::wgmma_wait_group<0>(scores_.rdP);
     if (!kMore) warp_arrive(wg_.slot(C::kVBarrier).empty);  // the last dP was V's last reader
     scores_.differentiate(wg_, rP);
+    if constexpr (C::kBias) clear_hidden(scores_.rdP, hidden);
     pack<C>(rdS, scores_.rdP);
     wg_.ring.wait_empty(ds);
   }
@@ -152,6 +159,7 @@ class BwdConsumer {
     find_ds<kMore>(rP, rdS, ds);
     publish_ds(rdS);
     warp_arrive(ds.full);
+    if constexpr (kMore && C::kBias) scores_.start_from_bias(wg_, wg_.next_tile());
 
     // dV and dK of this tile and dQ of the tile before, in the warpgroup's turn.
     wait_turn();
@@ -192,21 +200,23 @@ class BwdConsumer {
   template <bool kMore>
   __device__ __forceinline__ void step_guarded(const BwdTask& task, bool first) {
     const tma::Slot q = wg_.q_slot(), grad_out = wg_.grad_out_slot(), ds = ds_slot();
+    const BiasRows bias = guard_bias(wg_, task, wg_.head());
     Packed rP, rdS;
-    find_ds<kMore>(rP, rdS, ds);
-    add_dv_guarded<C>(wg_, rdV_, rP, task);
+    find_ds<kMore>(rP, rdS, ds, find_hidden(wg_, task, bias));
+    add_dv_guarded<C>(wg_, rdV_, rP, task, bias);
     publish_ds(rdS);
     wg_.sync();  // the warpgroup's dS is there
     warp_arrive(ds.full);
     multiply_guarded<C, typename C::Rows>(
         rdK_, C::kBlockQ,
-        [&](int key, int query) { return ds_at(wg_, task, query, wg_.first_key() + key); },
+        [&](int key, int query) { return ds_at(wg_, task, query, wg_.first_key() + key, bias); },
         wg_.stage_q(), 0);
     wait_turn();
     if (!first) {
       // The tile before, of this head or the last of the head before.
       const int before = wg_.first_query() + C::kBlockQ;
-      find_dq_guarded(task, before < task.query_end ? before : task.query_begin);
+      const bool same_head = before < task.query_end;
+      find_dq_guarded(task, same_head ? before : task.query_begin, wg_.head() - !same_head);
       write_dq(wg_.ring.count() - 1);
     }
     pass_turn();
@@ -220,8 +230,10 @@ class BwdConsumer {
       if (in_tile) wg_.nonfinite |= wg_.kInPreviousTile;
     }
   }
-  // dQ of the tile before, whose first query is `first`.
-  __device__ __forceinline__ void find_dq_guarded(const BwdTask& task, int first) {
+  // dQ of the tile before, of head `head` (which is looked at with a bias only) from query `first`
+  // on.
+  __device__ __forceinline__ void find_dq_guarded(const BwdTask& task, int first, int head) {
+    const BiasRows bias = guard_bias(wg_, task, head);
     wait_previous_ds();
 #pragma unroll
     for (float& x : rdQ_) x = 0;
@@ -229,14 +241,14 @@ class BwdConsumer {
         rdQ_, C::kBlockK,
         [&](int query, int key) {
           return ds_at(wg_, task, first, previous_ds(), query + (kDqByRows ? 64 * wg_.index : 0),
-                       key);
+                       key, bias);
         },
-        wg_.opaque_smem() + offsetof(Smem, sK), kDqByRows ? 0 : 64 * wg_.index);
+        wg_.opaque_smem() + offsetof(Smem, sK), first_dq_column());
   }
 
   // Whether K or V of the tile is not finite: both warpgroups find the same.
   __device__ __forceinline__ bool nonfinite_keys(const BwdTask& task) const {
-    if (!any_mask(wg_.p)) return false;
+    if (!C::kBias && !any_mask(wg_.p)) return false;
     if (any_unseen(wg_, task, task.first_key, C::kBlockK)) {
       ptx::bar_sync(C::kAgreeBarrier, C::kWarpgroups * kWarpgroupThreads);  // both have cleared
     }
@@ -252,6 +264,7 @@ class BwdConsumer {
     ptx::mbarrier_wait(wg_.slot(C::kKBarrier).full, task.keys_parity);
     clear_unseen_keys(wg_, task, first_key, wg_.opaque_smem() + offsetof(Smem, sK),
                       wg_.first_row());
+    if constexpr (C::kBias) scores_.start_from_bias(wg_, wg_.ring);
     ptx::mbarrier_wait(wg_.q_slot().full, wg_.ring.parity());
     ptx::wgmma_fence();
     scores_.issue_scores(wg_);
@@ -259,6 +272,8 @@ class BwdConsumer {
     clear_unseen_keys(wg_, task, first_key, wg_.opaque_smem() + offsetof(Smem, sV),
                       wg_.first_row());
     if (!kLateDp) scores_.issue_dp(wg_);
+    // Where dV and dK leave through sdS, nonfinite_keys() lets both consumers know that it is free.
+    if (!C::kOwnGrads && warpgroup_thread() == 0) ptx::cp_async_bulk_wait_group_read();
     wg_.nonfinite = nonfinite_keys(task) ? wg_.kInKeys : 0;
     scores_.find_probabilities(wg_, task);
     if (kLateDp) scores_.issue_dp(wg_);
@@ -273,7 +288,7 @@ class BwdConsumer {
   // The last dQ, dV and dK.
   __device__ __forceinline__ void finish(const BwdTask& task) {
     if (wg_.needs_guard()) {
-      find_dq_guarded(task, task.query_begin);
+      find_dq_guarded(task, task.query_begin, (task.key_head + 1) * wg_.p.group - 1);
     } else {
       wait_previous_ds();
       ptx::wgmma_fence();
@@ -282,18 +297,26 @@ class BwdConsumer {
     }
     warp_arrive(wg_.slot(C::kKBarrier).empty);
     warp_arrive(wg_.slot(C::kDsBarrier + tma::Ring<2>(wg_.ring.count() - 1).at()).empty);
+    if (!C::kOwnGrads) wait_grads();
     const Sm90BwdParams& p = wg_.p;
     store(task, rdV_, 1.f, p.grad_value, p.grad_value_strides, p.grad_value_map, p.head_dim_v);
     write_dq(wg_.ring.count() - 1);
     send_dq();
     store(task, rdK_, p.scale, p.grad_key, p.grad_key_strides, p.grad_key_map, p.head_dim);
   }
+  // Waits until sdS is free that dV and dK of the consumer leave from: dQ and the bias's gradient
+  // were read from it.
+  __device__ __forceinline__ void wait_grads() const {
+    const uint32_t count = wg_.ring.count();
+    const tma::Ring<2> next(count + (count + wg_.index) % 2);  // the tile that would be there next
+    next.wait_empty(wg_.slot(C::kDsBarrier + wg_.index));
+  }
   // dV or dK, one after the other through the same shared memory.
   __device__ __forceinline__ void store(const BwdTask& task, const float (&x)[C::kDim / 2],
                                         float times, const void* gradient, const Strides& strides,
                                         const TensorMap& map, int dim) {
     const uint32_t sGrad =
-        wg_.opaque_smem() + offsetof(Smem, sGrads) + wg_.index * C::Grads::kBytes;
+        wg_.opaque_smem() + C::kGradsAt + wg_.index * C::kGradsStep;
     if (warpgroup_thread() == 0) ptx::cp_async_bulk_wait_group_read();
     wg_.sync();  // TMA has read what was there before
     write_gradient<C>(sGrad, x, times);

@@ -67,9 +67,11 @@ __device__ __forceinline__ void convert_dq_tile(const Sm90BwdParams& p) {
     for (int column = 0; column < p.head_dim; column += 64) {
       const float4* const from = reinterpret_cast<const float4*>(
           sums + (part * static_cast<int64_t>(p.dim) + column) * 64 + threadIdx.x * 4);
-      float4 four[8];
+      float4 four[8] = {};
 #pragma unroll
-      for (int i = 0; i < 8; ++i) four[i] = __ldcs(from + i * 128);
+      for (int i = 0; i < 8; ++i) {
+        if (column + 8 * i < p.dim) four[i] = __ldcs(from + i * 128);
+      }
       __syncthreads();  // the 64 columns before are stored
 #pragma unroll
       for (int i = 0; i < 8; ++i) {

@@ -1,8 +1,7 @@
 // The dQ accumulator of the sm90 backward pass: who adds to it when, and when it is complete.
 //
 // Tiles of keys add their dQ to fp32 sums in global memory, in the order of wgmma's accumulators:
-// 64 rows x 64 columns, then the next 64 columns or rows, each 128 threads x 4 floats for each 8
-// columns. A last step converts the sums of a head to 16 bits once all its tiles of keys have
+// 64 rows of all columns, then the next 64 rows, each 128 threads x 4 floats for each 8 columns. A last step converts the sums of a head to 16 bits once all its tiles of keys have
 // added.
 #pragma once
 
@@ -34,12 +33,11 @@ __device__ __forceinline__ void fill_unseen_dq(const Sequence& seq, RaggedKind k
             p.head_dim, kind == RaggedKind::kInvalid ? T::kNan : 0);
 }
 
-// Part `part` (64 x 64) of the sums of a tile of queries that begins at row `row` of the
-// accumulator.
+// Part `part` of the sums of a tile of queries that begins at row `row` of the accumulator.
 template <class C>
 __device__ __forceinline__ float* dq_accum_part(int64_t row, uint32_t part,
                                                 const Sm90BwdParams& p) {
-  return p.dq_accum + row * C::kDqAccumDim + part * (64 * 64);
+  return p.dq_accum + row * C::kDqAccumDim + part * (C::kDqBytes / 4);
 }
 
 // The order in which tiles of keys add to the dQ of a tile of queries. The first that it sees

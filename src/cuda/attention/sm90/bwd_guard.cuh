@@ -1,15 +1,17 @@
 // The guarded way of the sm90 backward pass. A NaN or infinity in Q, K, V or dO must not reach what
 // does not see it, but in an MMA a 0 of P or dS times NaN is NaN. So K and V are looked at when a
 // task begins, lse and delta show the same of Q and dO, and tiles in which a mask hides something
-// not finite are multiplied number by number, with hidden numbers left out.
+// not finite are multiplied number by number, with hidden numbers left out. A bias may be -inf
+// anywhere, so with a bias any tile in which something is not finite is.
 #pragma once
 
+#include "cuda/attention/guard.cuh"
 #include "cuda/attention/sm90/bwd_scores.cuh"
 #include "cuda/attention/sm90/bwd_warpgroup.cuh"
 
 namespace flashmoe::cuda::sm90 {
 
-// K and V are looked at only where there is a mask.
+// K and V are looked at only where there is a mask or a bias.
 __device__ __forceinline__ bool any_mask(const Sm90BwdParams& p) {
   return p.left < kNoLimit || p.right < kNoLimit;
 }
@@ -66,19 +68,57 @@ struct GuardedNumber {
   bool seen;
   float value;
 };
-// From the tile of dS in shared memory at `tile`, whose first query is `first`.
+// From the tile of dS in shared memory at `tile`, whose first query is `first`. `bias` is that of
+// its head, where there is one.
 template <class C>
 __device__ __forceinline__ GuardedNumber ds_at(const BwdWarpgroup<C>& wg, const BwdTask& task,
-                                               int first, uint32_t tile, int query, int key) {
+                                               int first, uint32_t tile, int query, int key,
+                                               const BiasRows& bias = {}) {
   const int r = first + query, k = task.first_key + key;
-  return {k >= task.seq.begin(r, wg.p) && k < task.seq.end(r, wg.p) && r < task.seq.len_q,
+  return {k >= task.seq.begin(r, wg.p) && k < task.seq.end(r, wg.p) && r < task.seq.len_q &&
+              (!C::kBias || !hidden<typename C::Type>(bias, r, k)),
           C::Type::unpack(ptx::ld_shared_u16(tile + C::ScoreTile::at(query, key)))};
 }
 // From what store_ds() left of this tile of queries.
 template <class C>
 __device__ __forceinline__ GuardedNumber ds_at(const BwdWarpgroup<C>& wg, const BwdTask& task,
-                                               int query, int key) {
-  return ds_at(wg, task, wg.first_query(), wg.ds_tile(wg.stage), query, key);
+                                               int query, int key, const BiasRows& bias = {}) {
+  return ds_at(wg, task, wg.first_query(), wg.ds_tile(wg.stage), query, key, bias);
+}
+
+// The bias of a head, where there is one.
+template <class C>
+__device__ __forceinline__ BiasRows guard_bias(const BwdWarpgroup<C>& wg, const BwdTask& task,
+                                               int head) {
+  if constexpr (C::kBias) return find_bias(wg.p, task.seq, task.batch, head);
+  return {};
+}
+
+// Which of the thread's numbers of P and dS are hidden, by a mask or by a bias of -inf: a bit for
+// each. Without a bias nobody asks.
+template <class C>
+__device__ __forceinline__ uint32_t find_hidden(const BwdWarpgroup<C>& wg, const BwdTask& task,
+                                                const BiasRows& bias) {
+  if constexpr (!C::kBias) return 0;
+  static_assert(!C::kBias || C::kBlockQ / 2 <= 32);
+  const int query = wg.first_query() + fragment_column();
+  const int key = task.first_key + wg.first_key() + fragment_row();
+  uint32_t hidden = 0;
+#pragma unroll 1
+  for (int i = 0; i < C::kBlockQ / 2; ++i) {
+    const bool seen = sees<typename C::Type, C::kBias>(query + i / 4 * 8 + i % 2,
+                                                       key + i % 4 / 2 * 8, task.seq, bias, wg.p);
+    hidden |= static_cast<uint32_t>(!seen) << i;
+  }
+  return hidden;
+}
+// Writes 0 over the hidden numbers of P or dS, where a NaN of K, V, Q or dO may show.
+template <int kCount>
+__device__ __forceinline__ void clear_hidden(float (&x)[kCount], uint32_t hidden) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    if (hidden >> i & 1) x[i] = 0;
+  }
 }
 
 // Adds a product to 64 rows of wgmma's accumulators, number by number. left(row, d) is a
@@ -106,12 +146,13 @@ __device__ __forceinline__ void multiply_guarded(float (&sums)[kCount], int dept
 // dV += P^T dO; P passes through the place where dS will be.
 template <class C>
 __device__ __forceinline__ void add_dv_guarded(const BwdWarpgroup<C>& wg, float (&dv)[C::kDim / 2],
-                                               const PackedTile<C>& rP, const BwdTask& task) {
+                                               const PackedTile<C>& rP, const BwdTask& task,
+                                               const BiasRows& bias = {}) {
   store_ds<C>(wg, rP, wg.first_key());
   wg.sync();  // P is there
   multiply_guarded<C, typename C::Rows>(
       dv, C::kBlockQ,
-      [&](int key, int query) { return ds_at(wg, task, query, wg.first_key() + key); },
+      [&](int key, int query) { return ds_at(wg, task, query, wg.first_key() + key, bias); },
       wg.stage_grad_out(), 0);
   wg.sync();  // P is done with
 }

@@ -1,5 +1,5 @@
 // The producer of the sm90 backward pass: one thread that takes tasks from the scheduler and loads
-// K, V, Q, dO, lse and delta by TMA as soon as their stages are empty, also across tasks.
+// K, V, Q, dO, lse, delta and a bias by TMA as soon as their stages are empty, also across tasks.
 #pragma once
 
 #include "cuda/attention/sm90/bwd_dq.cuh"
@@ -17,6 +17,8 @@ struct alignas(16) QueryTileInfo {
   // kMasked and kMasked << 1: the first and the second 64 keys need a mask. kMaskedAny: any of the
   // keys do. kStores: these are the first keys that the tile sees, so its dQ is stored, not added.
   static constexpr int kMasked = 1, kMaskedAny = 4, kStores = 8;
+  // With a bias: the head of the tile, from this bit on.
+  static constexpr int kHeadBit = 8;
 };
 
 template <class C>
@@ -24,6 +26,8 @@ __device__ __forceinline__ QueryTileInfo find_query_tile(const BwdTask& task, in
                                                          const Sm90BwdParams& p) {
   const auto masked = [&](int first_key, int count) {
     const int last_key = first_key + count - 1;
+    // Past the last row is the bias of another head, which may be anything.
+    if (C::kBias && first + C::kBlockQ > task.seq.len_q) return true;
     return last_key >= task.seq.len_k || first + task.seq.shift + p.right < last_key ||
            first + C::kBlockQ - 1 + task.seq.shift - p.left > first_key;
   };
@@ -33,7 +37,11 @@ __device__ __forceinline__ QueryTileInfo find_query_tile(const BwdTask& task, in
   if (masked(task.first_key + 64, 64)) flags |= QueryTileInfo::kMasked << 1;
   // Ragged, rows of the next sequence follow the last: they count as masked.
   const bool followed = p.blocks && first + C::kBlockQ > task.seq.len_q;
-  if (followed || masked(task.first_key, C::kBlockK)) flags |= QueryTileInfo::kMaskedAny;
+  // Anything may be behind a bias of -inf.
+  if (C::kBias || followed || masked(task.first_key, C::kBlockK)) {
+    flags |= QueryTileInfo::kMaskedAny;
+  }
+  if (C::kBias) flags |= head << QueryTileInfo::kHeadBit;
   return {order.row, first, flags};
 }
 
@@ -64,6 +72,25 @@ __device__ __forceinline__ void fill_cluster(const tma::Slot& slot, uint32_t sha
                               shared + i * C::Rows::kBlockBytes + rank * kShare * 128, &map,
                               slot.full, 64 * i, token + rank * kShare, head, batch);
     }
+  }
+}
+
+// The bias of a tile of queries and the task's keys.
+template <class C>
+__device__ __forceinline__ void load_bias(uint32_t smem, const tma::Ring<C::kStages>& ring,
+                                          const BwdTask& task, int head, int first,
+                                          const Sm90BwdParams& p) {
+  using Tile = typename C::ScoreTile;
+  const tma::Slot slot = C::slot(smem, C::kBiasBarrier + ring.at());
+  const uint32_t to = smem + offsetof(typename C::Smem, sBias) + ring.at() * Tile::kBytes;
+  const int row =
+      task.bias_row + (head - task.key_head * p.group) * task.bias_head_rows + first;
+  ring.wait_empty(slot);
+  ptx::mbarrier_arrive_expect_tx(slot.full, Tile::kBytes);
+#pragma unroll
+  for (int i = 0; i < Tile::kBlocks; ++i) {
+    ptx::tma_load(to + i * Tile::kBlockBytes, &p.bias_map, slot.full,
+                  task.first_key + i * Tile::kBlockCols, row);
   }
 }
 
@@ -104,6 +131,7 @@ __device__ __forceinline__ void produce(typename C::Smem& shared, uint32_t smem,
             slot, smem + (k ? offsetof(Smem, sK) : offsetof(Smem, sV)), k ? p.key_map : p.value_map,
             token_k(rank), task.key_head, task.batch);
       };
+      if constexpr (C::kBias) load_bias<C>(smem, ring, task, head, first, p);
       ring.wait_empty(grad_out);  // in all CTAs of the cluster: Q goes where a dO was
       fill_cluster<C>(q, smem + offsetof(Smem, sRows) + places.q, rank, p.query_map, token_q, head,
                       task.batch);

@@ -20,13 +20,19 @@ __device__ __forceinline__ void pack(PackedTile<C>& packed, const float (&x)[C::
   }
 }
 
+// Where a lane begins in a C::ScoreTile whose rows are queries, to read or write 8 x 8 matrices of
+// the warp's accumulators transposed: 16 queries and the warp's 16 of the 64 keys from `first` on.
+template <class C>
+__device__ __forceinline__ uint32_t fragment_of_tile(int first) {
+  const int query = lane() / 16 * 8 + lane() % 8;
+  return C::ScoreTile::at(query, first + warpgroup_warp() * 16 + lane() / 8 % 2 * 8);
+}
+
 // dS (or P) to shared memory, a row for each query; the warpgroup's keys from column `first` on.
 template <class C>
 __device__ __forceinline__ void store_ds(const BwdWarpgroup<C>& wg, const PackedTile<C>& packed,
                                          int first) {
-  const int query = lane() / 16 * 8 + lane() % 8;
-  const int key = first + warpgroup_warp() * 16 + lane() / 8 % 2 * 8;
-  const uint32_t to = wg.ds_tile(wg.stage) + C::ScoreTile::at(query, key);
+  const uint32_t at = fragment_of_tile<C>(first), to = wg.ds_tile(wg.stage) + at;
 #pragma unroll
   for (int i = 0; i < C::kBlockQ / 16; ++i) ptx::stmatrix_x4_trans(to + i * 16 * 128, packed[i]);
 }
@@ -54,24 +60,50 @@ struct BwdScores {
   // Whether dP is issued after P is found: beside a softcap there are no registers for both.
   static constexpr bool kLateDp = C::kTile.general_score;
 
-  // S^T = K Q^T, or dP^T = V dO^T
+  // The bias of the tile that `tiles` says as S^T, which issue_scores() adds to: scores are scale *
+  // (q.k + bias / scale).
+  __device__ __forceinline__ void start_from_bias(const BwdWarpgroup<C>& wg,
+                                                  const tma::Ring<C::kStages>& tiles) {
+    using Tile = typename C::ScoreTile;
+    const tma::Slot slot = wg.slot(C::kBiasBarrier + tiles.at());
+    const uint32_t from = wg.opaque_smem() + offsetof(Smem, sBias) + tiles.at() * Tile::kBytes +
+                          fragment_of_tile<C>(wg.first_key());
+    const float inverse = wg.p.bias_scale;
+    tiles.wait_full(slot);
+#pragma unroll
+    for (int n = 0; n < C::kBlockQ / 16; ++n) {
+      uint32_t x[4];  // keys 0 to 7 and 8 to 15, of each queries 0 to 7 and 8 to 15
+      ptx::ldmatrix_x4_trans(x, from + n * 16 * 128);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        rS[8 * n + 2 * i] = C::Type::unpack(static_cast<uint16_t>(x[i])) * inverse;
+        rS[8 * n + 2 * i + 1] = C::Type::unpack(static_cast<uint16_t>(x[i] >> 16)) * inverse;
+      }
+    }
+    warp_arrive(slot.empty);
+  }
+
+  // S^T = K Q^T, or dP^T = V dO^T; kAdd: added to what is there.
+  template <bool kAdd = false>
   static __device__ __forceinline__ void issue_mma(const BwdWarpgroup<C>& wg,
                                                    float (&sums)[C::kBlockQ / 2], uint32_t keys,
                                                    uint32_t rows) {
     using Wgmma = ptx::Wgmma<C::kBf16, C::kBlockQ>;
     keys = wg.recompute(keys + wg.first_row() * 128);
     rows = wg.recompute(rows);
-    Wgmma::ss_first(sums, C::Keys::along(C::Keys::descriptor(keys), 0),
-                    C::Rows::along(C::Rows::descriptor(rows), 0));
+    if constexpr (!kAdd) {
+      Wgmma::ss_first(sums, C::Keys::along(C::Keys::descriptor(keys), 0),
+                      C::Rows::along(C::Rows::descriptor(rows), 0));
+    }
 #pragma unroll
-    for (int step = 1; step < C::kDim / 16; ++step) {
+    for (int step = kAdd ? 0 : 1; step < C::kDim / 16; ++step) {
       Wgmma::ss(sums, C::Keys::along(C::Keys::descriptor(keys), step),
                 C::Rows::along(C::Rows::descriptor(rows), step), true);
     }
     ptx::wgmma_commit_group();
   }
   __device__ __forceinline__ void issue_scores(const BwdWarpgroup<C>& wg) {
-    issue_mma(wg, rS, wg.smem + offsetof(Smem, sK), wg.stage_q());
+    issue_mma<C::kBias>(wg, rS, wg.smem + offsetof(Smem, sK), wg.stage_q());
   }
   __device__ __forceinline__ void issue_dp(const BwdWarpgroup<C>& wg) {
     if (!kLateDp) wg.ring.wait_full(wg.grad_out_slot());
@@ -150,6 +182,7 @@ struct BwdScores {
 
   // A tile of queries from its beginning: P is there then, and dP on its way.
   __device__ __forceinline__ void begin_tile(BwdWarpgroup<C>& wg, const BwdTask& task) {
+    if constexpr (C::kBias) start_from_bias(wg, wg.ring);
     ptx::mbarrier_wait(wg.q_slot().full, wg.ring.parity());
     ptx::wgmma_fence();
     issue_scores(wg);

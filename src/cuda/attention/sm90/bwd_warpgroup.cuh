@@ -85,6 +85,9 @@ struct BwdWarpgroup {
   __device__ __forceinline__ uint32_t ds_tile(uint32_t stage) const {
     return smem + offsetof(Smem, sdS) + (C::kTwoCta ? 0 : stage % 2 * C::ScoreTile::kBytes);
   }
+  __device__ __forceinline__ tma::Ring<C::kStages> next_tile() const {
+    return tma::Ring<C::kStages>(ring.count() + 1);
+  }
   __device__ __forceinline__ void advance() {
     ring.advance();
     stage = tma::warp_uniform(ring.count() % (2 * C::kStages));
@@ -109,6 +112,10 @@ struct BwdWarpgroup {
   // is done with, so a register keeps it.
   __device__ __forceinline__ int first_query() const {
     return C::kTwoCta ? kept_first_query : query_tile().first;
+  }
+  // The head of the tile, with a bias.
+  __device__ __forceinline__ int head() const {
+    return C::kBias ? query_tile().flags >> QueryTileInfo::kHeadBit : 0;
   }
   // Looks at the tile of queries that is next: returns whether it needs a mask for the warpgroup's
   // keys, and sets kInTile where a mask for any of the keys hides something not finite. All warps

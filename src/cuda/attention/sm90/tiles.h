@@ -43,6 +43,7 @@ struct Sm90BwdTile {
   int head_dim;
   int block_q, block_k;
   bool general_score = false;  // whether there may be a softcap
+  bool bias = false;           // whether there is a bias, with a gradient
   int ctas = 1;                // per SM: one takes all shared memory and registers
 
   static constexpr bool kCountsTasks = true;
@@ -55,15 +56,22 @@ struct Sm90BwdTile {
   constexpr bool converts_dq() const { return two_cta(); }
   // CTAs that share a tile of keys: with two_cta() each has 64 of its 128.
   constexpr int cluster() const { return two_cta() ? 2 : 1; }
-  // Columns of the dQ accumulator: whole blocks of 64.
-  constexpr int dq_accum_dim() const { return (head_dim + 63) / 64 * 64; }
-  // K and V, the stages of Q and dO with lse and delta; then one CTA: two stages of dS, dQ on its
-  // way out, and dV or dK on its way out; two CTAs: dS, and what dQ takes of the other CTA's K.
+  // Columns of tiles in shared memory: whole blocks of 64.
+  constexpr int columns() const { return (head_dim + 63) / 64 * 64; }
+  // Columns of the dQ accumulator.
+  constexpr int dq_accum_dim() const { return head_dim <= 32 ? 32 : columns(); }
+  // Whether dV and dK have shared memory of their own on their way out, which leaves none for a
+  // bias above D = 64: they leave through that of dS then.
+  constexpr bool own_grads() const { return !bias || columns() == 64; }
+  // K and V, the stages of Q and dO with lse and delta; then one CTA: two stages of dS and of the
+  // bias, dQ on its way out, and dV or dK on its way out; two CTAs: dS, and what dQ takes of the
+  // other CTA's K.
   constexpr int shared_bytes() const {
-    const int tiles = (2 * block_k / cluster() + 2 * kStages * block_q) * dq_accum_dim() * 2;
-    const int ds = block_q * block_k * 2;
-    const int leaving = (block_q * 4 + block_k * 2) * dq_accum_dim();
-    const int rest = two_cta() ? ds + 64 * 128 * 2 : 2 * ds + leaving;
+    const int tiles = (2 * block_k / cluster() + 2 * kStages * block_q) * columns() * 2;
+    const int ds = block_q * block_k * 2, bias_tiles = bias ? kStages * ds : 0;
+    const int leaving =
+        block_q * dq_accum_dim() * 4 + (own_grads() ? block_k * columns() * 2 : 0);
+    const int rest = two_cta() ? ds + 64 * 128 * 2 : 2 * ds + bias_tiles + leaving;
     return tiles + rest + kStages * block_q * 8 + kBwdControlBytes;
   }
 };

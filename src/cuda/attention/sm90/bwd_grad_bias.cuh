@@ -1,0 +1,115 @@
+// The gradient of a bias that is not shared, on its way out of the sm90 backward pass: it is dS,
+// which is in shared memory in 16 bits as an operand of dQ. One warp beside the producer sends it
+// from there, by TMA where the gradient's rows are whole chunks of 16 bytes, and else number by
+// number; and it writes what no tile of dS has.
+#pragma once
+
+#include "cuda/attention/bias.cuh"
+#include "cuda/attention/sm90/bwd_scheduler.cuh"
+#include "cuda/attention/sm90/warpgroup.cuh"
+#include "cuda/ptx/tma.cuh"
+#include "cuda/tma/pipeline.cuh"
+
+namespace flashmoe::cuda::sm90 {
+
+// f(query, key) for all pairs of a tile, by a warp; those of neighbouring lanes are neighbours in
+// memory.
+template <int kQueries, int kKeys, class F>
+__device__ __forceinline__ void for_each_pair(const BiasRows& grad, const F& f) {
+  const auto along = [&](int outer, int inner, const auto& pair) {
+#pragma unroll 1
+    for (int i = 0; i < outer; ++i) {
+#pragma unroll 4
+      for (int j = lane(); j < inner; j += 32) pair(i, j);
+    }
+  };
+  if (grad.row == 1) {
+    along(kKeys, kQueries, [&](int key, int query) { f(query, key); });
+  } else {
+    along(kQueries, kKeys, f);
+  }
+}
+
+// dS of a tile, in shared memory at `from`, to rows [first, first + rows) and `keys` keys.
+template <class C>
+__device__ __forceinline__ void store_ds_numbers(uint32_t from, const BiasRows& grad, int first,
+                                                 int rows, int first_key, int keys) {
+  for_each_pair<C::kBlockQ, C::kBlockK>(grad, [&](int query, int key) {
+    if (query >= rows || key >= keys) return;
+    *reinterpret_cast<uint16_t*>(grad.at(first + query, first_key + key)) =
+        ptx::ld_shared_u16(from + C::ScoreTile::at(query, key));
+  });
+}
+
+// Sets rows [first, end) of the task's keys.
+template <class C>
+__device__ __forceinline__ void fill_grad_bias(const BiasRows& grad, int first, int end,
+                                               int first_key, int keys, uint16_t value) {
+  constexpr int kChunks = C::kBlockK / 8;  // of a row
+  const uint32_t two = value * 0x10001u;
+  if (grad.chunks) {
+    const int key = lane() % kChunks * 8;
+    if (key >= keys) return;
+#pragma unroll 1
+    for (int row = first + lane() / kChunks; row < end; row += 32 / kChunks) {
+      cuda::store_eight(grad, row, first_key + key, keys - key, {two, two, two, two});
+    }
+    return;
+  }
+#pragma unroll 1
+  for (; first < end; first += C::kBlockQ) {
+    for_each_pair<C::kBlockQ, C::kBlockK>(grad, [&](int query, int key) {
+      if (first + query >= end || key >= keys) return;
+      *reinterpret_cast<uint16_t*>(grad.at(first + query, first_key + key)) = value;
+    });
+  }
+}
+
+// The warp. It takes part in the turns of dS also where no gradient is wanted.
+template <class C>
+__device__ __forceinline__ void store_grad_bias(const typename C::Smem& shared, uint32_t smem,
+                                                const Sm90BwdParams& p) {
+  tma::Ring<2> tiles;
+  for_each_task<C>(shared, smem, [&](const BwdTask& task) {
+    const auto rows_of_head = [&](int head) {
+      return find_grad_bias(p, task.seq, task.batch, head);
+    };
+    for_each_query_tile<C>(task, p, [&](int head, int first) {
+      const tma::Slot ds = C::slot(smem, C::kDsBarrier + tiles.at());
+      const uint32_t from =
+          smem + offsetof(typename C::Smem, sdS) + tiles.at() * C::ScoreTile::kBytes;
+      tiles.wait_full(ds);
+      if (p.grad_bias && p.stores_grad_bias) {
+        if (lane() == 0) {
+#pragma unroll
+          for (int i = 0; i < C::ScoreTile::kBlocks; ++i) {
+            ptx::tma_store_evict_first(from + i * C::ScoreTile::kBlockBytes, &p.grad_bias_map,
+                                       task.first_key + i * C::ScoreTile::kBlockCols, first, head,
+                                       task.batch);
+          }
+          ptx::cp_async_bulk_commit_group();
+          ptx::cp_async_bulk_wait_group_read();
+        }
+      } else if (p.grad_bias) {
+        store_ds_numbers<C>(from, rows_of_head(head), first, p.len_q - first, task.first_key,
+                            p.len_k - task.first_key);
+      }
+      warp_arrive(ds.empty);
+      tiles.advance();
+    });
+    if (!p.grad_bias) return;
+    // Queries that see none of the keys, or lengths that are wrong.
+    const uint16_t value = task.seq.valid ? 0 : C::Type::kNan;
+    const int keys = p.len_k - task.first_key;
+#pragma unroll 1
+    for (int head = task.key_head * p.group; head < (task.key_head + 1) * p.group; ++head) {
+      const int begin = min(task.query_begin, p.len_q);
+      const BiasRows grad = rows_of_head(head);
+      fill_grad_bias<C>(grad, 0, begin, task.first_key, keys, value);
+      fill_grad_bias<C>(grad, max(task.query_end, begin), p.len_q, task.first_key, keys, value);
+    }
+  });
+  if (lane() == 0) ptx::cp_async_bulk_wait_group();
+}
+
+}  // namespace flashmoe::cuda::sm90

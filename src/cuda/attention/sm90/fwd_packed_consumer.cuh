@@ -116,29 +116,42 @@ class PackedConsumer {
 
   __device__ __forceinline__ void take_chunk(int key, uint32_t offset) {
     const uint32_t where = smem_ + offset + lane_offset();
-    const uint32_t seen[2] = {seen_keys(fragment_bounds(0), key),
-                              seen_keys(fragment_bounds(1), key)};
+    uint32_t seen[2];
+    bool begins = false;  // whether this is the first chunk that a row sees
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const RowBounds bounds = fragment_bounds(half);
+      seen[half] = seen_keys(bounds, key);
+      begins |= static_cast<uint32_t>(bounds.begin() - key) < C::kChunk;
+    }
+    begins = __any_sync(0xffffffffu, begins);
 #pragma unroll
     for (int h = 0; h < C::kHeads; ++h) {
       float s[kFragments][4];
-      // S begins with -inf where a row does not see the key.
-#pragma unroll
-      for (int i = 0; i < kFragments * 4; ++i) {
-        s[i / 4][i % 4] = seen[i % 4 / 2] >> (i / 4 * 8 + i % 2) & 1 ? 0.f : kHidden;
+      if (begins || !guess(s, where, seen, h)) {
+        scores(s, where + offsetof(Smem, sK), seen, h);
+        softmax(s, h);
       }
-      scores(s, where + offsetof(Smem, sK), h);
-      softmax(s, h);
       values(s, where + offsetof(Smem, sV), h);
     }
   }
 
-  // S += Q K^T
-  __device__ __forceinline__ void scores(float (&s)[kFragments][4], uint32_t sK, int h) {
+  // S = Q K^T, and -inf where a row does not see the key.
+  __device__ __forceinline__ void scores(float (&s)[kFragments][4], uint32_t sK,
+                                         const uint32_t (&seen)[2], int h) const {
+#pragma unroll
+    for (int i = 0; i < kFragments * 4; ++i) {
+      s[i / 4][i % 4] = seen[i % 4 / 2] >> (i / 4 * 8 + i % 2) & 1 ? 0.f : kHidden;
+    }
 #pragma unroll
     for (int step = h * kSteps; step < (h + 1) * kSteps; ++step) {
-      uint32_t q[4];
-      if constexpr (!kHoldsQueries) load_queries(q, step);
-      const uint32_t(&a)[4] = kHoldsQueries ? rQ_[step % kHeldSteps] : q;
+      uint32_t a[4];
+      if constexpr (kHoldsQueries) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[i] = rQ_[step][i];
+      } else {
+        load_queries(a, step);
+      }
 #pragma unroll
       for (int n = 0; n < kFragments; n += 2) {
         uint32_t b[4];  // keys 0 to 7 and 8 to 15, of each two halves of the depth
@@ -147,6 +160,31 @@ class PackedConsumer {
         Type::mma(s[n + 1], a, b[1], b[3], s[n + 1]);
       }
     }
+  }
+
+  // P by a guess: against the old references, with no look for a maximum, since few chunks have a
+  // score much above those before. Returns whether that is right in the warp: no score is too
+  // large, no row sees its first key, and there is no NaN. Each shows in `sum`, except for the
+  // second.
+  __device__ __forceinline__ bool guess(float (&s)[kFragments][4], uint32_t where,
+                                        const uint32_t (&seen)[2], int h) {
+    constexpr float kMost = 1 << 14;  // of a thread's sum; fp16 holds its terms
+    const ScoreRule<Sm90PackedParams> rule(p_);
+    RowState& rows = rows_[h];
+    float sum[2] = {0, 0};
+    bool right = true;
+    const float reference[2] = {rows.finite_reference(0), rows.finite_reference(1)};
+    scores(s, where + offsetof(Smem, sK), seen, h);
+#pragma unroll
+    for (int n = 0; n < kFragments; n += 2) probabilities(s[n], s[n + 1], sum, rule, reference);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      right = right && sum[half] <= kMost && !(rows.reference[half] == -INFINITY && seen[half]);
+    }
+    if (!__all_sync(0xffffffffu, right)) return false;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) rows.sum[half] += sum[half];
+    return true;
   }
 
   // P in place of S. Where a row's maximum has outgrown its reference by kSlack, the reference moves
@@ -327,8 +365,6 @@ class PackedConsumer {
     }
   }
 
-  static constexpr int kHeldSteps = kHoldsQueries ? 4 : 1;
-
   Smem& shared_;
   const uint32_t smem_;
   const int warp_;
@@ -336,7 +372,7 @@ class PackedConsumer {
   tma::Ring<2> tasks_;
   tma::Ring<C::kStages> keys_;
   int first_key_, end_key_;     // that rows of the warp see
-  uint32_t rQ_[kHeldSteps][4];  // as mma.sync reads it
+  uint32_t rQ_[4][4];  // as mma.sync reads it, where it is held
   float rO_[8][4];              // as mma.sync lays out its accumulators
   RowState rows_[C::kHeads];
 };

@@ -306,15 +306,15 @@ Status run_forward(const Call& call) {
 }
 
 Status fill_maps(Sm90PackedParams& p, const Call& call) {
-  constexpr int kRowsOfWarp = 16, kKeyBox = 32;  // as PackedConfig has them
+  constexpr int kRowsOfWarp = 16;  // which O leaves by
   const AttentionPlan& plan = call.plan;
   const AttentionProblem& problem = plan.problem;
   const AttentionTensors& t = call.tensors;
   const bool several = main_kernel(plan).heads_of_box > 1;
-  const int rows = static_cast<int>(plan.block_q);
+  const int rows = static_cast<int>(plan.block_q), keys = static_cast<int>(plan.block_k);
   Status status = encode_packed(p.query_map, problem.query, t.query, rows, several);
-  if (status.ok()) status = encode_packed(p.key_map, problem.key, t.key, kKeyBox, several);
-  if (status.ok()) status = encode_packed(p.value_map, problem.value, t.value, kKeyBox, several);
+  if (status.ok()) status = encode_packed(p.key_map, problem.key, t.key, keys, several);
+  if (status.ok()) status = encode_packed(p.value_map, problem.value, t.value, keys, several);
   if (status.ok()) status = encode_packed(p.out_map, problem.out, t.out, kRowsOfWarp, several);
   return status;
 }
@@ -413,7 +413,7 @@ std::string lacks(const AttentionPlan& plan) {
 
 std::string cannot_pack(const AttentionPlan& plan, const Kernel& kernel) {
   constexpr int64_t kMostTokens = kNoLimit;  // so that those of a whole tile can be counted
-  constexpr int64_t kShared = 32;  // up to this head dim, heads share a box of 64 columns
+  constexpr int64_t kShared = 32;            // up to this head dim, heads share a box of 64 columns
   const AttentionProblem& p = plan.problem;
   if (std::max(p.query.shape[0], p.key.shape[0]) > kMostTokens) {
     return text("takes at most ", kMostTokens, " tokens");

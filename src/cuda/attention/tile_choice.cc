@@ -94,8 +94,7 @@ const Kernel* choose_tile(AttentionPlan& plan, const Family& family, const Gpu& 
     }
     if (k.packed) {  // beside the tiles of a head dim, which serve where these do not
       if (!p.ragged || general_score || chosen) continue;
-      const bool matches =
-          forced && k.block_q == forced->block_q && k.block_k == forced->block_k;
+      const bool matches = forced && k.block_q == forced->block_q && k.block_k == forced->block_k;
       if (forced && !matches) continue;
       std::string reason = family.cannot_pack(plan, k);
       if (reason.empty() && !forced && !short_sequences) reason = kForShort;

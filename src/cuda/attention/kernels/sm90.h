@@ -44,9 +44,9 @@ inline constexpr Sm90FwdTile kFwdBias[] = {
 // holds one head, or four of 16, or two of 32.
 inline constexpr Sm90PackedTile kFwdPacked[] = {
     // head_dim, block_q, block_k, stages, ctas
-    {16, 128, 64, 4, 2},
-    {32, 128, 64, 4, 2},
-    {64, 128, 64, 4, 2},
+    {16, 128, 32, 8, 2},
+    {32, 128, 32, 8, 2},
+    {64, 128, 32, 8, 2},
 };
 
 // As many queries as registers allow beside dK and dV of 64 keys; above D = 128 a warpgroup has one

@@ -3,7 +3,7 @@
 //
 //   queries     keys, tile by tile: all that the sequences of a tile of queries have
 //   +--------+--------+--------+
-//   |####                      |  warp 0, 16 rows: its own keys alone, 32 at a time
+//   |####                      |  warp 0, 16 rows: its own keys alone, 16 at a time
 //   |    #####                 |  warp 1
 //   |    #####                 |
 //   |         #########        |  ...
@@ -17,7 +17,7 @@
 // A CTA is 8 consumer warps and a producer warp, two CTAs are on an SM, and each goes through tasks
 // from a counter: 128 tokens, and 64 columns of Q, K and V, which are one head or several that lie
 // side by side. One thread of the producer loads Q and the bounds of its rows, and K and V in
-// stages of 64 keys, by TMA. A consumer passes by the keys that its rows do not see, so it may be
+// stages of 32 keys, by TMA. A consumer passes by the keys that its rows do not see, so it may be
 // in the next task before the others are done with this one. O leaves through Q's place, by TMA.
 //
 // MMAs are mma.sync, not wgmma: a warpgroup would go through the keys of 64 rows, of which a row
@@ -25,7 +25,8 @@
 // four heads in a box a warp has as many accumulators as with one of D = 64: the steps of the depth
 // are heads then.
 //
-// Registers of a thread: producer 32, consumers 104. Shared memory: 98.5 KB.
+// Registers of a thread: 96, of which an SM has enough for five warps in each quarter. Shared
+// memory: 98.5 KB.
 #pragma once
 
 #include <cstddef>
@@ -33,7 +34,6 @@
 #include "cuda/attention/sm90/fwd_packed_consumer.cuh"
 #include "cuda/attention/sm90/fwd_packed_producer.cuh"
 #include "cuda/attention/sm90/tiles.h"
-#include "cuda/ptx/wgmma.cuh"
 #include "cuda/tma/operand.cuh"
 
 namespace flashmoe::cuda::sm90 {
@@ -45,10 +45,8 @@ struct PackedConfig {
   static constexpr int kDim = kTile.head_dim, kHeads = kTile.heads();
   static constexpr int kBlockQ = kTile.block_q, kBlockK = kTile.block_k;
   static constexpr int kStages = kTile.stages, kWarps = kTile.warps();
-  // Keys that a warp takes at a time. With several heads there are no registers for 32.
-  static constexpr int kChunk = kHeads > 1 ? 16 : 32;
-  // Keys that TMA loads at a time, as far as any row sees them.
-  static constexpr int kKeyBox = 32;
+  // Keys that a warp takes at a time. There are no registers for 32.
+  static constexpr int kChunk = 16;
   using Rows = tma::Tile<kBlockQ, 64>;
   using Keys = tma::Tile<kBlockK, 64>;
 
@@ -71,7 +69,7 @@ struct PackedConfig {
   static_assert(offsetof(Smem, tasks) + kBarrierBytes == kTile.shared_bytes());
   static_assert(sizeof(Smem) <= kTile.shared_bytes());
   static_assert(kTile.ctas * (kTile.shared_bytes() + 1024) <= 228 * 1024);
-  static_assert(kBlockK % kKeyBox == 0 && kKeyBox % kChunk == 0 && kHeads * kDim == 64);
+  static_assert(kBlockK % kChunk == 0 && kHeads * kDim == 64);
 
   static __device__ __forceinline__ tma::Slot slot(uint32_t smem, int barrier) {
     return tma::Slot(smem + offsetof(Smem, barriers) + barrier * sizeof(tma::Slot::Barriers));
@@ -80,11 +78,6 @@ struct PackedConfig {
     for (int i = 0; i < kBarriers; ++i) slot(smem, i).init(1, kWarps);
     ptx::fence_mbarrier_init();
   }
-
-  static constexpr int kWarpgroups = kTile.threads() / 128;
-  static constexpr int kProducerRegisters = 32, kConsumerRegisters = 104;
-  static_assert(kProducerRegisters + (kWarpgroups - 1) * kConsumerRegisters <=
-                kWarpgroups * registers_at_first(kTile.ctas * kWarpgroups));
 };
 
 template <class C>
@@ -95,11 +88,9 @@ __device__ __forceinline__ void attention_fwd_packed(const Sm90PackedParams& p) 
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   if (threadIdx.x == 0) C::init_barriers(smem);
   __syncthreads();  // the barriers are initialised
-  if (warp >= C::kWarps) {
-    ptx::setmaxnreg_dec<C::kProducerRegisters>();
-    if (threadIdx.x == C::kWarps * 32) PackedProducer<C>(shared, smem, p).run();
+  if (warp == C::kWarps) {
+    if (threadIdx.x % 32 == 0) PackedProducer<C>(shared, smem, p).run();
   } else {
-    ptx::setmaxnreg_inc<C::kConsumerRegisters>();
     PackedConsumer<C>(shared, smem, warp, p).run();
   }
 }

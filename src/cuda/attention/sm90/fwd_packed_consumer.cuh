@@ -15,9 +15,9 @@ template <class C>
 class PackedConsumer {
   using Type = typename C::Type;
   using Smem = typename C::Smem;
-  static constexpr int kRows = 16;                             // of a warp
-  static constexpr int kSteps = C::kDim / 16;                  // of the depth of a head
-  static constexpr int kFragments = C::kChunk / 8;             // of S
+  static constexpr int kRows = 16;                       // of a warp
+  static constexpr int kSteps = C::kDim / 16;            // of the depth of a head
+  static constexpr int kFragments = C::kChunk / 8;       // of S
   static constexpr bool kHoldsQueries = C::kHeads == 1;  // in registers, if there are enough
   static constexpr float kHidden = -INFINITY;
 
@@ -52,8 +52,8 @@ class PackedConsumer {
   __device__ __forceinline__ RowBounds bounds_of(int row) const {
     return shared_.bounds[tasks_.at()][warp_ * kRows + row];
   }
-  // Those of the two rows of a fragment that a thread holds. From shared memory each time: registers
-  // are few.
+  // Those of the two rows of a fragment that a thread holds. From shared memory each time:
+  // registers are few.
   __device__ __forceinline__ RowBounds fragment_bounds(int half) const {
     return bounds_of(lane() / 4 + 8 * half);
   }
@@ -69,11 +69,12 @@ class PackedConsumer {
 
   // Q's place is free for the task after the next when O of the task before has left it.
   __device__ __forceinline__ void release_task_before() const {
+    __syncwarp();  // all lanes have read what is of that task
     if (lane() == 0) {
       ptx::cp_async_bulk_wait_group_read();
       ptx::mbarrier_arrive(task_slot(tasks_.at() ^ 1).empty);
     }
-    __syncwarp();
+    __syncwarp();  // so that the compiler knows that the warp is converged
   }
 
   __device__ __forceinline__ void begin() {
@@ -187,8 +188,8 @@ class PackedConsumer {
     return true;
   }
 
-  // P in place of S. Where a row's maximum has outgrown its reference by kSlack, the reference moves
-  // and O is brought to it.
+  // P in place of S. Where a row's maximum has outgrown its reference by kSlack, the reference
+  // moves and O is brought to it.
   __device__ __forceinline__ void softmax(float (&s)[kFragments][4], int h) {
     const ScoreRule<Sm90PackedParams> rule(p_);
     RowState& rows = rows_[h];
@@ -245,8 +246,7 @@ class PackedConsumer {
       for (int half = 0; half < 2; ++half) {
         const float sum = quad_sum(rows_[h].sum[half]);
         inverse[half] = sum == 0 ? 0.f : __fdividef(1.f, sum);  // 0: no key allowed
-        lse[h][half] =
-            sum == 0 ? -INFINITY : (rows_[h].reference[half] + __log2f(sum)) * kLn2;
+        lse[h][half] = sum == 0 ? -INFINITY : (rows_[h].reference[half] + __log2f(sum)) * kLn2;
         if (!fragment_bounds(half).valid()) inverse[half] = lse[h][half] = NAN;
       }
 #pragma unroll
@@ -272,15 +272,14 @@ class PackedConsumer {
     for (int h = 0; h < C::kHeads; ++h) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (lane() % 4 == 0) write_lse(token + lane() / 4 + 8 * half, head_of(box, h), lse[h][half]);
+        if (lane() % 4 == 0)
+          write_lse(token + lane() / 4 + 8 * half, head_of(box, h), lse[h][half]);
       }
     }
     guard_rows(box, token);
   }
 
-  __device__ __forceinline__ int head_of(int box, int h) const {
-    return box * C::kHeads + h;
-  }
+  __device__ __forceinline__ int head_of(int box, int h) const { return box * C::kHeads + h; }
   __device__ __forceinline__ void write_lse(int token, int head, float lse) const {
     if (!p_.lse || token >= p_.ragged.query.tokens || head >= p_.heads) return;
     p_.lse[token * p_.lse_strides.row + head * p_.lse_strides.head] = lse;
@@ -311,15 +310,15 @@ class PackedConsumer {
     for (int i = 0; i < kRows * C::kHeads; ++i) {
       const int row = i / C::kHeads, h = i % C::kHeads;
       const uint32_t of_row = __shfl_sync(0xffffffffu, bad, row % 8 * 4) >> (row / 8 * 8);
-      if ((of_row >> h & 1) && token + row < p_.ragged.query.tokens &&
-          head_of(box, h) < p_.heads) {
+      if ((of_row >> h & 1) && token + row < p_.ragged.query.tokens && head_of(box, h) < p_.heads) {
         recompute_row(token + row, head_of(box, h), bounds_of(row));
       }
     }
   }
 
   // A row key by key, from the keys that it sees. Slow, and rarely needed.
-  __device__ __forceinline__ void recompute_row(int token, int head, const RowBounds& bounds) const {
+  __device__ __forceinline__ void recompute_row(int token, int head,
+                                                const RowBounds& bounds) const {
     constexpr int kColumns = (C::kDim + 31) / 32;  // of a lane
     const auto row_of = [](const void* tensor, const Strides& strides, int64_t token, int head) {
       return static_cast<const uint16_t*>(tensor) + token * strides.row + head * strides.head;
@@ -371,9 +370,9 @@ class PackedConsumer {
   const Sm90PackedParams& p_;
   tma::Ring<2> tasks_;
   tma::Ring<C::kStages> keys_;
-  int first_key_, end_key_;     // that rows of the warp see
-  uint32_t rQ_[4][4];  // as mma.sync reads it, where it is held
-  float rO_[8][4];              // as mma.sync lays out its accumulators
+  int first_key_, end_key_;  // that rows of the warp see
+  uint32_t rQ_[4][4];        // as mma.sync reads it, where it is held
+  float rO_[8][4];           // as mma.sync lays out its accumulators
   RowState rows_[C::kHeads];
 };
 

@@ -55,7 +55,7 @@ class PackedProducer {
       Range next_range;
 #pragma unroll 1
       for (int key = range.begin; key < range.end; key += C::kBlockK) {
-        load_keys(key, range.end, box);
+        load_keys(key, box);
         if (key == range.begin) next_range = find_range(next);
       }
       if (range.begin >= range.end) next_range = find_range(next);
@@ -88,23 +88,15 @@ class PackedProducer {
                             kBoundsBytes, slot.full);
   }
 
-  // Keys and values from `key` on, as far as any row sees them.
-  __device__ __forceinline__ void load_keys(int key, int end, int box) {
-    constexpr int kBoxBytes = C::kKeyBox * 128;
-    const int at = keys_.at();
-    const int boxes = (min(end - key, C::kBlockK) + C::kKeyBox - 1) / C::kKeyBox;
+  // The keys and values from `key` on.
+  __device__ __forceinline__ void load_keys(int key, int box) {
+    const int at = keys_.at(), key_head = C::kHeads > 1 ? 0 : box / p_.group;
     const tma::Slot slot = C::slot(smem_, C::kKeyBarrier + at);
-    const int key_head = C::kHeads > 1 ? 0 : box / p_.group;
+    const uint32_t to = smem_ + at * C::Keys::kBytes;
     keys_.wait_empty(slot);
-    ptx::mbarrier_arrive_expect_tx(slot.full, 2 * boxes * kBoxBytes);
-#pragma unroll 1
-    for (int i = 0; i < boxes; ++i) {
-      const uint32_t to = smem_ + at * C::Keys::kBytes + i * kBoxBytes;
-      const int row = key + i * C::kKeyBox;
-      ptx::tma_load(to + offsetof(Smem, sK), &p_.key_map, slot.full, column(box), row, key_head, 0);
-      ptx::tma_load(to + offsetof(Smem, sV), &p_.value_map, slot.full, column(box), row, key_head,
-                    0);
-    }
+    ptx::mbarrier_arrive_expect_tx(slot.full, 2 * C::Keys::kBytes);
+    ptx::tma_load(to + offsetof(Smem, sK), &p_.key_map, slot.full, column(box), key, key_head, 0);
+    ptx::tma_load(to + offsetof(Smem, sV), &p_.value_map, slot.full, column(box), key, key_head, 0);
     keys_.advance();
   }
 

@@ -84,7 +84,8 @@ __device__ __forceinline__ void attention_row_bounds(const Sm90PackedParams& p) 
   for (int64_t round = begin; round < end; round += kRaggedThreads) {
     const int64_t i = round + threadIdx.x;
     Int64x2 reach = {0, 0}, all;
-    if (i < end) reach = {ragged_end(p.ragged.query, i, p.ragged), ragged_end(p.ragged.key, i, p.ragged)};
+    if (i < end)
+      reach = {ragged_end(p.ragged.query, i, p.ragged), ragged_end(p.ragged.key, i, p.ragged)};
     const auto larger = [](int64_t a, int64_t b) { return max(a, b); };
     reach = join_before(reach, warps + 32, all, larger);
     reach = {max(reach.x, before.x), max(reach.y, before.y)};

@@ -45,8 +45,8 @@ struct Sm90PackedTile {
   constexpr bool for_short() const { return true; }
   // Heads that lie side by side in a box of 64 columns.
   constexpr int heads() const { return head_dim <= 32 ? 64 / head_dim : 1; }
-  constexpr int warps() const { return block_q / 16; }  // consumers
-  constexpr int threads() const { return (warps() + 4) * 32; }  // and the producer's warpgroup
+  constexpr int warps() const { return block_q / 16; }          // consumers
+  constexpr int threads() const { return (warps() + 1) * 32; }  // and the producer
   // Two stages of Q, which O leaves through, with the bounds of its rows; the stages of K and V.
   constexpr int shared_bytes() const {
     return 2 * block_q * (128 + 8) + 2 * stages * block_k * 128 + kBarrierBytes;

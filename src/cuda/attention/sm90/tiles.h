@@ -33,6 +33,30 @@ struct Sm90FwdTile {
   }
 };
 
+// Tiles of tokens, whatever sequences these are of.
+struct Sm90PackedTile {
+  int head_dim;
+  int block_q, block_k;
+  int stages;                  // of K and V in shared memory
+  int ctas;                    // per SM
+  bool general_score = false;  // whether there may be a softcap, or a scale that is not positive
+  static constexpr bool kCountsTasks = true, kPacked = true;
+
+  constexpr bool for_short() const { return true; }
+  // Heads that lie side by side in a box of 64 columns.
+  constexpr int heads() const { return head_dim <= 32 ? 64 / head_dim : 1; }
+  constexpr int warps() const { return block_q / 16; }          // consumers
+  constexpr int threads() const { return (warps() + 1) * 32; }  // and the producer
+  // Two stages of Q, which O leaves through, with the bounds of its rows; the stages of K and V.
+  constexpr int shared_bytes() const {
+    return 2 * block_q * (128 + 8) + 2 * stages * block_k * 128 + kBarrierBytes;
+  }
+};
+
+// The kernel that finds the bounds of rows: shared memory for kRaggedThreads sequences, and for the
+// sums that it shares with the kernel that lists blocks.
+inline constexpr int kRowBoundsSharedBytes = 1024 * (16 + 1);
+
 // Shared memory of the kernel that converts dQ after a backward pass: 64 rows x 64 columns.
 inline constexpr int kConvertDqSharedBytes = 64 * 64 * 2;
 

@@ -204,7 +204,7 @@ __device__ __forceinline__ void load_keys(uint32_t smem, const BwdTask& task,
 }
 
 // Accumulates dK and dV over all queries of the task, and adds its share to their dQ.
-template <class C, bool kDeterministic>
+template <class C>
 __device__ __forceinline__ void bwd_queries(BwdState<C>& t, uint32_t smem, BwdTask& task,
                                             const AttentionBwdParams& p) {
   using Chip = typename C::Chip;
@@ -267,7 +267,7 @@ __device__ __forceinline__ void bwd_queries(BwdState<C>& t, uint32_t smem, BwdTa
           Chip::commit();
         }
       };
-      const SumOrder<C, kDeterministic> order(task, tile, p);
+      const SumOrder<C> order(task, tile, p);
       if constexpr (C::kTransposed) {
         needs_guard =
             !bwd_step_transposed<C, kLoop>(t, smem, stage, task, tile, p, order, after_bias);
@@ -296,7 +296,7 @@ __device__ __forceinline__ void bwd_queries(BwdState<C>& t, uint32_t smem, BwdTa
   }
   Chip::template wait<0>();
   __syncthreads();  // no warp still reads K and V
-  if (kDeterministic) release_semaphore(task);
+  if (!C::kShort) release_semaphore(task);
 }
 
 template <class C>
@@ -321,13 +321,7 @@ __device__ __forceinline__ void attention_bwd(const AttentionBwdParams& p) {
   }
 
   BwdState<C> t;
-  if constexpr (C::kShort) {  // dQ is not added up
-    bwd_queries<C, false>(t, smem, task, p);
-  } else if (C::kBias || p.deterministic) {
-    bwd_queries<C, true>(t, smem, task, p);
-  } else if constexpr (!C::kBias) {
-    bwd_queries<C, false>(t, smem, task, p);
-  }
+  bwd_queries<C>(t, smem, task, p);
   if (p.grad_key) {
     store_key_gradient<C>(t.rdK, p.scale, smem + C::kSmemK, p.grad_key, p.grad_key_strides,
                           p.head_dim, task, p);

@@ -79,7 +79,7 @@ __device__ __forceinline__ void release_semaphore(const BwdTask& task) {
 // reads the semaphore at the start of the tile: the answer takes as long as the first products.
 // (One semaphore for 128 queries needs fewer fences but costs more in waiting: 1.5-1.7 of the time
 // without an order, for 1.4-1.5.)
-template <class C, bool kDeterministic>
+template <class C>
 class SumOrder {
  public:
   __device__ __forceinline__ SumOrder(const BwdTask& task, const QueryTile& tile,
@@ -89,7 +89,7 @@ class SumOrder {
     if (before < 0 || before * C::kBlockK >= task.seq.len_k) return;
     const QueryRange<C> queries(task.seq, before, p);
     if (queries.begin <= tile.first && tile.first < queries.end) {
-      seen_ = ptx::ld_acquire(address(task, tile, p));
+      seen_ = kReadsEarly ? ptx::ld_acquire(address(task, tile, p)) : kNotRead;
     }
   }
   __device__ __forceinline__ void wait(const BwdTask& task, const QueryTile& tile,
@@ -108,10 +108,14 @@ class SumOrder {
 
  private:
   static constexpr int kNobodyBefore = -1;  // this CTA is the first to add
+  static constexpr int kNotRead = 0;        // what the semaphore holds before anyone has added
+  // Transposed, 64 queries at D = 64 have no register for what was read (24 bytes would spill).
+  static constexpr bool kReadsEarly =
+      C::kBias || !C::kTransposed || C::kDim < 64 || C::kBlockQ < 64;
 
-  // Kernels with a bias ask at run time, which halves their code.
+  // Asked at run time: a loop of its own for each answer takes twice the code and compile time.
   static __device__ __forceinline__ bool is_ordered(const AttentionBwdParams& p) {
-    return kDeterministic && threadIdx.x == 0 && (!C::kBias || p.deterministic);
+    return !C::kShort && p.deterministic && threadIdx.x == 0;
   }
 
   static __device__ __forceinline__ int key_tile_before(const BwdTask& task,

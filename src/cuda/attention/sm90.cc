@@ -504,8 +504,12 @@ std::string slower(const AttentionPlan& plan, const Gpu& gpu) {
 // Three warpgroups have 1.2 times the speed of two, on rows that fill both, once there are enough
 // tiles of keys: more of these at D = 96, and where a causal mask leaves half of them.
 std::string too_large(const AttentionPlan& plan, const Kernel& k, const Gpu&) {
-  constexpr int64_t kSmaller = 128, kShort = 1024;
+  constexpr int64_t kSmaller = 128, kShort = 1024, kMany = 8;
   if (k.block_q <= kSmaller) return {};
+  if (k.bias_by_tma && plan.batch * plan.heads_q < kMany * bias_matrices(plan)) {
+    return text("tiles of ", kSmaller, " rows are faster where fewer than ", kMany,
+                " share a bias");
+  }
   const bool causal = geometry(plan.problem).right >= 0;
   if (mean_length(plan) <= kShort && (causal || k.head_dim > 64)) {
     return text("tiles of ", kSmaller, " rows are faster for up to ", kShort, " tokens");

@@ -19,6 +19,12 @@ Role main_role(const AttentionProblem& p) {
   return p.bias ? Role::kBackwardBias : Role::kBackward;
 }
 
+bool has_short_tiles(const Family& family, Role role) {
+  return std::any_of(kernels().begin(), kernels().end(), [&](const Kernel& k) {
+    return k.for_short && k.role == role && k.family == std::string_view(family.name);
+  });
+}
+
 std::string needs_shared(const Kernel& kernel, const Gpu& gpu) {
   return text("needs ", kernel.shared_bytes, " bytes of shared memory, ",
               chip_name(gpu.compute_capability), " has ", gpu.chip.shared_bytes);
@@ -76,6 +82,7 @@ const Kernel* choose_tile(AttentionPlan& plan, const Family& family, const Gpu& 
   const Role role = main_role(p);
   const int64_t dim = std::max(plan.head_dim, plan.head_dim_v);
   const bool short_sequences = !forced && many_short_sequences(plan, gpu) && dim <= kShortDim;
+  const bool for_short = short_sequences && has_short_tiles(family, role);
   const Geometry g = geometry(p);
   const bool general_score = g.softcap > 0 || !(g.scale > 0);
   const auto pass_over = [&](const Kernel& kernel, const std::string& reason) {
@@ -89,7 +96,7 @@ const Kernel* choose_tile(AttentionPlan& plan, const Family& family, const Gpu& 
   std::string fallback_reason;
   for (const Kernel& k : kernels()) {
     if (k.family != std::string_view(family.name) || k.role != role || k.dtype != p.query.dtype ||
-        k.head_dim < dim || (bucket && k.head_dim != bucket)) {
+        k.head_dim < dim || (bucket && k.head_dim != bucket && !k.packed)) {
       continue;
     }
     if (k.packed) {  // beside the tiles of a head dim, which serve where these do not
@@ -117,8 +124,8 @@ const Kernel* choose_tile(AttentionPlan& plan, const Family& family, const Gpu& 
       if (k.block_q == forced->block_q && k.block_k == forced->block_k) chosen = &k;
       continue;
     }
-    if (k.for_short != short_sequences) {
-      pass_over(k, short_sequences ? "made for longer sequences" : kForShort);
+    if (k.for_short != for_short) {
+      pass_over(k, for_short ? "made for longer sequences" : kForShort);
     } else if (!fits(k, gpu)) {
       pass_over(k, needs_shared(k, gpu));
     } else if (std::string reason = too_large(plan, family, k, gpu); !fallback && !reason.empty()) {

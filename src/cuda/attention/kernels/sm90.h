@@ -9,10 +9,10 @@ namespace flashmoe::cuda::sm90 {
 // clang-format off
 
 // As many rows as registers allow, three warpgroups up to D = 96, two above; 128 where they leave
-// less of a tile empty.
+// less of a tile empty. At D = 32, where MMAs are short, two CTAs on an SM fill each other's gaps.
 inline constexpr Sm90FwdTile kFwd[] = {
     // head_dim, block_q, block_k, stages, general_score
-    {32, 192, 128, 4, false}, {32, 128, 128, 4, false}, {32, 128, 64, 2, false, false, 2},
+    {32, 128, 64, 2, false, false, 2},
     {64, 192, 128, 4, false}, {64, 128, 128, 4, false},
     {96, 192, 96, 2, false}, {96, 128, 128, 2, false},
     {128, 128, 128, 2, false},
@@ -34,7 +34,7 @@ inline constexpr Sm90FwdTile kFwdGeneral[] = {
 // With a bias.
 inline constexpr Sm90FwdTile kFwdBias[] = {
     // head_dim, block_q, block_k, stages, general_score, bias
-    {32, 192, 128, 2, false, true}, {32, 128, 128, 2, false, true}, {32, 128, 64, 2, false, true, 2},
+    {32, 128, 64, 2, false, true, 2},
     {64, 192, 128, 2, false, true}, {64, 128, 128, 2, false, true},
     {96, 128, 64, 2, false, true},
     {128, 128, 64, 2, false, true},

@@ -96,9 +96,9 @@ Status encode_bias(TensorMap& map, const Call& call, const AttentionParams& p, i
   return encode(map, matrix, p.bias, box);
 }
 
-// The map of the gradient of a bias that is not shared, as (batch, heads, len_q, len_k), so that rows
-// past a head's last one are not stored. Returns whether there is one: for that the batch is one
-// dimension, and rows are whole chunks of 16 bytes from each other.
+// The map of the gradient of a bias that is not shared, as (batch, heads, len_q, len_k), so that
+// rows past a head's last one are not stored. Returns whether there is one: for that the batch is
+// one dimension, and rows are whole chunks of 16 bytes from each other.
 bool encode_grad_bias(TensorMap& map, const AttentionPlan& plan, const AttentionBwdParams& p) {
   constexpr int kStoredRows = 64;
   const Strides& strides = p.grad_bias_strides;

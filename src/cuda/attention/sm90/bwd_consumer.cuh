@@ -99,9 +99,8 @@ class BwdConsumer {
   // dQ = dS K of the tile before.
   __device__ __forceinline__ void issue_dq() {
     const uint32_t sdS = previous_ds() + (kDqByRows ? wg_.index * 64 * 128 : 0);
-    const uint32_t sK =
-        wg_.smem + offsetof(Smem, sK) + first_dq_column() / 64 * C::Keys::kBlockBytes +
-        first_dq_column() % 64 * 2;
+    const uint32_t sK = wg_.smem + offsetof(Smem, sK) +
+                        first_dq_column() / 64 * C::Keys::kBlockBytes + first_dq_column() % 64 * 2;
     using Wgmma = ptx::Wgmma<C::kBf16, kDqColumns>;
     Wgmma::ss_tb_first(rdQ_, C::ScoreTile::along(C::ScoreTile::descriptor(sdS), 0),
                        C::Keys::across(C::Keys::descriptor(sK), 0));
@@ -319,8 +318,7 @@ class BwdConsumer {
   __device__ __forceinline__ void store(const BwdTask& task, const float (&x)[C::kDim / 2],
                                         float times, const void* gradient, const Strides& strides,
                                         const TensorMap& map, int dim) {
-    const uint32_t sGrad =
-        wg_.opaque_smem() + C::kGradsAt + wg_.index * C::kGradsStep;
+    const uint32_t sGrad = wg_.opaque_smem() + C::kGradsAt + wg_.index * C::kGradsStep;
     if (warpgroup_thread() == 0) ptx::cp_async_bulk_wait_group_read();
     wg_.sync();  // TMA has read what was there before
     write_gradient<C>(sGrad, x, times);

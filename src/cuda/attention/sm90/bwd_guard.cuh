@@ -77,8 +77,7 @@ __device__ __forceinline__ bool sees(const BwdWarpgroup<C>& wg, const BwdTask& t
                                      int key, const uint16_t* bias) {
   return key >= task.seq.begin(query, wg.p) && key < task.seq.end(query, wg.p) &&
          query < task.seq.len_q &&
-         (!C::kBias ||
-          C::Type::unpack(bias[query * wg.p.bias_strides.row + key]) != -INFINITY);
+         (!C::kBias || C::Type::unpack(bias[query * wg.p.bias_strides.row + key]) != -INFINITY);
 }
 
 // A number of P or dS, and whether the query sees the key.
@@ -98,8 +97,7 @@ __device__ __forceinline__ GuardedNumber ds_at(const BwdWarpgroup<C>& wg, const 
 // From what store_ds() left of this tile of queries.
 template <class C>
 __device__ __forceinline__ GuardedNumber ds_at(const BwdWarpgroup<C>& wg, const BwdTask& task,
-                                               int query, int key,
-                                               const uint16_t* bias = nullptr) {
+                                               int query, int key, const uint16_t* bias = nullptr) {
   return ds_at(wg, task, wg.first_query(), wg.ds_tile(wg.stage), query, key, bias);
 }
 

@@ -27,6 +27,8 @@ PEERS = {
     "cudnn": "cuDNN",
     "fa3": "FlashAttention-3",
     "nondeterministic": "ours, not deterministic",
+    "without_bias": "ours without the bias",
+    "rounded_bias": "ours, bias in 16 bits",
     "efficient": "PyTorch efficient",
     "flex": "FlexAttention",
     "varlen": "varlen_attn",
@@ -337,14 +339,29 @@ def standing(section: Section, direction: str, regime: str) -> str:
     return f"{text} over {count}, slower in {len(lost)}, lowest {worst['ratio']:.2f} ({where})."
 
 
+def timed_in_graphs(rows: list[Row], on_gpu: bool) -> str:
+    """A sentence about rows timed as CUDA graphs, with the peers that were not; "" of others."""
+    methods = {
+        (peer_name(name, on_gpu), (implementation.get("method") or "").split(" of ")[0])
+        for row in rows
+        for name, implementation in row["implementations"].items()
+        if implementation["ms"]
+    }
+    if ("ours", "CUDA graph") not in methods:
+        return ""
+    others = sorted({name for name, method in methods if method != "CUDA graph"})
+    return f" Timed as CUDA graphs{', not always ' if others else ''}{' and '.join(others)}."
+
+
 def section_text(section: Section, summary: str) -> str:
     standings = [standing(section, p, r) for p in PASSES for r in (SUSTAINED, RESTED)]
     rows = ", ".join(f"[all rows](../bench/results/README.md#{f.path.stem})" for f in section.files)
     where = "; ".join(dict.fromkeys(file.provenance for file in section.files))
     about = f"{summary[0].upper()}{summary[1:]}"
+    graphs = timed_in_graphs(section.shown, section.on_gpu)
     return "\n\n".join([
         f"## {section.title}",
-        paragraph(f"{about}. The table is {section.regime}. {where}; {rows}."),
+        paragraph(f"{about}. The table is {section.regime}.{graphs} {where}; {rows}."),
         f"![Ours beside the best peer]({section.picture})",
         section_table(section),
         "\n".join(bullet(text) for text in standings if text),

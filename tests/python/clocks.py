@@ -26,15 +26,26 @@ class FakeCpuClock(timing.CpuClock):
         return self.now - start
 
 
-class FakeCudaClock(timing.CudaClock):
-    """A CUDA clock without CUDA: a graph is its list of calls, and every sample takes call_ms.
+@dataclasses.dataclass
+class FakeGraph:
+    calls: list
 
-    The first sample of an implementation takes first_ms, for a kernel that must be compiled.
+    def replay(self):
+        for call in self.calls:
+            call()
+
+
+class FakeCudaClock(timing.CudaClock):
+    """A CUDA clock without CUDA: a graph is its list of calls, and every call takes call_ms.
+
+    The first sample of an implementation takes first_ms, for a kernel that must be compiled. A call
+    outside of a graph takes host_ms more, for a host that is too slow.
     """
 
-    def __init__(self, call_ms=1.0, first_ms=1.0, can_capture=True) -> None:
+    def __init__(self, call_ms=1.0, first_ms=1.0, can_capture=True, host_ms=0.0) -> None:
         self.flush = torch.empty(1000, dtype=torch.int8)
         self.call_ms, self.first_ms, self.can_capture = call_ms, first_ms, can_capture
+        self.host_ms = host_ms
         self.seen: set[int] = set()
         self.load_ms = 0.1  # one round
         self.events: list[str] = []  # "pause" and the names of implementations that have one
@@ -42,10 +53,13 @@ class FakeCudaClock(timing.CudaClock):
     def sample(self, call, reset, count, expected_ms=0):
         reset()
         call()
-        implementation = getattr(getattr(call, "__self__", None), "implementation", None)
+        caller = getattr(call, "__self__", None)
+        if isinstance(caller, FakeGraph):
+            return [self.call_ms * len(caller.calls)] * count
+        implementation = getattr(caller, "implementation", None)
         first = implementation is not None and id(implementation) not in self.seen
         self.seen.add(id(implementation))
-        return [self.first_ms if first else self.call_ms] * count
+        return [(self.first_ms if first else self.call_ms) + self.host_ms] * count
 
     def pause(self):
         self.events.append("pause")
@@ -56,13 +70,7 @@ class FakeCudaClock(timing.CudaClock):
     def capture(self, calls):
         if not self.can_capture:
             raise RuntimeError("operation not permitted\nwhen stream is capturing")
-
-        class Graph:
-            def replay(self):
-                for call in calls:
-                    call()
-
-        return Graph()
+        return FakeGraph(calls)
 
 
 def scripted(clock, calls: list[str], ms: dict[str, float]) -> Case:

@@ -195,10 +195,11 @@ def test_a_call_that_fails_fails_the_run(monkeypatch, tmp_path, capsys):
         ("--shape 4,8,16,64,casual", "casual"),
         ("--shape 4,8,16,64,w4", "add causal"),
         ("--shape 4,8,16,64,causal,w0", "at least 1"),
-        ("--workload small_dims --shape 4,8,16,64,causal,w4", "does not take window"),
+        ("--workload small --shape 4,8,16,64,causal,w4", "does not take window"),
         ("--shape 4,8,16,64,even", "does not take even"),
         ("--workload pair_bias --shape 4,8,16,64,causal", "does not take causal"),
         ("--workload dnse", "dnse"),
+        ("--only nobody --device cpu", "in no row's name"),
         ("--dtype fp8", "fp8"),
         ("--pass back", "back"),
         ("--workload decode --pass bwd", "decode has only fwd"),
@@ -245,6 +246,19 @@ def test_list(capsys):
     assert main(["bench", "--list"]) == 0
     text = capsys.readouterr().out
     assert all(name in text for name in WORKLOADS) and "1,8,512,128" in text
+    graphs = [name for name, workload in WORKLOADS.items() if workload.in_graph]
+    assert text.count("cuda, fwd,fwd+bwd, as CUDA graphs") == len(graphs) - 1 == 7, "and decode"
+
+
+def test_rows_can_be_picked(tmp_path):
+    options = "--workload dense,small --dtype fp32 --device cpu --budget 0.001 --no-plot --only"
+    command = ["bench", *options.split(), "dense (4,8", ",32) fp32 fwd", "--out", str(tmp_path)]
+    assert main(command) == 0
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [(r["workload"], r["label"], r["pass"]) for r in rows] == [
+        ("dense", "4,8,256,64", "fwd"), ("dense", "4,8,256,64", "fwd+bwd"),
+        ("small", "4,8,256,32", "fwd"), ("small", "4,8,256,32", "fwd+bwd"),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -358,6 +372,19 @@ def test_dense_rows_beside_two_peers_fit_four_minutes_of_a_gpu():
     sustained = dataclasses.replace(schedule, regimes=("sustained",))
     assert runner.estimated_seconds(specs, dataclasses.replace(setting, schedule=sustained)) < 80
     assert report.format_duration(150) == "2 minutes" and report.format_duration(42.4) == "42 s"
+
+
+def test_rows_of_science_fit_three_minutes_of_a_gpu():
+    """Sustained, as CUDA graphs, which need half of the usual budget."""
+    names = [n for n, workload in WORKLOADS.items() if workload.in_graph and n != "decode"]
+    specs = runner.rows_of(names, None, ["bf16"], None, "cuda")
+    assert len(specs) == 2 * (18 + 11 + 4 + 2 + 6 + 2 + 2)
+    peers = [peer for name in names for peer in WORKLOADS[name].peers("cuda")]
+    schedule = timing.Schedule(3, 0.02)
+    setting = runner.Setting(torch.device("cuda"), peers, [], FakeCudaClock(), schedule)
+    assert 90 < runner.estimated_seconds(specs, setting) < 180
+    others = dataclasses.replace(setting, peers=[p for p in peers if p != "flex"])
+    assert runner.estimated_seconds(specs, others) < 90, "half is FlexAttention's compilation"
 
 
 def test_rows_of_a_gpu_are_there_in_both_regimes(monkeypatch):

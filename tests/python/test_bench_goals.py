@@ -18,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
 import goals
 
-MATERIALS = ("pair_bias", "triangle", "crystals", "crystals_bias")
+MATERIALS = ("pair_bias", "fp32_bias", "diffusion", "triangle", "crystals", "crystals_bias")
+OWN_PEERS = ("fp32_bias", "crystals_bias")  # in rows about what an option costs
 TABLES = {
     "head_dims": workloads.HEAD_DIMS,
     "gqa": workloads.GQA,
@@ -68,12 +69,14 @@ def gpu_row(spec: runner.RowSpec, flash: float | None) -> dict:
     baseline = None
     if spec.workload == "deterministic":
         peers, baseline = {"nondeterministic": peers["flash"]}, "nondeterministic"
+    if spec.workload == "small":
+        del peers["cudnn"]  # other goals are about the best of them
     implementations = {"ours": {"ms": 2.0}, **peers}
     return row_of(spec, implementations, baseline, "sm80")
 
 
 def whole_table(ratio_of) -> list[dict]:
-    names = ("dense", "small_dims", "decode", "deterministic")
+    names = ("dense", "small", "decode", "deterministic")
     specs = runner.rows_of(names, None, ("bf16", "fp16"), None, "cuda")
     return [gpu_row(spec, ratio_of(spec)) for spec in specs]
 
@@ -81,8 +84,8 @@ def whole_table(ratio_of) -> list[dict]:
 def test_gpu_goals_are_about_flash():
     """The default shapes and passes on a GPU answer every goal, whatever cuDNN does."""
     found = goals.standings(whole_table(lambda spec: 1.6), "cuda")
-    assert [s.verdict for s in found] == ["met"] * 8 and found[-1].goal.dims == (64, 128)
-    assert [len(s.ratios) for s in found] == [40, 20, 40, 20, 6, 6, 10, 24]
+    assert [s.verdict for s in found] == ["met"] * 10 and found[7].goal.dims == (64, 128)
+    assert [len(s.ratios) for s in found] == [40, 20, 40, 20, 6, 6, 10, 24, 36, 36]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +93,9 @@ def test_gpu_goals_are_about_flash():
     [
         ("dense", "fwd", 1.04, 1),  # the mean of dims 64 and 128; 1 is enough for 256
         ("dense", "bwd", 0.99, 2 + 60),  # both means, and every row from 1,024 tokens on
-        ("small_dims", "fwd+bwd", 1.4, 1 + 6),
+        ("small", "fwd+bwd", 1.4, 1 + 6),
+        ("small", "fwd", 1.22, 1 + 6 + 1),  # and the mean that both families are held to
+        ("small", "fwd+bwd", 0.99, 1 + 6 + 1 + 36),  # of which no row may be under 1
         ("decode", "fwd", 0.9, 1 + 10),
         ("deterministic", "bwd", 0.79, 1),
         ("deterministic", "bwd", 0.81, 0),
@@ -282,13 +287,18 @@ def test_a_check_that_checks_nothing_says_so():
     assert goals.missed_goals(rows, "cuda") == ["no goal is about these rows"]
 
 
-def material_row(spec: runner.RowSpec, ours: float = 2.0, ratio: float = 5.0, held: float = 1.05):
-    """A row in which we take a time for a giga-score, and the best peer that times a ratio."""
+def material_row(
+    spec: runner.RowSpec, ours: float = 2.0, ratio: float | None = None, held: float = 1.05
+) -> dict:
+    """A row in which we take a time for a giga-score, and its peer that times a ratio."""
     shape = spec.shape
     scores = shape.batch * shape.heads * shape.length**2
     ms = ours * scores / 1e9
-    implementations = {"ours": {"ms": ms}, "efficient": {"ms": ms * ratio}}
-    return row_of(spec, implementations) | {
+    implementations = {"ours": {"ms": ms}, "efficient": {"ms": ms * (ratio or 7.0)}}
+    baseline = None
+    if spec.workload in OWN_PEERS:
+        implementations["own"], baseline = {"ms": ms * (ratio or 1.0)}, "own"
+    return row_of(spec, implementations, baseline) | {
         "flops": 4.0 * scores,
         "memory": {"peak_bytes": int(held * 1e9), "needed_bytes": 10**9},
     }
@@ -306,32 +316,38 @@ def material_table(**changes) -> list[dict]:
 
 def test_goals_of_the_materials_are_about_their_rows():
     found = goals.standings(material_table(), "cuda")
-    assert [s.verdict for s in found] == ["met"] * 9
-    assert [len(s.ratios) for s in found] == [5, 5, 5, 5, 4, 2, 2, 4, 28]
+    assert [s.verdict for s in found] == ["met"] * 20
+    pairs, triangles, crystals = [5, 5, 6, 6, 4, 4], [3, 3, 3, 3, 4], [1, 1, 1, 1, 2, 2]
+    assert [len(s.ratios) for s in found] == [*pairs, 2, 2, *triangles, *crystals, 46]
     by_name = {s.goal.name.split(" (")[0]: s for s in found}
     assert by_name["triangle of odd length"].mean == pytest.approx(1), "per score"
     assert by_name["crystals with pair bias"].mean == pytest.approx(1)
     assert by_name["peak memory"].mean == pytest.approx(1 / 1.05)
     against = [s.goal.against for s in found]
-    assert against[4:5] + against[-2:] == ["our other row", "our other row", "what is needed"]
+    assert set(against) == {"its peer", "our other row", "what is needed"}
+    assert against[12] == "our other row" and against[-1] == "what is needed"
 
 
 @pytest.mark.parametrize(
     ("changes", "missed"),
     [
-        ({"workload": "pair_bias", "direction": "fwd", "ratio": 1.2}, 1),
+        ({"workload": "pair_bias", "direction": "fwd", "ratio": 1.4}, 1),  # enough for odd lengths
+        ({"workload": "pair_bias", "direction": "fwd", "ratio": 1.2}, 2),
         ({"workload": "pair_bias", "direction": "fwd+bwd", "ratio": 2.4}, 1),
         ({"workload": "pair_bias", "label": "8,8,256,64", "ratio": 2.0}, 0),  # a mean
-        ({"workload": "triangle", "ratio": 1.4}, 2),
+        ({"workload": "fp32_bias", "ratio": 0.78}, 0),
+        ({"workload": "fp32_bias", "label": "4,16,768,64", "ratio": 0.76}, 2),  # every row
+        ({"workload": "diffusion", "ratio": 1.9}, 1),  # enough forward
+        ({"workload": "triangle", "ratio": 1.7}, 3),  # enough forward, of 256 to 512
+        ({"workload": "triangle", "label": "768,4,768,32", "ratio": 0.3}, 2),  # not of those
         ({"workload": "triangle", "label": "257,4,257,32", "ours": 2.28}, 0),  # 14%
         ({"workload": "triangle", "label": "257,4,257,32", "ours": 2.32}, 2),  # 16%, both passes
         ({"workload": "triangle", "label": "384,4,384,32", "ours": 1.7}, 2),  # 381 beside it
         ({"workload": "triangle", "label": "512,4,512,32", "ours": 1.0}, 0),  # nobody's neighbour
-        ({"workload": "crystals", "direction": "fwd", "ratio": 3.9}, 1 + 2),
-        ({"workload": "crystals", "direction": "fwd+bwd", "ratio": 3.1}, 0),
-        ({"workload": "crystals_bias", "ours": 3.9}, 0),
-        ({"workload": "crystals_bias", "direction": "fwd", "ours": 4.1}, 2),
-        ({"workload": "crystals_bias", "ratio": 0.1}, 0),  # its padded peer decides nothing
+        ({"workload": "crystals", "direction": "fwd", "ratio": 5.5}, 1),  # 6 for small heads
+        ({"workload": "crystals", "label": "4096,8,443,64", "ratio": 4.9}, 2),
+        ({"workload": "crystals_bias", "ratio": 0.68}, 0),
+        ({"workload": "crystals_bias", "direction": "fwd", "ratio": 0.66}, 1 + 2),
         ({"workload": "triangle", "label": "512,4,512,32", "held": 1.11}, 2),
     ],
 )
@@ -340,20 +356,20 @@ def test_every_miss_is_noticed_of_the_materials(changes, missed):
 
 
 def test_a_row_without_its_sibling_or_its_memory_is_not_measured():
-    rows = [row for row in material_table() if row["workload"] == "crystals_bias"]
-    beside, held = goals.standings(rows, "cuda")
+    rows = [row for row in material_table() if row["label"] in goals.ODD_TRIANGLES]
+    *_, beside, held = goals.standings(rows, "cuda")
     assert beside.verdict == "not measured" and beside.rows == "0 of 4" and held.verdict == "met"
     rows = [row for row in material_table() if row["workload"] == "pair_bias"]
     del rows[0]["memory"]
     held = goals.standings(rows, "cuda")[-1]
-    assert held.unmeasured == ["pair_bias (8,8,256,64) bf16 fwd"] and held.rows == "9 of 10"
+    assert held.unmeasured == ["pair_bias (8,8,256,64) bf16 fwd"] and held.rows == "21 of 22"
     assert held.verdict == "met" and not goals.missed_goals(rows, "cuda")
 
 
 def test_goals_of_workloads_that_were_not_run_are_not_listed():
     rows = [row for row in material_table() if row["workload"] == "triangle"]
     names = [s.goal.name for s in goals.standings(rows, "cuda")]
-    assert len(names) == 4 and all(name.startswith(("triangle", "peak memory")) for name in names)
+    assert len(names) == 6 and all(name.startswith(("triangle", "peak memory")) for name in names)
 
 
 def test_the_exit_code_says_whether_a_goal_is_missed(tmp_path, capsys):

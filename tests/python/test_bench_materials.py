@@ -29,7 +29,7 @@ from flashmoe_science.bench.results import compare
 from flashmoe_science.bench.workloads import WORKLOADS
 
 CUDA = torch.device("cuda")
-MATERIALS = ("pair_bias", "triangle", "crystals", "crystals_bias")
+MATERIALS = ("pair_bias", "diffusion", "triangle", "crystals", "crystals_bias")
 
 
 def make(name: str, shape: str, dtype: torch.dtype = torch.float32):
@@ -37,16 +37,27 @@ def make(name: str, shape: str, dtype: torch.dtype = torch.float32):
 
 
 def test_gpu_shapes_are_those_the_field_was_measured_at():
-    """The rows of pair_bias and triangle in the table of peers on an H200, and 257 and 381."""
-    shapes = {name: WORKLOADS[name].shapes["cuda"] for name in MATERIALS}
-    assert shapes["pair_bias"] == (
+    """The rows of pair_bias and triangle in the table of peers on an H200, and odd lengths."""
+    names = (*MATERIALS, "small", "fp32_bias")
+    shapes = {name: WORKLOADS[name].shapes["cuda"] for name in names}
+    assert shapes["pair_bias"][:5] == (
         "8,8,256,64", "4,16,384,64", "4,16,768,64", "2,16,1024,64", "1,16,2048,64"
     )  # fmt: skip
-    lengths = (256, 257, 381, 384, 512)
+    odd = [Shape.parse(text) for text in shapes["pair_bias"][5:]]
+    assert {shape.length for shape in odd} == {255, 511, 1023, 2047}
+    assert {shape.dim for shape in odd} == {32, 48}
+    assert shapes["diffusion"] == ("48,16,384,48", "48,16,768,48")
+    lengths = (256, 257, 381, 384, 512, 768)
     assert shapes["triangle"] == tuple(f"{n},4,{n},32" for n in lengths)
     assert shapes["crystals"] == shapes["crystals_bias"] == ("4096,8,443,64", "4096,48,443,16")
-    for name in MATERIALS:
+    small = [Shape.parse(text) for text in shapes["small"]]
+    assert {s.dim for s in small if 64 <= s.length <= 1024} == {16, 32, 48, 64}
+    assert [s.length for s in small if s.dim == 64] == [200, 300, 400]
+    assert all(16_000 <= s.batch * s.length <= 16_384 for s in small)
+    assert set(shapes["fp32_bias"]) <= set(shapes["pair_bias"])
+    for name in names:
         assert WORKLOADS[name].passes_for(None, "cuda") == ["fwd", "fwd+bwd"]
+        assert WORKLOADS[name].in_graph, "the host would show"
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -62,7 +73,7 @@ def test_what_can_never_run_is_no_peer():
     varlen = [n for n in WORKLOADS if "varlen" in WORKLOADS[n].peers("cuda")]
     assert varlen == ["mixed_lengths", "ragged", "crystals"], "takes no bias"
     flex = [n for n in WORKLOADS if "flex" in WORKLOADS[n].peers("cuda")]
-    assert flex == ["pair_bias", "triangle"]
+    assert flex == ["pair_bias", "diffusion", "triangle"]
     assert not [n for n in WORKLOADS if {"varlen", "flex"} & {*WORKLOADS[n].peers("cpu")}]
 
 
@@ -82,6 +93,82 @@ def test_triangle_is_rows_that_share_a_bias(monkeypatch):
     assert seen == {"q": (1, 5, 4, 7, 8), "v": (1, 5, 4, 7, 8), "bias": (1, 1, 4, 7, 7)}
 
 
+def test_diffusion_is_samples_that_share_a_bias():
+    case = make("diffusion", "6,4,7,8")
+    assert case.leaves["q"].shape == (6, 4, 7, 8) and case.leaves["bias"].shape == (1, 4, 7, 7)
+    verdict = accuracy.check(case, backward=True)
+    assert verdict.ok and "grad_bias rms" in verdict.deviations
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_bias_in_fp32_is_next_to_a_rounded_one(dtype):
+    case = make("fp32_bias", "2,4,9,8", dtype)
+    assert case.leaves["bias"].dtype == torch.float32 and case.leaves["q"].dtype == dtype
+    assert accuracy.check(case, backward=True).ok
+    peer = case.peers[case.baseline]
+    leaves, grad = peer.prepare(case.leaves, case.grad)
+    assert leaves["bias"].dtype == dtype and grad is case.grad and leaves["q"] is case.leaves["q"]
+    found = accuracy.compute(peer, case, backward=True)
+    assert found["grad_bias"].dtype == dtype and peer.another
+    truth = accuracy.compute(case.ours, case, backward=True)
+    assert truth["grad_bias"].dtype == torch.float32
+    torch.testing.assert_close(found["out"], truth["out"], rtol=0.05, atol=0.05)
+
+
+def test_crystals_with_a_bias_are_next_to_our_own_without(monkeypatch):
+    case = on_gpu(monkeypatch, with_bias=True)
+    assert case.baseline == workloads.WITHOUT_BIAS and case.peers[case.baseline].another
+    found = accuracy.compute(case.peers[case.baseline], case, backward=True)
+    assert list(found) == ["out", "grad_q", "grad_k", "grad_v"]
+    without = dataclasses.replace(
+        case, leaves={n: case.leaves[n] for n in "qkv"}, peers={}, baseline=None
+    )
+    assert accuracy.Oracle(without, True).verdict(without.ours).ok
+    same = accuracy.compute(without.ours, without, backward=True)
+    assert all(torch.equal(found[name], values) for name, values in same.items())
+
+
+def off_by(factor: float, right: Implementation) -> Implementation:
+    return dataclasses.replace(right, run=lambda leaves: right.run(leaves) * factor)
+
+
+def test_peers_of_a_gpu_are_checked_before_they_are_timed(monkeypatch):
+    """One that is off is said to be and timed; ours that compute another thing are not asked."""
+    case = on_gpu(monkeypatch, with_bias=True)
+    peers = {**case.peers, "efficient": case.peers["math"]}
+    case = dataclasses.replace(case, peers=peers)
+    made = dataclasses.replace(WORKLOADS["crystals_bias"], make=lambda *_: case)
+    monkeypatch.setitem(WORKLOADS, "crystals_bias", made)
+    monkeypatch.setattr(memory, "measure", lambda case, backward: None)
+    spec = runner.RowSpec("crystals_bias", Shape.parse("6,4,50,8"), "bf16", "fwd+bwd")
+    setting = runner.Setting(CUDA, ["efficient"], [], FakeCudaClock(), ONE_TURN)
+    (row,) = runner.run_row(spec, setting)
+    assert list(row["implementations"]) == ["ours", "without_bias", "efficient"]
+    assert row["best_peer"] == "without_bias"
+    assert "check" not in row["implementations"]["without_bias"]
+    padded = row["implementations"]["efficient"]
+    assert padded["check"] == {"status": "ok", "heads_compared": 4}, "packed again to be compared"
+    assert padded["method"].startswith("CUDA graph") and padded["ms"] == 1.0
+    case.peers["efficient"] = off_by(1.1, case.peers["math"])
+    (row,) = runner.run_row(spec, setting)
+    padded = row["implementations"]["efficient"]
+    assert padded["check"]["status"] == "failed" and padded["ms"] == 1.0
+    assert not report.is_wrong(padded) and report.is_off(padded)
+
+
+def test_what_is_off_or_not_in_a_graph_is_said(capsys):
+    check = {"status": "failed", "reason": "grad_bias rms is off by 2; at most 1 is allowed"}
+    method = "events; no CUDA graph: operation not permitted"
+    implementations = {"ours": {"ms": 1.0}, "flex": {"ms": 2.0, "check": check, "method": method}}
+    row = {"workload": "triangle", "label": "1,1,1,1", "dtype": "bf16", "pass": "fwd"}
+    row |= {"check": {"status": "ok"}, "implementations": implementations}
+    about = {"cores_busy_with_other_work": 0}
+    report.print_problems(report.make_console(), {"about": about, "rows": [row]})
+    lines = capsys.readouterr().out.splitlines()
+    assert "flex is timed, and less exact than allowed: grad_bias rms (1 rows" in lines[0]
+    assert f"flex is timed by {method} (1 rows" in lines[1]
+
+
 @pytest.fixture
 def compiled(monkeypatch):
     """torch.compile without code generation, which needs a GPU here; counts the compilations."""
@@ -99,7 +186,7 @@ def compiled(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [("pair_bias", "2,4,9,16,kv2"), ("triangle", "3,2,9,16"), ("pair_bias", "1,2,16,16")],
+    [("pair_bias", "2,4,9,16,kv2"), ("triangle", "3,2,9,16"), ("diffusion", "3,2,16,16")],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_flex_computes_the_same_thing(compiled, name, shape):
@@ -241,7 +328,7 @@ def test_crystals_on_a_gpu_are_about_varlen_and_bytes(monkeypatch):
     assert case.baseline == "varlen" and case.bytes == 4 * tokens * 4 * 8 * 2
     assert case.scores == pairs * 4 and case.flops == 4 * case.scores * 8
     case = on_gpu(monkeypatch, with_bias=True)
-    assert case.baseline is None and case.bytes == (4 * tokens * 8 + pairs) * 4 * 2
+    assert case.baseline == "without_bias" and case.bytes == (4 * tokens * 8 + pairs) * 4 * 2
     on_cpu = make("crystals", "6,4,50,8")
     assert on_cpu.baseline is None and on_cpu.bytes == 0
 
@@ -322,7 +409,7 @@ def test_an_estimate_counts_compiling():
     setting = runner.Setting(CUDA, ["math"], [], FakeCudaClock(), ONE_TURN)
     with_flex = dataclasses.replace(setting, peers=["math", "flex"])
     without = runner.estimated_seconds(specs, setting)
-    assert runner.estimated_seconds(specs, with_flex) > without + 10 * 5
+    assert runner.estimated_seconds(specs, with_flex) > without + 11 * (2 + 4)
 
 
 ABOUT = {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import types
 
 import pytest
 import torch
@@ -230,27 +232,140 @@ def test_the_gradient_comes_in_the_layout_of_the_output():
     assert bound.grad.transpose(1, 2).is_contiguous() and torch.equal(bound.grad, case.grad)
 
 
-def test_decode_is_timed_as_a_graph_over_copies():
+def graph_timing(case, clock, direction="fwd", schedule=ONE_TURN):
+    """What a workload of short calls finds out about ours."""
+    return timing.measure(case, [], direction, clock, schedule, in_graph=True)[SUSTAINED]["ours"]
+
+
+def test_short_calls_are_timed_as_a_graph_over_copies():
     seen: list[int] = []
     case = WORKLOADS["decode"].make(Shape.parse("1,2,8,4,kv2"), torch.float32, CPU)
     ours = Implementation(lambda leaves: seen.append(leaves["k"].data_ptr()) or leaves["q"])
     case = dataclasses.replace(case, ours=ours, peers={})
-    clock = FakeCudaClock(32.0)
+    clock = FakeCudaClock(0.125, 0.125)
     size = sum(t.nbytes for t in case.leaves.values())
     assert clock.copies(size) == 1 + 1000 // size == 2, "together more than the cache"
-    assert clock.copies(10**9) == 1 and clock.copies(1) == timing.GRAPH_CALLS[1]
-    ours = timing.measure(case, [], "fwd", clock, timing.Schedule(1, 0.096))[SUSTAINED]["ours"]
-    assert ours.method == "CUDA graph of 16 calls" and ours.ms == 32 / 16
-    assert len(ours.turns[0]) == 3, "of 32 ms each: a sample is the whole graph"
-    assert seen[0] != seen[1] and seen[:2] * 8 == seen[:16], "copies in turn"
+    assert clock.copies(10**9) == 1
+    ours = graph_timing(case, clock, schedule=timing.Schedule(1, 0.006))
+    assert ours.method == "CUDA graph of 16 calls" and ours.ms == 0.125
+    assert len(ours.turns[0]) == 3, "of 2 ms each: a sample is the whole graph"
+    first_calls = 2
+    replayed = seen[first_calls:][:16]
+    assert replayed[0] != replayed[1] and replayed[:2] * 8 == replayed, "copies in turn"
+
+
+@pytest.mark.parametrize("direction", ["fwd", "fwd+bwd"])
+def test_a_graph_is_as_long_as_its_device_time_wants(direction):
+    """A host that is slower than the device makes a call look long, and its graph too short."""
+    case = WORKLOADS["pair_bias"].make(Shape.parse("1,2,8,4"), torch.float32, CPU)
+    ours = graph_timing(case, FakeCudaClock(0.25, 0.25, host_ms=1.0), direction)
+    assert ours.method == "CUDA graph of 8 calls" and ours.ms == 0.25
+    assert graph_timing(case, FakeCudaClock(3.0), direction).method == "CUDA graph of 1 calls"
+    assert timing.calls_in_graph(1e-9) == timing.GRAPH_CALLS and timing.calls_in_graph(1.5) == 2
+
+
+def test_both_passes_are_in_a_graph(monkeypatch):
+    """Every call of it goes both ways on leaves of its own, and leaves no gradient behind."""
+    went: list[str] = []
+    case = WORKLOADS["dense"].make(Shape.parse("1,2,8,8"), torch.float32, CPU)
+    case = dataclasses.replace(case, leaves={"q": case.leaves["q"]})
+    ours = Implementation(lambda x: Node.apply(x["q"], went))
+    bound = timing.Runner(ours, case, "fwd+bwd", in_graph=True)
+    clock = FakeCudaClock(1.0)
+    assert bound.make_graph(clock, 1.0) == 1.0 and len(bound.inputs) == 2
+    bound.reset()
+    went.clear()
+    bound.graph.replay()
+    assert went == ["forward", "backward"] * 2
+    assert all(x["q"].is_leaf and x["q"].grad is None for x in bound.inputs)
+    assert bound.inputs[0]["q"].data_ptr() != bound.inputs[1]["q"].data_ptr()
+    alone = timing.Runner(ours, case, "bwd", in_graph=True)
+    assert alone.make_graph(clock, 1.0) == 1.0 and alone.graph is None, "its forward pass is eager"
+
+
+@contextlib.contextmanager
+def noted(done: list[str], name: str, fails: bool = False):
+    done.append(f"enter {name}")
+    try:
+        yield
+    finally:
+        if fails:  # before it has cleaned up, as torch.cuda.graph
+            raise RuntimeError("capture invalidated")
+        done.append(f"leave {name}")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_capture_is_on_one_stream_and_leaves_nothing_behind(monkeypatch, fails):
+    """What the device is given: a call that warms up, then all of them, both on the same stream."""
+    done: list[str] = []
+    stream = types.SimpleNamespace(wait_stream=lambda other: done.append(f"wait for {other}"))
+    state = types.SimpleNamespace(graphsafe_get_state=lambda: "fresh")
+    mine = types.SimpleNamespace(graphsafe_set_state=lambda x: done.append(f"{x} generator"))
+    for name, fake in {
+        "CUDAGraph": lambda: "graph",
+        "Stream": lambda: stream,
+        "current_stream": lambda: "default",
+        "current_device": lambda: 0,
+        "default_generators": [mine],
+        "stream": lambda x: noted(done, "stream") if x is stream else None,
+        "graph": lambda x, stream: noted(done, x, fails),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch, "Generator", lambda device: state)
+    clock = object.__new__(timing.CudaClock)
+    clock.failed = []
+    calls = [lambda: done.append("a"), lambda: done.append("b")]
+    begin = ["wait for default", "enter stream", "a", "enter graph", "a", "b"]
+    if not fails:
+        assert clock.capture(calls) == "graph" and clock.failed == []
+        assert done == [*begin, "leave graph", "leave stream"]
+        return
+    with pytest.raises(RuntimeError, match="invalidated"):
+        clock.capture(calls)
+    assert done == [*begin, "fresh generator", "leave stream"] and clock.failed == ["graph"]
+
+
+def test_the_first_error_of_a_capture_is_said():
+    case = WORKLOADS["decode"].make(Shape.parse("1,2,8,4,kv2"), torch.float32, CPU)
+    clock = FakeCudaClock(2.0, 2.0)
+
+    def capture(calls):
+        try:
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+        finally:
+            raise ValueError("capture invalidated")
+
+    clock.capture = capture
+    ours = graph_timing(case, clock)
+    assert ours.method.endswith("no CUDA graph: operation not permitted when stream is capturing")
 
 
 def test_what_cannot_be_captured_is_timed_by_events():
     case = WORKLOADS["decode"].make(Shape.parse("1,2,8,4,kv2"), torch.float32, CPU)
-    clock = FakeCudaClock(32.0, 32.0, can_capture=False)
-    ours = timing.measure(case, [], "fwd", clock, ONE_TURN)[SUSTAINED]["ours"]
-    assert ours.ms == 32
+    ours = graph_timing(case, FakeCudaClock(2.0, 2.0, can_capture=False))
+    assert ours.ms == 2
     assert ours.method == "events; no CUDA graph: operation not permitted"
+    ours = graph_timing(case, FakeCudaClock(32.0, 32.0))
+    assert ours.method == "events; no CUDA graph: a call takes more than 10 ms"
     dense = WORKLOADS["dense"].make(Shape.parse("1,2,8,4"), torch.float32, CPU)
     ours = timing.measure(dense, [], "bwd", FakeCudaClock(), ONE_TURN)[SUSTAINED]["ours"]
     assert ours.method == "events"
+
+
+def test_a_far_slower_peer_is_told_by_device_time():
+    """A host that is slow to launch a peer does not drop it, and one dropped says its method."""
+    case = WORKLOADS["dense"].make(Shape.parse("1,2,8,4"), torch.float32, CPU)
+    slow = FakeCudaClock(0.5, 0.5)
+    times = {"ours": 0.5, "math": 0.5, "flash": 4.0}
+
+    def sample(call, reset, count, expected_ms=0):
+        graph = getattr(call, "__self__", None)
+        calls = getattr(graph, "calls", [])
+        name = calls[0].func.__self__.implementation.backend if calls else "eager"
+        return [times[name or "ours"] * len(calls) if calls else 5.0] * count
+
+    slow.sample = sample
+    timings = timing.measure(case, ["math", "flash"], "fwd", slow, ONE_TURN, in_graph=True)
+    timings = timings[SUSTAINED]
+    assert timings["math"].ms == 0.5 and len(timings["math"].turns[0]) == 2
+    assert timings["flash"].turns == [[4.0]] and timings["flash"].method.startswith("CUDA graph")

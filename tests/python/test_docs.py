@@ -235,6 +235,24 @@ def test_users_see_the_newest_rows_beside_the_best_peer(house):
     assert "| forward | 256: 2.00 (20,000, PyTorch math 10,000) |" in cpu
 
 
+def test_users_read_what_was_timed_as_cuda_graphs(house):
+    path = house / "bench" / "results" / "gpu-h100-2026-09-09-dense.json"
+    results = json.loads(path.read_text())
+    results["rows"] = [row_of("small", "1,8,512,64", "bf16", "fwd", {"ours": 1.0, "cudnn": 2})]
+    methods = {"ours": "CUDA graph of 2 calls", "cudnn": "CUDA graph of 1 calls"}
+    for method, said in (
+        (methods["cudnn"], "Timed as CUDA graphs. 2026"),
+        ("events; no CUDA graph: not permitted", "Timed as CUDA graphs, not always cuDNN. 2026"),
+    ):
+        found = results["rows"][0]["implementations"]
+        found["ours"]["method"], found["cudnn"]["method"] = methods["ours"], method
+        path.write_text(json.dumps(results))
+        assert said in read(house, "docs/speed.md").replace("\n", " ")
+    found["ours"]["method"] = "events"
+    path.write_text(json.dumps(results))
+    assert "CUDA graph" not in read(house, "docs/speed.md")
+
+
 def test_a_lost_row_is_as_plain_as_a_won_one(house):
     path = house / "bench" / "results" / "gpu-h100-2026-09-09-dense.json"
     results = json.loads(path.read_text())

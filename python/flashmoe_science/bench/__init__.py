@@ -4,10 +4,11 @@ Peers are PyTorch's SDPA backends in the same process with the same threads, on 
 compiled FlexAttention ("flex") and varlen_attn ("varlen"); --peer adds anybody's. Everyone is timed
 turn by turn under the same conditions, in rotated order, and a time is the median of the turns'
 medians. On a GPU that happens twice: sustained (without pauses, at the power limit as in training;
-the numbers that count) and rested (the same pause before every turn).
+the numbers that count) and rested (the same pause before every turn). Workloads of short calls are
+timed there as CUDA graphs, everyone's; --list says which, and results.json what could not be.
 
-A ratio is the best peer's time over ours: above 1 we are faster. The workload "deterministic" has
-our own ordinary backward pass as the peer its ratio is about; "crystals" on a GPU is about varlen.
+A ratio is the best peer's time over ours: above 1 we are faster. Where a workload says "next to our
+own", its ratio is about that; "crystals" on a GPU is about varlen.
 The exit code is 1 when an answer of ours is wrong.
 """
 
@@ -35,6 +36,7 @@ examples:
   python -m flashmoe_science bench --shape 1,8,512,64 1,8,512,64,causal,kv2 --pass fwd
   python -m flashmoe_science bench --workload decode --peers flash
   python -m flashmoe_science bench --workload crystals,crystals_bias --dtype bf16
+  python -m flashmoe_science bench --workload pair_bias,triangle --only ,256, "(512,"
   python -m flashmoe_science bench --workload dense --pass fwd,bwd,fwd+bwd --peers flash,cudnn
   python -m flashmoe_science bench --workload dense --peers cudnn --peer theirs.py
   python -m flashmoe_science bench --list
@@ -63,6 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--workload", type=words, default=["dense"], metavar="NAME,...", help="default: dense")
     shape = "B,H,S,D[,causal][,kvN][,wN]"
     add("--shape", nargs="+", action="extend", metavar=shape, help="instead of the workload's own")
+    add("--only", nargs="+", action="extend", metavar="TEXT",
+        help="only rows with one of these in their name: dense (4,8,256,64) bf16 fwd")  # fmt: skip
     add("--dtype", type=words, metavar="NAME,...", help=f"{DTYPES}. default: all, on a GPU bf16")
     add("--pass", type=words, dest="passes", metavar="NAME,...",
         help=f"{PASSES}. default: the workload's own")  # fmt: skip
@@ -119,7 +123,8 @@ def list_workloads() -> None:
         print(f"{name:13} {workload.summary}")
         for device_type, shapes in workload.shapes.items():
             passes = ",".join(workload.passes_for(None, device_type))
-            print(f"{'':13} {device_type}, {passes}: {'  '.join(shapes)}")
+            how = ", as CUDA graphs" if workload.in_graph and device_type == "cuda" else ""
+            print(f"{'':13} {device_type}, {passes}{how}: {'  '.join(shapes)}")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -188,6 +193,10 @@ def measure(args: argparse.Namespace) -> int:
     if args.passes is not None:
         check_words("--pass", args.passes, list(runner.PASSES))
     specs = runner.rows_of(args.workload, args.shape, dtypes, args.passes, device.type)
+    if args.only:
+        specs = [spec for spec in specs if any(text in spec.label for text in args.only)]
+        if not specs:
+            raise ValueError(f"--only {' '.join(args.only)}: in no row's name")
     setting = setting_of(args, device)
     schedule = setting.schedule
 

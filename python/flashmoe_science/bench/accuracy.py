@@ -1,4 +1,4 @@
-"""Is an answer right? Asked of ours and of peers from files before they are timed, and by `doctor`.
+"""Is an answer right? Asked of ours and, on a GPU, of peers before they are timed, and by `doctor`.
 
 The yardstick is PyTorch's math backend, working in the inputs' dtype as the tests' does: measured
 against float64 on the same rounded inputs, a root mean square error may be at most twice its.
@@ -124,7 +124,7 @@ class Oracle:
 
     def verdict(self, implementation: Implementation, reproducible: bool = False) -> Verdict:
         """Compares an implementation with float64; reproducible: it must repeat its bits, too."""
-        found = compute(implementation, self.case, self.backward)
+        found = implementation.restore(compute(implementation, self.case, self.backward))
         dtype = self.case.leaves["q"].dtype
         deviations = {}
         for name, truth in self.exact.items():

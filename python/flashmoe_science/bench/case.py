@@ -121,7 +121,9 @@ class Implementation:
 
     prepare changes the layout of (leaves, grad of the output) before any clock starts. backend is
     the PyTorch backend to force while it runs. explain(leaves, backward) says which kernel of ours
-    would run. in_full: timed in every turn, however slow it is.
+    would run. in_full: timed in every turn, however slow it is. restore gives output and gradients
+    ("out", "grad_q", ...) the Case's own layout, to be compared. another: it computes something
+    else than the Case, to say what that would cost, and is not compared.
     """
 
     run: Callable[[Tensors], torch.Tensor]
@@ -129,6 +131,8 @@ class Implementation:
     backend: str | None = None
     explain: Callable[[Tensors, bool], str] | None = None
     in_full: bool = False
+    restore: Callable[[Tensors], Tensors] = dict
+    another: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,7 +148,6 @@ class Case:
     peers: dict[str, Implementation]
     baseline: str | None = None  # the peer the ratio is about, always run; None: the best one
     bytes: int = 0  # that the forward pass must move, where moving them is the work
-    in_graph: bool = False  # so short on a GPU that it is timed as a CUDA graph of many calls
     reproducible: bool = False  # ours must give the same bits twice
     lengths: tuple[int, ...] = ()  # of the sequences of a ragged batch
     reference_scores: int = 0  # that the reference computes, where it masks nearly all of them
@@ -186,6 +189,7 @@ class Workload:
     peers_on: dict[str, tuple[str, ...]] = field(default_factory=lambda: dict(BACKENDS_OF))
     passes: tuple[str, ...] = PASSES  # the ones that mean something
     own_passes: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by device; else usual
+    in_graph: bool = False  # on a GPU timed as CUDA graphs: calls so short that the host shows
 
     def peers(self, device_type: str) -> list[str]:
         """Names of the peers, in the order of the table."""

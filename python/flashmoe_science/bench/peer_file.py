@@ -7,7 +7,8 @@ gradients wanted where a backward pass is timed, and the output has the layout o
       q (B, S, H, D), k and v (B, S, Hkv, D): the dense workloads. With LAYOUT = "BHSD" in the file
       they are (B, H, S, D) instead; in memory the tokens come first either way on a GPU. A call may
       need one more parameter, and a file that lacks it is no peer there:
-        bias            (B, H, S, S), or (1, H, S, S) for all: pair_bias, triangle
+        bias            (B, H, S, S), or (1, H, S, S) for all: pair_bias, fp32_bias (in fp32),
+                        diffusion, triangle
         window          (left, right), how many keys a query sees beside its own: wN shapes
         deterministic   True: the workload deterministic
   attention_varlen(q, k, v, cu_seqlens, max_seqlen, causal)

@@ -47,10 +47,12 @@ def window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
 
 
 def sdpa_peers(
-    run: Callable[[Tensors], torch.Tensor], prepare: Prepare = no_change
+    run: Callable[[Tensors], torch.Tensor],
+    prepare: Prepare = no_change,
+    restore: Callable[[Tensors], Tensors] = dict,
 ) -> dict[str, Implementation]:
     """run under each PyTorch backend."""
-    return {name: Implementation(run, prepare, name) for name in BACKENDS}
+    return {name: Implementation(run, prepare, name, restore=restore) for name in BACKENDS}
 
 
 def flex_with_bias(

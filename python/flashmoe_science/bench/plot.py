@@ -9,6 +9,7 @@ from typing import Any
 from flashmoe_science.bench.machine import title
 from flashmoe_science.bench.report import (
     MARKS,
+    OUR_LABELS,
     format_ms,
     label_of,
     names_of,
@@ -163,7 +164,7 @@ def crystal_label(name: str) -> str:
     """An implementation's name for someone who has crystals and no kernels."""
     if name == "varlen":
         return "PyTorch varlen_attn"
-    return label_of(name) + ("" if name == OURS else ", padded to the longest")
+    return label_of(name) + ("" if name in OUR_LABELS else ", padded to the longest")
 
 
 def draw_lengths(axes: Any, lengths: dict[str, Any]) -> None:

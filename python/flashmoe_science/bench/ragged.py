@@ -151,6 +151,16 @@ class Ragged:
         padded.permute(0, 2, 3, 1)[self.inside[:, :, None] & self.inside[:, None, :]] = packed
         return padded.masked_fill_(~self.padding_mask, float("-inf"))
 
+    def unpad(self, results: Tensors) -> Tensors:
+        """Output and gradients of a padded batch, packed again."""
+        tokens, pairs = self.inside, self.inside[:, :, None] & self.inside[:, None, :]
+        return {
+            name: padded.permute(0, 2, 3, 1)[pairs]
+            if name == "grad_bias"
+            else padded.transpose(1, 2)[tokens]
+            for name, padded in results.items()
+        }
+
     def sdpa(self, leaves: Tensors) -> torch.Tensor:
         q, k, v = leaves["q"], leaves["k"], leaves["v"]
         mask = leaves.get("bias", self.padding_mask)

@@ -14,11 +14,17 @@ from flashmoe_science.bench.case import BACKENDS
 from flashmoe_science.bench.machine import title
 from flashmoe_science.bench.results import OURS, Row, name_of, regimes_of, rows_in
 from flashmoe_science.bench.runner import RowSpec
-from flashmoe_science.bench.workloads import NONDETERMINISTIC
+from flashmoe_science.bench.workloads import NONDETERMINISTIC, ROUNDED_BIAS, WITHOUT_BIAS
 
 MARKS = {"few": "*", "estimated": "~"}
 LEGEND = "~ one call on a few heads, scaled   * few samples   - cannot run"
 PYTORCH = {*BACKENDS, "flex", "varlen"}
+OUR_LABELS = {
+    OURS: "flashmoe_science",
+    NONDETERMINISTIC: "flashmoe_science, not deterministic",
+    WITHOUT_BIAS: "flashmoe_science without the bias",
+    ROUNDED_BIAS: "flashmoe_science, bias in 16 bits",
+}
 
 
 def make_console() -> Console:
@@ -32,8 +38,7 @@ def format_duration(seconds: float) -> str:
 
 def label_of(name: str) -> str:
     """An implementation's name in a sentence or legend."""
-    ours = {OURS: "flashmoe_science", NONDETERMINISTIC: "flashmoe_science, not deterministic"}
-    return f"PyTorch {name}" if name in PYTORCH else ours.get(name, name)
+    return f"PyTorch {name}" if name in PYTORCH else OUR_LABELS.get(name, name)
 
 
 def rate_unit(device_type: str) -> tuple[str, float]:
@@ -95,7 +100,12 @@ def format_ms(implementation: dict[str, Any] | None) -> str:
 
 
 def is_wrong(implementation: dict[str, Any]) -> bool:
-    """Of a peer from a file: its answer was checked and is wrong."""
+    """Of a peer from a file: its answer was checked, is wrong, and was not timed."""
+    return is_off(implementation) and implementation["ms"] is None
+
+
+def is_off(implementation: dict[str, Any]) -> bool:
+    """Its answer was checked and is further from float64's than is allowed."""
     return implementation.get("check", {}).get("status") == "failed"
 
 
@@ -228,6 +238,12 @@ def print_problems(console: Console, results: dict[str, Any]) -> None:
             elif implementation["ms"] is None:
                 text = f"{name} cannot run: {implementation['reason']}"
                 missing.setdefault(text, {})[where] = None
+            elif is_off(implementation):
+                text = f"{name} is timed, and less exact than allowed: "
+                text += implementation["check"]["reason"].split(" is off")[0]
+                missing.setdefault(text, {})[where] = None
+            if "no CUDA graph" in (method := implementation.get("method") or ""):
+                missing.setdefault(f"{name} is timed by {method}", {})[where] = None
     for found, style in ((wrong, "bold red"), (missing, None)):
         for text, places in found.items():
             where = f"{len(places)} rows, first {next(iter(places))}"

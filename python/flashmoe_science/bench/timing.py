@@ -12,13 +12,15 @@ The time is boxed: a peer far slower than the best one is called once and not ag
 one call would be long, that call is made on a few heads and scaled (marked as an estimate).
 
 On a GPU every call finds the L2 cache filled with something else, and the time is the device's;
-what launching costs the host is told apart (host_us). Calls as short as a decoding step are
-captured in a CUDA graph, many in one launch; where that fails they are timed like the others.
+what launching costs the host is told apart (host_us). Workloads of short calls are captured in CUDA
+graphs, many calls in one launch, forward or forward and backward: between their kernels the device
+waits for no host. Where that fails, calls are timed like the others, and their "method" says why.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 import time
 import warnings
@@ -28,7 +30,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from flashmoe_science.bench.case import Case, Implementation, forced_backend
+from flashmoe_science.bench.case import Case, Implementation, Tensors, forced_backend
 from flashmoe_science.bench.results import OURS, REGIMES, RESTED, SUSTAINED
 
 Call = Callable[[], None]
@@ -38,7 +40,9 @@ FEW_SAMPLES = 6  # below this, a row says so
 BIG_FLOPS = 2e9  # of a CPU forward pass: first calls are made on a few heads
 LONG_MS = 100.0  # a call this long gets one sample a turn: it averages over its own noise
 MOST_SAMPLES = 200  # of a turn
-GRAPH_CALLS = (16, 256)  # fewest and most calls in a CUDA graph
+GRAPH_MS = 2.0  # that a CUDA graph takes, if its calls are few enough: launching it takes 5 us
+GRAPH_CALLS = 256  # at most, in a CUDA graph
+EAGER_MS = 10.0  # from here on the host is so far ahead of a call that a graph changes nothing
 HOST_CALLS = 20  # at most, for host_us
 PAUSE_S = 0.15  # of a rested GPU before every turn
 
@@ -122,6 +126,7 @@ class CudaClock:
         properties = torch.cuda.get_device_properties(device)
         l2_bytes = max(getattr(properties, "L2_cache_size", 0), 32 << 20)
         self.flush = torch.empty(2 * l2_bytes, dtype=torch.int8, device=device)
+        self.failed: list[torch.cuda.CUDAGraph] = []
 
     def sample(self, call: Call, reset: Call, count: int, expected_ms: float = 0) -> list[float]:
         """Milliseconds of count calls that are expected to take so long each; 0: unknown."""
@@ -149,17 +154,27 @@ class CudaClock:
 
     def copies(self, size_bytes: int) -> int:
         """How many inputs of a size, read in turn, never find themselves in L2."""
-        return min(1 + self.flush.nbytes // max(size_bytes, 1), GRAPH_CALLS[1])
+        return 1 + self.flush.nbytes // max(size_bytes, 1)
 
     def capture(self, calls: list[Call]) -> torch.cuda.CUDAGraph:
-        """The calls as one launch."""
-        for call in calls:
-            call()  # loads kernels and makes plans, which a capture must not
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for call in calls:
-                call()
+        """The calls as one launch; an exception where they cannot be captured."""
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        # Autograd runs a backward pass on the stream of its forward pass: all on the one that is
+        # captured. A capture that fails leaves it current, and the outer context does not.
+        with torch.cuda.stream(stream):
+            calls[0]()  # loads kernels and makes plans, which a capture must not
+            try:
+                with torch.cuda.graph(graph, stream=stream):
+                    for call in calls:
+                        call()
+            except Exception:
+                # A capture that fails keeps the generator for itself, and nobody else can draw.
+                generator = torch.cuda.default_generators[torch.cuda.current_device()]
+                fresh = torch.Generator(device="cuda")
+                generator.graphsafe_set_state(fresh.graphsafe_get_state())
+                self.failed.append(graph)  # the allocator still asks it whose memory is whose
+                raise
         return graph
 
     def host_us(self, call: Call, reset: Call, count: int) -> float | None:
@@ -220,14 +235,17 @@ def make_clock(device: torch.device) -> Clock:
 class Runner:
     """One implementation bound to its inputs: call() is what gets timed."""
 
-    def __init__(self, implementation: Implementation, case: Case, direction: str) -> None:
+    def __init__(
+        self, implementation: Implementation, case: Case, direction: str, in_graph: bool = False
+    ) -> None:
         self.implementation = implementation
         self.direction = direction
         self.backward = direction != "fwd"
         leaves, self.grad = implementation.prepare(case.leaves, case.grad)
         self.leaves = {n: t.detach().requires_grad_(self.backward) for n, t in leaves.items()}
         self.out: torch.Tensor | None = None  # of the forward pass, while "bwd" is timed
-        self.prefers_graph = case.in_graph and not self.backward
+        # A backward pass alone would need its forward pass on the stream that is captured.
+        self.prefers_graph = in_graph and direction != "bwd"
         self.graph: torch.cuda.CUDAGraph | None = None
         self.graph_calls = 0
         self.why_no_graph = ""
@@ -273,39 +291,61 @@ class Runner:
 
     def sample(self, clock: Clock, count: int, expected_ms: float = 0) -> list[float]:
         """Milliseconds of count calls; of the calls in a graph, count means."""
-        with self.ready():
-            if self.prefers_graph and isinstance(clock, CudaClock):
-                self.make_graph(clock)
-            if self.graph is None:
+        if self.graph is None:
+            with self.ready():
                 return clock.sample(self.call, self.reset, count, expected_ms)
-            whole_ms = expected_ms * self.graph_calls
-            times = clock.sample(self.graph.replay, self.reset, count, whole_ms)
-            return [ms / self.graph_calls for ms in times]
+        whole_ms = expected_ms * self.graph_calls
+        times = clock.sample(self.graph.replay, self.reset, count, whole_ms)
+        return [ms / self.graph_calls for ms in times]
 
     def turn(self, clock: Clock, schedule: Schedule, estimate_ms: float) -> list[float]:
         """Milliseconds of the calls of one turn, without those that warm up."""
-        if self.prefers_graph and not (self.graph or self.why_no_graph):
-            self.sample(clock, 1)  # captures the graph, whose size decides how many fit a turn
         sample_ms = estimate_ms * (self.graph_calls if self.graph else 1)
         warm_up = warm_up_calls(sample_ms)
         count = warm_up + samples_per_turn(sample_ms, schedule.budget_s)
         return self.sample(clock, count, estimate_ms)[warm_up:]
 
-    def make_graph(self, clock: CudaClock) -> None:
-        """Calls on copies of the inputs in turn, so that none finds its own in the L2 cache."""
-        if self.graph or self.why_no_graph:
-            return
-        copies = clock.copies(sum(t.nbytes for t in self.leaves.values()))
-        inputs = [self.leaves]
-        inputs += [{n: t.clone() for n, t in self.leaves.items()} for _ in range(copies - 1)]
-        calls = [functools.partial(self.implementation.run, leaves) for leaves in inputs]
-        self.graph_calls = max(GRAPH_CALLS[0], copies)
-        calls = [calls[i % copies] for i in range(self.graph_calls)]
+    def make_graph(self, clock: Clock, estimate_ms: float) -> float:
+        """Captures calls of about GRAPH_MS together, if wanted; milliseconds of one, as known now.
+
+        The estimate of a call outside of a graph may be the host's time. A graph that turns out far
+        too short is made again.
+        """
+        if not (self.prefers_graph and isinstance(clock, CudaClock)):
+            return estimate_ms
+        if estimate_ms > EAGER_MS:
+            self.why_no_graph = f"a call takes more than {EAGER_MS:.0f} ms"
+            return estimate_ms
         try:
-            self.graph = clock.capture(calls)
-            self.inputs = inputs  # the graph reads them
+            for _ in range(2):
+                self.graph_calls = calls_in_graph(estimate_ms)
+                with self.ready():
+                    self.graph = clock.capture(self.calls_on_copies(clock))
+                estimate_ms = min(self.sample(clock, 2))
+                if estimate_ms * self.graph_calls > GRAPH_MS / 2:
+                    break
         except Exception as error:  # an implementation that cannot be captured is timed otherwise
-            self.why_no_graph = (str(error).strip() or type(error).__name__).splitlines()[0]
+            self.graph = None
+            first = error.__context__ or error  # ending a capture that failed is an error, too
+            self.why_no_graph = (str(first).strip() or type(first).__name__).splitlines()[0]
+        return estimate_ms
+
+    def calls_on_copies(self, clock: CudaClock) -> list[Call]:
+        """The calls of a graph, on copies of the inputs in turn: none finds its own in L2."""
+        copies = clock.copies(sum(t.nbytes for t in self.leaves.values()))
+        self.inputs = [self.leaves]  # the graph reads them, and this gradient
+        self.graph_grad = self.grad
+        for _ in range(min(copies, self.graph_calls) - 1):
+            clones = {n: t.detach().clone() for n, t in self.leaves.items()}
+            self.inputs.append({n: t.requires_grad_(self.backward) for n, t in clones.items()})
+        calls = [functools.partial(self.call_on, leaves) for leaves in self.inputs]
+        return [calls[i % len(calls)] for i in range(self.graph_calls)]
+
+    def call_on(self, leaves: Tensors) -> None:
+        """A call whose gradients nobody keeps: not even the next call of a graph."""
+        out = self.implementation.run(leaves)
+        if self.backward:
+            torch.autograd.grad(out, list(leaves.values()), self.grad)
 
     def method(self, clock: Clock) -> str:
         if self.graph:
@@ -344,6 +384,11 @@ def first_call(
     return ms * case.heads / heads, heads
 
 
+def calls_in_graph(call_ms: float) -> int:
+    """How many calls make a graph that takes GRAPH_MS, within reason."""
+    return max(1, min(GRAPH_CALLS, math.ceil(GRAPH_MS / max(call_ms, 1e-3))))
+
+
 def samples_per_turn(sample_ms: float, budget_s: float) -> int:
     """How many samples fit the budget, within reason."""
     if sample_ms > LONG_MS:
@@ -357,28 +402,36 @@ def warm_up_calls(sample_ms: float) -> int:
 
 
 def measure(
-    case: Case, peers: list[str], direction: str, clock: Clock, schedule: Schedule
+    case: Case,
+    peers: list[str],
+    direction: str,
+    clock: Clock,
+    schedule: Schedule,
+    in_graph: bool = False,
 ) -> dict[str, dict[str, Timing]]:
     """Times one pass of ours and the named peers: a Timing by regime and then name, ours first."""
     implementations = {OURS: case.ours, **{name: case.peers[name] for name in peers}}
     first = {name: Timing() for name in implementations}
     estimates: dict[str, float] = {}
+    runners: dict[str, Runner] = {}
     for name, implementation in implementations.items():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                estimates[name], heads = first_call(implementation, case, direction, clock)
+                estimate, heads = first_call(implementation, case, direction, clock)
+                runner = Runner(implementation, case, direction, in_graph)
+                estimates[name] = runner.make_graph(clock, estimate)
             except Exception as error:
                 first[name].reason = cannot_run(error, caught)
                 continue  # an out-of-memory error lands here too, and says so in the table
+        runners[name] = runner
         first[name].estimated_from_heads = heads if heads < case.heads else None
     peer_estimates = [ms for name, ms in estimates.items() if name != OURS]
     limit = FAR_SLOWER * min(peer_estimates, default=float("inf"))
     kept = {OURS, case.baseline, *(n for n, i in implementations.items() if i.in_full)}
     for name in [name for name, ms in estimates.items() if name not in kept and ms > limit]:
         first[name].turns.append([estimates.pop(name)])
-        first[name].method = clock.method
-    runners = {n: Runner(implementations[n], case, direction) for n in estimates}
+        first[name].method = runners.pop(name).method(clock)
     found = {}
     for regime in schedule.regimes:
         timed = run_turns(runners, estimates, clock, schedule, regime)

@@ -32,7 +32,10 @@ from flashmoe_science.bench.ragged import (
     uniform_lengths,
 )
 
-NONDETERMINISTIC = "nondeterministic"  # our own backward pass, free to add in any order
+# Our own calls as peers, for rows about what an option costs.
+NONDETERMINISTIC = "nondeterministic"  # a backward pass that is free to add in any order
+WITHOUT_BIAS = "without_bias"
+ROUNDED_BIAS = "rounded_bias"  # in the dtype of q, k and v
 
 
 def normal(*size: int, like: torch.Tensor) -> torch.Tensor:
@@ -60,6 +63,14 @@ def our_dense(**options: Any) -> Implementation:
         functools.partial(ours_dense, **options),
         explain=functools.partial(explain_dense, **options),
     )
+
+
+def without_bias(leaves: Tensors, grad: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    return {name: leaf for name, leaf in leaves.items() if name != "bias"}, grad
+
+
+def rounded_bias(leaves: Tensors, grad: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    return {**leaves, "bias": leaves["bias"].to(grad.dtype)}, grad
 
 
 def as_triangle(leaves: Tensors) -> Tensors:
@@ -135,7 +146,7 @@ def make_decode(shape: Shape, dtype: torch.dtype, device: torch.device) -> Case:
     """One new query for each head over length keys."""
     case = make_dense(shape, dtype, device, queries=1)
     read = case.leaves["k"].nbytes + case.leaves["v"].nbytes
-    return dataclasses.replace(case, bytes=read, in_graph=True)
+    return dataclasses.replace(case, bytes=read)
 
 
 def make_deterministic(shape: Shape, dtype: torch.dtype, device: torch.device) -> Case:
@@ -154,6 +165,23 @@ def make_deterministic(shape: Shape, dtype: torch.dtype, device: torch.device) -
 def make_pair_bias(shape: Shape, dtype: torch.dtype, device: torch.device) -> Case:
     """A bias for every pair of a sequence, its own in each."""
     return make_dense(shape, dtype, device, bias_batch=shape.batch)
+
+
+def make_fp32_bias(shape: Shape, dtype: torch.dtype, device: torch.device) -> Case:
+    """pair_bias with a bias, and so its gradient, in fp32; our own with a rounded one as peer."""
+    case = make_pair_bias(shape, dtype, device)
+    bias = torch.randn_like(case.leaves["bias"], dtype=torch.promote_types(dtype, torch.float32))
+    return dataclasses.replace(
+        case,
+        leaves={**case.leaves, "bias": bias},
+        peers={ROUNDED_BIAS: Implementation(ours_dense, rounded_bias, another=True)},
+        baseline=ROUNDED_BIAS,
+    )
+
+
+def make_diffusion(shape: Shape, dtype: torch.dtype, device: torch.device) -> Case:
+    """shape.batch noisy copies of one sequence, all with the one bias of (1, H, S, S)."""
+    return make_dense(shape, dtype, device, bias_batch=1)
 
 
 def make_triangle(shape: Shape, dtype: torch.dtype, device: torch.device) -> Case:
@@ -182,9 +210,11 @@ def make_ragged(
     key_size = (tokens, shape.kv_heads, shape.dim)
     leaves = {name: normal(*key_size, like=like) for name in ("k", "v")}
     leaves = {"q": normal(*query_size, like=like), **leaves}
-    peers = sdpa_peers(ragged.sdpa, ragged.pad)
+    peers = sdpa_peers(ragged.sdpa, ragged.pad, ragged.unpad)
     if with_bias:
         leaves["bias"] = normal(pairs, shape.heads, like=like)
+        ours = functools.partial(ours_ragged, ragged=ragged)
+        peers[WITHOUT_BIAS] = Implementation(ours, without_bias, another=True)
     else:
         peers["varlen"] = Implementation(ragged.torch_varlen)
     scores = pairs * shape.heads // (2 if shape.causal else 1)
@@ -214,13 +244,14 @@ def make_crystals(
     """shape.batch real crystals of at most shape.length atoms.
 
     On a GPU scores are so few that reading the inputs and writing the output is the work, and the
-    row is about varlen_attn, the only one that does not pad.
+    row is about the only one that does not pad: varlen_attn, or with a bias, which that does not
+    take, our own without it.
     """
     case = make_ragged(shape, dtype, device, with_bias, crystal_lengths)
     if device.type != "cuda":
         return case
     moved = sum(leaf.nbytes for leaf in case.leaves.values()) + case.grad.nbytes
-    return dataclasses.replace(case, bytes=moved, baseline=None if with_bias else "varlen")
+    return dataclasses.replace(case, bytes=moved, baseline=WITHOUT_BIAS if with_bias else "varlen")
 
 
 def make_mixed_lengths(shape: Shape, dtype: torch.dtype, device: torch.device) -> Case:
@@ -283,6 +314,21 @@ def shapes_of(table: Beside) -> tuple[str, ...]:
     return tuple(dict.fromkeys(s for row, others in table.items() for s in (*others, row)))
 
 
+def small_shapes() -> tuple[str, ...]:
+    """16,384 tokens in short sequences: small head dims, and 64 with lengths that fill no tile."""
+    sizes = [(n, dim) for dim in (16, 32, 48) for n in (64, 128, 256, 512, 1024)]
+    sizes += [(n, 64) for n in (200, 300, 400)]
+    return tuple(f"{16384 // n},{32 if dim < 64 else 16},{n},{dim}" for n, dim in sizes)
+
+
+EVEN_PAIR_BIAS = ("8,8,256,64", "4,16,384,64", "4,16,768,64", "2,16,1024,64", "1,16,2048,64")
+# Lengths that fill no tile and leave rows of a bias unaligned.
+ODD_PAIR_BIAS = (
+    *("8,16,255,32", "4,16,511,32", "2,16,1023,32", "1,16,2047,32"),
+    *("4,16,511,48", "2,16,1023,48"),
+)
+
+
 def crystal_shapes(count: int) -> tuple[str, ...]:
     """Few heads as in language models, and many small ones as equivariant models have."""
     return (f"{count},8,{MOST_ATOMS},64", f"{count},48,{MOST_ATOMS},16")
@@ -336,16 +382,14 @@ WORKLOADS = {
         peers_on={"cpu": ("math",), "cuda": ("flash", "cudnn", "varlen")},
         own_passes={"cpu": ("fwd",), "cuda": ("fwd",)},
     ),
-    "small_dims": Workload(
-        "dense with the small head dims of science models",
-        {
-            "cpu": ("4,8,256,16", "4,8,256,32", "4,8,256,48"),
-            "cuda": ("16,32,1024,16", "16,32,1024,32", "16,32,1024,48"),
-        },
+    "small": Workload(
+        "dense with the small head dims and short sequences of science models",
+        {"cpu": ("4,8,256,16", "4,8,256,32", "4,8,256,48"), "cuda": small_shapes()},
         make_dense,
+        in_graph=True,
     ),
     "decode": Workload(
-        "one query over S keys; on a GPU timed as a CUDA graph of many calls",
+        "one query over S keys",
         {
             "cpu": ("1,32,8192,128,kv8",),
             "cuda": tuple(f"1,32,{length << 10},128,kv8" for length in (8, 16, 32, 64, 128)),
@@ -353,6 +397,7 @@ WORKLOADS = {
         make_decode,
         options=frozenset({"kv"}),  # causal removes nothing, and means another thing in PyTorch
         passes=("fwd",),
+        in_graph=True,
     ),
     "deterministic": Workload(
         "dense with deterministic=True, next to our own without it",
@@ -369,21 +414,42 @@ WORKLOADS = {
         "a learned bias of (B, H, S, S) and its gradient",
         {
             "cpu": ("16,8,64,32", "4,8,256,32", "1,16,512,64"),
-            "cuda": ("8,8,256,64", "4,16,384,64", "4,16,768,64", "2,16,1024,64", "1,16,2048,64"),
+            "cuda": (*EVEN_PAIR_BIAS, *ODD_PAIR_BIAS),
         },
         make_pair_bias,
         options=frozenset({"kv"}),
         peers_on=BIASED,
+        in_graph=True,
+    ),
+    "fp32_bias": Workload(
+        "pair_bias with the bias and its gradient in fp32, next to our own with a bias in 16 bits",
+        {
+            "cpu": ("4,8,256,32",),
+            "cuda": ("8,8,256,64", "4,16,768,64", "1,16,2048,64", "2,16,1023,32"),
+        },
+        make_fp32_bias,
+        options=frozenset({"kv"}),
+        peers_on={"cpu": (ROUNDED_BIAS,), "cuda": (ROUNDED_BIAS,)},
+        in_graph=True,
+    ),
+    "diffusion": Workload(
+        "B samples of S tokens share a learned bias of (1, H, S, S), as in diffusion transformers",
+        {"cpu": ("8,4,64,48",), "cuda": ("48,16,384,48", "48,16,768,48")},
+        make_diffusion,
+        options=frozenset({"kv"}),
+        peers_on=BIASED,
+        in_graph=True,
     ),
     "triangle": Workload(
         "B rows of S tokens share a learned bias of (1, H, S, S); its gradient is summed over them",
         {
             "cpu": tuple(f"{n},4,{n},32" for n in (32, 33, 64)),
-            "cuda": tuple(f"{n},4,{n},32" for n in (256, 257, 381, 384, 512)),
+            "cuda": tuple(f"{n},4,{n},32" for n in (256, 257, 381, 384, 512, 768)),
         },
         make_triangle,
         options=frozenset({"kv"}),
         peers_on=BIASED,
+        in_graph=True,
     ),
     "ragged": Workload(
         "B sequences of S tokens on average, packed; PyTorch gets them padded",
@@ -407,12 +473,14 @@ WORKLOADS = {
         make_crystals,
         options=frozenset({"kv"}),
         peers_on=PADDED | {"cuda": ("varlen", "efficient")},
+        in_graph=True,
     ),
     "crystals_bias": Workload(
-        "crystals with a packed pair bias and its gradient",
+        "crystals with a packed pair bias and its gradient, on a GPU next to our own without it",
         {"cpu": crystal_shapes(32), "cuda": crystal_shapes(4096)},
         functools.partial(make_crystals, with_bias=True),
         options=frozenset({"kv"}),
-        peers_on=PADDED | {"cuda": ("efficient",)},
+        peers_on=PADDED | {"cuda": (WITHOUT_BIAS, "efficient")},
+        in_graph=True,
     ),
 }

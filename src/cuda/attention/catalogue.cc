@@ -55,14 +55,18 @@ int shared_bytes(Role role, const BwdTile& tile) {
 }
 int shared_bytes(Role, const BiasSumTile& tile) { return tile.shared_bytes(); }
 int shared_bytes(Role, const Sm90FwdTile& tile) { return tile.shared_bytes(); }
+int shared_bytes(Role, const Sm90PackedTile& tile) { return tile.shared_bytes(); }
 int shared_bytes(Role, const Sm90BwdTile& tile) { return tile.shared_bytes(); }
+int shared_bytes(Role, const Sm90BiasSumTile& tile) { return tile.shared_bytes(); }
 
 // The parameter of a kernel with a tile.
 const char* params_type(const FwdTile&) { return "AttentionFwdParams"; }
 const char* params_type(const BwdTile&) { return "AttentionBwdParams"; }
 const char* params_type(const BiasSumTile&) { return "AttentionBwdParams"; }
 const char* params_type(const Sm90FwdTile&) { return "Sm90FwdParams"; }
+const char* params_type(const Sm90PackedTile&) { return "Sm90PackedParams"; }
 const char* params_type(const Sm90BwdTile&) { return "Sm90BwdParams"; }
+const char* params_type(const Sm90BiasSumTile&) { return "Sm90BwdParams"; }
 
 // Lists kernels, and keeps their names and images.
 class Lister {
@@ -90,9 +94,10 @@ class Lister {
       for (const Role role : roles) {
         const std::string& name = keep(text(family, "_", role_name(role), "_", suffix(dtype)));
         const std::string image = text(family, "_attention_small_", suffix(dtype));
-        const bool lists = role == Role::kRaggedBlocks;
-        const int threads = lists ? kRaggedThreads : kRowThreads;
-        const int shared_bytes = lists                          ? kRaggedSharedBytes
+        const bool sequences = role == Role::kRaggedBlocks || role == Role::kRowBounds;
+        const int threads = sequences ? kRaggedThreads : kRowThreads;
+        const int shared_bytes = role == Role::kRaggedBlocks    ? kRaggedSharedBytes
+                                 : role == Role::kRowBounds     ? kRowBoundsSharedBytes
                                  : role == Role::kBiasTranspose ? kBiasTransposeSharedBytes
                                  : role == Role::kBackwardDq    ? kConvertDqSharedBytes
                                                                 : 0;
@@ -148,6 +153,10 @@ class Lister {
     if constexpr (requires { tile.dq_accum_dim(); }) kernel.dq_accum_dim = tile.dq_accum_dim();
     if constexpr (requires { tile.converts_dq(); }) kernel.converts_dq = tile.converts_dq();
     if constexpr (requires { tile.bias; }) kernel.bias_by_tma = tile.bias;
+    if constexpr (requires { Tile::kPacked; }) {
+      kernel.packed = Tile::kPacked;
+      kernel.heads_of_box = tile.heads();
+    }
     if constexpr (requires { Tile::kCountsTasks; }) kernel.counts_tasks = Tile::kCountsTasks;
     add(kernel);
   }
@@ -191,14 +200,17 @@ std::vector<Kernel> list_kernels() {
   const std::initializer_list<DType> fp16 = {DType::kFloat16};
   const std::initializer_list<DType> both = {DType::kFloat16, DType::kBFloat16};
   Lister list;
+  list.add("sm90", both, Role::kForward, "fwd_packed", "fwd_packed", sm90::kFwdPacked);
   list.add("sm90", both, Role::kForward, "fwd", "fwd", sm90::kFwd);
   list.add("sm90", both, Role::kForward, "fwd_general", "fwd", sm90::kFwdGeneral);
   list.add("sm90", both, Role::kForwardBias, "fwd_bias", "fwd_bias", sm90::kFwdBias);
   list.add("sm90", both, Role::kBackward, "bwd", "bwd", sm90::kBwd);
   list.add("sm90", both, Role::kBackward, "bwd_general", "bwd", sm90::kBwdGeneral);
   list.add("sm90", both, Role::kBackwardBias, "bwd_bias", "bwd_bias", sm90::kBwdBias);
+  list.add("sm90", both, Role::kBiasSum, "bwd_bias_sum", "bwd_bias", sm90::kBiasSum);
   list.add_small("sm90", both,
-                 {Role::kRaggedBlocks, Role::kBiasAlign, Role::kPreprocess, Role::kBackwardDq});
+                 {Role::kRaggedBlocks, Role::kRowBounds, Role::kBiasAlign, Role::kPreprocess,
+                  Role::kBackwardDq});
 
   const auto add_mma_sync = [&](const char* family, const std::initializer_list<DType>& dtypes,
                                 const auto& fwd, const auto& fwd_bias, const auto& bwd,
@@ -227,6 +239,8 @@ const char* role_name(Role role) {
   switch (role) {
     case Role::kRaggedBlocks:
       return "attention_ragged_blocks";
+    case Role::kRowBounds:
+      return "attention_row_bounds";
     case Role::kBiasAlign:
       return "attention_bias_align";
     case Role::kBiasTranspose:

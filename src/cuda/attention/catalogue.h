@@ -13,6 +13,7 @@ namespace flashmoe::cuda {
 
 enum class Role {
   kRaggedBlocks,   // before either pass of a ragged batch
+  kRowBounds,      // before a forward pass over packed tokens
   kBiasAlign,      // before either pass with a bias that many share
   kBiasTranspose,  // before either pass with the bias of a ragged batch, and for its gradient after
   kForward,
@@ -43,6 +44,8 @@ struct Kernel {
   int dq_accum_dim = 0;       // backward: columns of the accumulator of dQ
   bool converts_dq = false;   // backward: converts dQ from its accumulator itself
   bool bias_by_tma = false;   // takes a bias in rows of whole 16-byte chunks, of one matrix
+  bool packed = false;        // tiles are tokens, whatever sequences these are of
+  int heads_of_box = 1;       // packed: heads that must lie side by side
   bool counts_tasks = false;  // gives out its tasks by a counter, not by the grid
 };
 

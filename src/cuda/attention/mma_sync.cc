@@ -89,6 +89,8 @@ std::string lacks(const AttentionPlan&) { return {}; }
 
 std::string slower(const AttentionPlan&, const Gpu&) { return {}; }
 
+std::string cannot_pack(const AttentionPlan&, const Kernel&) { return {}; }
+
 std::string too_large(const AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
   const int64_t rows = forward_rows(plan);
   if (rows <= 64) {

@@ -115,6 +115,18 @@ bool encode_grad_bias(TensorMap& map, const AttentionPlan& plan, const Attention
   return encode(map, four, p.grad_bias, box).ok();
 }
 
+// The map of a tensor (tokens, heads, D), copied `rows` tokens and 64 columns at a time; with
+// `side_by_side`, columns are those of all heads.
+Status encode_packed(TensorMap& map, const TensorSpec& spec, const void* data, int rows,
+                     bool side_by_side) {
+  TensorSpec all = spec;
+  if (side_by_side) {
+    all.shape[1] = 1;
+    all.shape[2] = spec.shape[1] * spec.shape[2];
+  }
+  return encode_keys(map, all, data, rows, true);
+}
+
 // Bytes that are to stay in L2, which has room for the rest as well.
 constexpr int64_t kCachedBytes = 32 << 20;
 
@@ -195,7 +207,27 @@ int64_t key_blocks(const AttentionPlan& plan) {
                   : ceil_div(plan.len_k, plan.block_k);
 }
 
+// Tasks of a forward pass over packed tokens: tiles of these times boxes of heads.
+int64_t packed_boxes(const AttentionPlan& plan) {
+  return ceil_div(plan.heads_q, main_kernel(plan).heads_of_box);
+}
+void lay_out_packed(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
+  // Each CTA of the kernel that finds the bounds looks at all sequences before its own.
+  constexpr int64_t kSequencesOfOne = 64, kMost = 256;
+  const AttentionProblem& p = plan.problem;
+  plan.work_items = ceil_div(p.query.shape[0], plan.block_q) * packed_boxes(plan);
+  const int64_t shares = std::clamp<int64_t>(ceil_div(plan.batch + 1, kSequencesOfOne), 1, kMost);
+  const Kernel* bounds = find_kernel(Role::kRowBounds, plan.family, p.query.dtype);
+  plan.launches.push_back(once(*bounds, grid_of(shares), Given::kCall));
+  const int64_t held = gpu.multiprocessors * resident_ctas(kernel, gpu.chip);
+  AttentionLaunch main = once(kernel, grid_of(std::min(plan.work_items, held)), Given::kCall);
+  main.overlaps = true;
+  plan.launches.push_back(main);
+  plan.workspace_bytes = forward_workspace(plan).bytes;
+}
+
 void lay_out_forward(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
+  if (kernel.packed) return lay_out_packed(plan, kernel, gpu);
   const AttentionProblem& p = plan.problem;
   const int pack = log2_packed_heads(plan, plan.block_q);
   plan.work_items =
@@ -295,6 +327,35 @@ Status run_forward(const Call& call) {
   return run_launches(call, p, side);
 }
 
+Status fill_maps(Sm90PackedParams& p, const Call& call) {
+  constexpr int kRowsOfWarp = 16;  // which O leaves by
+  const AttentionPlan& plan = call.plan;
+  const AttentionProblem& problem = plan.problem;
+  const AttentionTensors& t = call.tensors;
+  const bool several = main_kernel(plan).heads_of_box > 1;
+  const int rows = static_cast<int>(plan.block_q), keys = static_cast<int>(plan.block_k);
+  Status status = encode_packed(p.query_map, problem.query, t.query, rows, several);
+  if (status.ok()) status = encode_packed(p.key_map, problem.key, t.key, keys, several);
+  if (status.ok()) status = encode_packed(p.value_map, problem.value, t.value, keys, several);
+  if (status.ok()) status = encode_packed(p.out_map, problem.out, t.out, kRowsOfWarp, several);
+  return status;
+}
+
+Status run_packed(const Call& call) {
+  const AttentionPlan& plan = call.plan;
+  Sm90PackedParams p{};
+  fill_forward(p, call);
+  p.heads = static_cast<int32_t>(plan.heads_q);
+  p.boxes = static_cast<int32_t>(packed_boxes(plan));
+  p.num_tasks = static_cast<int32_t>(plan.work_items);
+  p.bounds = reinterpret_cast<RowBounds*>(call.workspace + call.forward.row_bounds);
+  p.rows = static_cast<int32_t>(round_up(plan.problem.query.shape[0], plan.block_q));
+  const SideParams side = fill_side_params(call, p, false);
+  p.ragged = side.ragged;
+  if (Status status = fill_maps(p, call); !status.ok()) return status;
+  return run_launches(call, p, side);
+}
+
 Status run_backward(const Call& call) {
   const AttentionPlan& plan = call.plan;
   Sm90BwdParams p{};
@@ -375,13 +436,52 @@ std::string lacks(const AttentionPlan& plan) {
   return {};
 }
 
+std::string cannot_pack(const AttentionPlan& plan, const Kernel& kernel) {
+  constexpr int64_t kMostTokens = kNoLimit;  // so that those of a whole tile can be counted
+  constexpr int64_t kShared = 32;            // up to this head dim, heads share a box of 64 columns
+  const AttentionProblem& p = plan.problem;
+  if (std::max(p.query.shape[0], p.key.shape[0]) > kMostTokens) {
+    return text("takes at most ", kMostTokens, " tokens");
+  }
+  const int64_t dim = std::max(plan.head_dim, plan.head_dim_v);
+  if (kernel.heads_of_box == 1) {
+    return dim > kShared ? "" : text("made for head dims above ", kShared);
+  }
+  if (std::min(plan.head_dim, plan.head_dim_v) != kernel.head_dim || dim != kernel.head_dim) {
+    return text("takes head dim ", kernel.head_dim, " alone");
+  }
+  if (plan.heads_q != plan.heads_k) return "takes no heads that share their keys";
+  const std::pair<const char*, const TensorSpec*> tensors[] = {
+      {"query", &p.query}, {"key", &p.key}, {"value", &p.value}, {"out", &p.out}};
+  for (const auto& [name, spec] : tensors) {
+    if (spec->shape[1] > 1 && spec->stride[1] != dim) {
+      return text("the heads of ", name, " do not lie side by side");
+    }
+  }
+  return {};
+}
+
+// Whether a kernel for packed tokens can run the problem.
+static bool can_pack(const AttentionPlan& plan) {
+  const AttentionProblem& p = plan.problem;
+  const Geometry g = geometry(p);
+  if (!p.ragged || p.pass == Pass::kBackward || p.bias || g.softcap > 0 || !(g.scale > 0)) {
+    return false;
+  }
+  return std::any_of(kernels().begin(), kernels().end(), [&](const Kernel& k) {
+    return k.packed && k.dtype == p.query.dtype &&
+           k.head_dim >= std::max(plan.head_dim, plan.head_dim_v) && cannot_pack(plan, k).empty();
+  });
+}
+
 std::string slower(const AttentionPlan& plan, const Gpu& gpu) {
   constexpr int64_t kDim = 32, kShort = 64, kLong = 1024, kRows = 128;
   constexpr int64_t kRaggedDim = 64, kRaggedShort = 200;  // backward
   const int64_t dim = std::max(plan.head_dim, plan.head_dim_v);
   const bool ragged = plan.problem.ragged.has_value();
   const bool backward = plan.problem.pass == Pass::kBackward;
-  if (dim <= kDim && !(backward && plan.problem.bias)) {
+  if (many_short_sequences(plan, gpu) && can_pack(plan)) return {};
+  if (dim <= kDim && backward && !plan.problem.bias) {
     return text("head dims up to ", kDim, " have tiles of their own in sm80");
   }
   if (mean_length(plan) <= kShort) {
@@ -430,7 +530,8 @@ void lay_out(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
 }
 
 Status run(const Call& call) {
-  return call.plan.problem.pass == Pass::kForward ? run_forward(call) : run_backward(call);
+  if (call.plan.problem.pass == Pass::kBackward) return run_backward(call);
+  return main_kernel(call.plan).packed ? run_packed(call) : run_forward(call);
 }
 
 }  // namespace sm90

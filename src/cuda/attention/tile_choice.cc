@@ -12,15 +12,11 @@ namespace {
 // The largest head dim that has tiles for short sequences.
 constexpr int64_t kShortDim = 64;
 
+constexpr const char* kForShort = "made for many sequences of at most a few dozen tokens";
+
 Role main_role(const AttentionProblem& p) {
   if (p.pass == Pass::kForward) return p.bias ? Role::kForwardBias : Role::kForward;
   return p.bias ? Role::kBackwardBias : Role::kBackward;
-}
-
-// Whether there are so many sequences, and on average so short, that a tile should not be larger.
-bool many_short_sequences(const AttentionPlan& plan, const Gpu& gpu) {
-  return mean_length(plan) <= (plan.problem.ragged ? 48 : 32) &&
-         plan.batch * plan.heads_k >= 4 * gpu.multiprocessors;
 }
 
 std::string needs_shared(const Kernel& kernel, const Gpu& gpu) {
@@ -49,6 +45,11 @@ std::string chip_name(int compute_capability) { return text("sm_", compute_capab
 int64_t resident_ctas(const Kernel& kernel, const Chip& chip) {
   const int64_t by_shared = chip.shared_bytes_of_sm / (kernel.shared_bytes + 1024);
   return std::max<int64_t>(std::min<int64_t>(by_shared, kernel.ctas), 1);
+}
+
+bool many_short_sequences(const AttentionPlan& plan, const Gpu& gpu) {
+  return mean_length(plan) <= (plan.problem.ragged ? 48 : 32) &&
+         plan.batch * plan.heads_k >= 4 * gpu.multiprocessors;
 }
 
 int64_t mean_length(const AttentionPlan& plan) {
@@ -91,6 +92,19 @@ const Kernel* choose_tile(AttentionPlan& plan, const Family& family, const Gpu& 
         k.head_dim < dim || (bucket && k.head_dim != bucket)) {
       continue;
     }
+    if (k.packed) {  // beside the tiles of a head dim, which serve where these do not
+      if (!p.ragged || general_score || chosen) continue;
+      const bool matches = forced && k.block_q == forced->block_q && k.block_k == forced->block_k;
+      if (forced && !matches) continue;
+      std::string reason = family.cannot_pack(plan, k);
+      if (reason.empty() && !forced && !short_sequences) reason = kForShort;
+      if (reason.empty()) {
+        chosen = &k;
+      } else {
+        pass_over(k, reason);
+      }
+      continue;
+    }
     if (general_score && !k.general_score) {
       if (!said_plain) pass_over(k, "takes no softcap, and no scale of 0 or less");
       said_plain = true;
@@ -104,8 +118,7 @@ const Kernel* choose_tile(AttentionPlan& plan, const Family& family, const Gpu& 
       continue;
     }
     if (k.for_short != short_sequences) {
-      pass_over(k, short_sequences ? "made for longer sequences"
-                                   : "made for many sequences of at most a few dozen tokens");
+      pass_over(k, short_sequences ? "made for longer sequences" : kForShort);
     } else if (!fits(k, gpu)) {
       pass_over(k, needs_shared(k, gpu));
     } else if (std::string reason = too_large(plan, family, k, gpu); !fallback && !reason.empty()) {

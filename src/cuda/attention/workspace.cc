@@ -56,10 +56,12 @@ ForwardWorkspace forward_workspace(const AttentionPlan& plan) {
     w.bytes = at + static_cast<size_t>(bytes);
     return at;
   };
+  const bool packed = main_kernel(plan).packed;
   const int64_t slots =
-      p.ragged ? ragged_slots(p.query.shape[0], plan.block_q, plan.batch) : int64_t{0};
+      p.ragged && !packed ? ragged_slots(p.query.shape[0], plan.block_q, plan.batch) : int64_t{0};
   w.aligned_bias = place(aligned_bias_bytes(plan));
   w.blocks = place(slots * static_cast<int64_t>(sizeof(RaggedBlock)));
+  w.row_bounds = place(packed ? round_up(p.query.shape[0], plan.block_q) * 2 * sizeof(int32_t) : 0);
   w.transposed_bias = place(transposed_bias_bytes(plan));
   w.tile_counter = place(main_kernel(plan).counts_tasks && p.ragged ? kAlignment : 0);
   const int64_t rows =

@@ -45,6 +45,7 @@ int64_t slice_batch(const AttentionPlan& plan);
 struct ForwardWorkspace {
   size_t aligned_bias = 0;     // (batch, heads, len_q, pitch), as the bias has them
   size_t blocks = 0;           // ragged: RaggedBlock (slots)
+  size_t row_bounds = 0;       // packed: RowBounds (queries in whole tiles)
   size_t transposed_bias = 0;  // ragged: (heads of a slice, pairs)
   size_t tile_counter = 0;     // int32
   size_t partial_out = 0;      // splits: float (splits, batch, heads, rows, dim)

@@ -77,6 +77,14 @@ __device__ __forceinline__ void tma_store(uint32_t shared, const void* map, int 
       "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
       : "memory");
 }
+__device__ __forceinline__ void tma_store(uint32_t shared, const void* map, int c0, int c1, int c2,
+                                          int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%1, {%2, %3, %4, %5}], [%0];" ::"r"(
+          shared),
+      "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
 // tma_store() with L2::cache_hint, for what no later kernel of the pass reads.
 __device__ __forceinline__ void tma_store_evict_first(uint32_t shared, const void* map, int c0,
                                                       int c1, int c2, int c3) {

@@ -40,6 +40,15 @@ inline constexpr Sm90FwdTile kFwdBias[] = {
     {128, 128, 64, 2, false, true},
 };
 
+// Ragged batches of many short sequences: tiles of tokens, of several sequences. A box of 64 columns
+// holds one head, or four of 16, or two of 32.
+inline constexpr Sm90PackedTile kFwdPacked[] = {
+    // head_dim, block_q, block_k, stages, ctas
+    {16, 128, 32, 8, 2},
+    {32, 128, 32, 8, 2},
+    {64, 128, 32, 8, 2},
+};
+
 // As many queries as registers allow beside dK and dV of 64 keys; above D = 128 a warpgroup has one
 // of the two, and two CTAs share the block.
 inline constexpr Sm90BwdTile kBwd[] = {
@@ -68,6 +77,15 @@ inline constexpr Sm90BwdTile kBwdBias[] = {
     {64, 64, 128, false, true},
     {96, 64, 128, false, true},
     {128, 64, 128, false, true},
+};
+
+// The sum of a shared bias's gradient: as many slots as shared memory holds.
+inline constexpr Sm90BiasSumTile kBiasSum[] = {
+    // head_dim, block_q, block_k, slots
+    {32, 128, 128, 6},
+    {64, 128, 128, 6},
+    {96, 128, 128, 3},
+    {128, 128, 128, 3},
 };
 
 // clang-format on

@@ -1,5 +1,5 @@
-// The steps of bias_sum.cuh: one for each tile of queries x keys, head and batch that shares a tile
-// of the bias's gradient, in a fixed order.
+// The steps of the sum of a bias's gradient (bias_sum.cuh, sm90/bwd_bias_sum.cuh): one for each
+// tile of queries x keys, head and batch that shares a tile of the gradient, in a fixed order.
 #pragma once
 
 #include "cuda/attention/params.h"
@@ -16,6 +16,11 @@ struct BiasStep {
   bool plain;  // whether all queries see all keys of the tile, and the bias does not come late
   const char *query, *grad_out, *key, *value;  // the first rows of the sequence
   const float* lse_delta;                      // of the step's first query
+};
+
+// Which tile of queries x keys a step is.
+struct StepPlace {
+  int batch, head, first_query, first_key;
 };
 
 // A tile of the bias's gradient.
@@ -62,18 +67,24 @@ class SharedSteps {
             join_batch(p, p.first_batch + blockIdx.z, 0),
             static_cast<int>(blockIdx.y)};
   }
-  __device__ __forceinline__ BiasStep find(int step, const SumTile& tile,
-                                           const AttentionBwdParams& p) const {
+  __device__ __forceinline__ StepPlace place(int step, const SumTile& tile,
+                                             const AttentionBwdParams& p) const {
     const int key_tile = step % key_blocks_;
     step /= key_blocks_;
-    const int dq_step = step % query_blocks_;
+    const int query_tile = step % query_blocks_;
     step /= query_blocks_;
     const int head = has_head_ ? tile.head : step % heads_;
     const int batch = slot_ ? tile.batch : join_batch(p, p.first_batch + blockIdx.z, step / heads_);
+    return {batch, head, has_queries_ ? tile.first_query : query_tile * C::kBlockQ,
+            has_keys_ ? tile.first_key : key_tile * C::kBlockK};
+  }
+  __device__ __forceinline__ BiasStep find(int step, const SumTile& tile,
+                                           const AttentionBwdParams& p) const {
+    const auto [batch, head, first_query, first_key] = place(step, tile, p);
     BiasStep s;
     s.seq = slot_ ? find_sequence(*slot_) : find_sequence(p, batch);
-    s.first_key = has_keys_ ? tile.first_key : key_tile * C::kBlockK;
-    s.first_query = has_queries_ ? tile.first_query : dq_step * C::kBlockQ;
+    s.first_key = first_key;
+    s.first_query = first_query;
     // Row i sees key j when i + shift - left <= j <= i + shift + right.
     const Sequence& seq = s.seq;
     const int last_query = min(s.first_query + C::kBlockQ, seq.len_q) - 1;

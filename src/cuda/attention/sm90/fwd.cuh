@@ -111,6 +111,11 @@ struct FwdConfig {
   static constexpr int kConsumerRegisters = kTile.ctas > 1 ? 104 : kWarpgroups == 3 ? 160 : 232;
   static_assert(kProducerRegisters + kWarpgroups * kConsumerRegisters <=
                 (kWarpgroups + 1) * registers_at_first(kWarpgroups + 1, kTile.ctas));
+  // Whether the bias is added to finished scores. That hides its way from shared memory under the
+  // MMA, and takes a register for each score beside those of S; where there are none, S begins with
+  // the bias.
+  static constexpr bool kLateBias = kBias && kWarpgroups == 2 && kTile.ctas == 1;
+  static constexpr bool kEarlyBias = kBias && !kLateBias;
   // Whether consumers take turns in issuing MMAs. These are few at head dims up to 32.
   static constexpr bool kTakesTurns = kWarpgroups > 1 && kDim > 32;
 };

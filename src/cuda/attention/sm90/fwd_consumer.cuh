@@ -39,12 +39,16 @@ class FwdConsumer {
 
   // S = the bias, which issue_scores() adds to.
   __device__ __forceinline__ void start_scores() {
-    if constexpr (C::kBias) {
+    if constexpr (C::kEarlyBias) {
       wg_.keys.wait_full(wg_.bias_slot());
       softmax_.start_from_bias(wg_);
     }
   }
-  // S = Q K^T, or S += Q K^T with a bias.
+  // The bias is added to S, which is there.
+  __device__ __forceinline__ void add_bias() {
+    if constexpr (C::kLateBias) softmax_.add_bias(wg_);
+  }
+  // S = Q K^T, or S += Q K^T where it begins with the bias.
   __device__ __forceinline__ void issue_scores() {
     const uint32_t sQ = wg_.smem + offsetof(Smem, sQ) + wg_.index * kWarpgroupRows * 128;
     const uint32_t sK = wg_.smem + offsetof(Smem, sK) + wg_.keys.at() * sizeof(typename C::Keys);
@@ -53,7 +57,7 @@ class FwdConsumer {
 #pragma unroll
     for (int step = 0; step < C::kDim / 16; ++step) {
       ptx::Wgmma<C::kBf16, C::kBlockK>::ss(softmax_.rS, C::Rows::along(q, step),
-                                           C::Keys::along(k, step), C::kBias || step > 0);
+                                           C::Keys::along(k, step), C::kEarlyBias || step > 0);
     }
     ptx::wgmma_commit_group();
   }
@@ -161,6 +165,8 @@ class FwdConsumer {
   __device__ __forceinline__ void first_softmax() {
     release_scores();
     if (C::kTile.general_score) softmax_.transform(rule());
+    if (C::kLateBias) wg_.keys.wait_full(wg_.bias_slot());
+    add_bias();
     if (wg_.needs_mask()) softmax_.mask(wg_);
     softmax_.template step<true>(rule());
     release_bias();
@@ -174,10 +180,15 @@ class FwdConsumer {
   template <bool kMasked>
   __device__ __forceinline__ void step() {
     const int before = issue_scores_and_values();
+    if constexpr (C::kLateBias) {
+      wg_.keys.wait_full(wg_.bias_slot());
+      if (!kMasked) softmax_.prepare_bias(wg_);
+    }
     ptx::wgmma_wait_group<1>(softmax_.rS);
     if (kMasked || C::kTile.general_score) {
       release_scores();
       if (C::kTile.general_score) softmax_.transform(rule());
+      add_bias();
       if (kMasked) softmax_.mask(wg_);
       softmax_and_correct();
     } else {

@@ -15,6 +15,7 @@ struct FwdSoftmax {
 
   float rS[C::kBlockK / 2];  // S, then P, as wgmma lays out its accumulators
   RowState rows;
+  float rBias[C::kLateBias ? C::kBlockK / 2 : 1];  // see prepare_bias()
   float correction[2];  // what O is yet to be multiplied with, for each of the thread's two rows
 
   // A softcap, or the sign of a scale that is not positive: general kernels always have one of
@@ -29,23 +30,37 @@ struct FwdSoftmax {
     }
   }
 
-  // The bias of a tile, which S is then added to: scores are scale * (q.k + bias / scale).
-  __device__ __forceinline__ void start_from_bias(const FwdWarpgroup<C>& wg) {
+  // take(i, bias) for the bias of each of the thread's scores of the tile.
+  template <class Take>
+  static __device__ __forceinline__ void read_bias(const FwdWarpgroup<C>& wg, const Take& take) {
     using Tile = typename C::ScoreTile;
     const uint32_t from =
         wg.smem + offsetof(typename C::Smem, sBias) + wg.keys.at() * sizeof(Tile) +
         Tile::at(wg.index * kWarpgroupRows + warpgroup_warp() * 16 + lane() % 16, lane() / 16 * 8);
-    const float inverse = wg.p.bias_scale;
 #pragma unroll
     for (int n = 0; n < C::kBlockK / 16; ++n) {
       uint32_t x[4];  // keys 0 to 7 and 8 to 15, of each rows 0 to 7 and 8 to 15
       ptx::ldmatrix_x4(x, (from ^ n % 4 * 32) + n / 4 * Tile::kBlockBytes);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        rS[8 * n + 2 * i] = C::Type::unpack(static_cast<uint16_t>(x[i])) * inverse;
-        rS[8 * n + 2 * i + 1] = C::Type::unpack(static_cast<uint16_t>(x[i] >> 16)) * inverse;
+        take(8 * n + 2 * i, C::Type::unpack(static_cast<uint16_t>(x[i])));
+        take(8 * n + 2 * i + 1, C::Type::unpack(static_cast<uint16_t>(x[i] >> 16)));
       }
     }
+  }
+  // S begins with the bias: scores are scale * (q.k + bias / scale).
+  __device__ __forceinline__ void start_from_bias(const FwdWarpgroup<C>& wg) {
+    const float inverse = wg.p.bias_scale;
+    read_bias(wg, [&](int i, float bias) { rS[i] = bias * inverse; });
+  }
+  __device__ __forceinline__ void add_bias(const FwdWarpgroup<C>& wg) {
+    const float inverse = wg.p.bias_scale;
+    read_bias(wg, [&](int i, float bias) { rS[i] = fmaf(bias, inverse, rS[i]); });
+  }
+  // What guess() adds to the scaled score: the bias in base 2, less the reference.
+  __device__ __forceinline__ void prepare_bias(const FwdWarpgroup<C>& wg) {
+    read_bias(
+        wg, [&](int i, float bias) { rBias[i] = fmaf(bias, kLog2e, -rows.reference[i % 4 / 2]); });
   }
 
   // Writes -inf over the scores of keys that a row does not see.
@@ -104,7 +119,11 @@ struct FwdSoftmax {
 #pragma unroll
     for (int i = 0; i < C::kBlockK / 2; ++i) {
       const int half = i % 4 / 2;
-      rS[i] = rule.probability(rS[i], rows.reference[half]);
+      if constexpr (C::kLateBias) {
+        rS[i] = ptx::ex2_approx_ftz(fmaf(rS[i], rule.scale_log2(), rBias[i]));
+      } else {
+        rS[i] = rule.probability(rS[i], rows.reference[half]);
+      }
       sum[half] += rS[i];
     }
     return __any_sync(0xffffffffu, !(sum[0] <= kMost && sum[1] <= kMost));

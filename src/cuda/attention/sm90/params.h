@@ -23,6 +23,32 @@ struct Sm90FwdParams : AttentionFwdParams {
   int32_t* tile_counter;   // ragged: how many tasks have been given out; null where dense
 };
 
+// The keys that a query of a ragged batch sees, as positions in K: those of its own sequence, and
+// of these what the mask leaves. Neither number falls from one query to the next, so the keys of a
+// tile of queries are those from its first query's first to its last query's last.
+struct alignas(8) RowBounds {
+  uint32_t first;  // and kInvalid
+  int32_t end;
+  static constexpr uint32_t kInvalid = uint32_t{1} << 31;  // lengths are wrong: results are NaN
+
+#if defined(__CUDACC__)
+  __device__ __forceinline__ int begin() const { return static_cast<int>(first & ~kInvalid); }
+  __device__ __forceinline__ bool valid() const { return !(first & kInvalid); }
+#endif
+};
+
+// A forward pass over tiles of tokens, whatever sequences these are of: see fwd_packed.cuh. The
+// grid has as many CTAs as the chip holds at once; ragged.tile_counter gives out `num_tasks`.
+struct Sm90PackedParams : AttentionFwdParams {
+  // (1, heads, tokens, D); where several heads share a box of 64 columns (1, 1, tokens, heads x D).
+  TensorMap query_map, key_map, value_map, out_map;
+  RaggedParams ragged;  // for the kernel that finds the bounds
+  RowBounds* bounds;    // (rows)
+  int32_t rows;         // queries, in whole tiles
+  int32_t boxes;        // of heads: the heads of a box share a task
+  int32_t num_tasks;
+};
+
 // A backward pass. The grid has as many CTAs as the chip holds at once; tile_counter[0] gives out
 // the `num_tasks` tiles of keys, deterministic or not, and tile_counter[1] the rows of dQ to
 // convert.

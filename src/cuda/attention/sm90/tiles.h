@@ -3,8 +3,8 @@
 
 namespace flashmoe::cuda {
 
-// Shared memory that a CTA may have on an SM of Hopper, and what a forward kernel keeps of it for
-// its tasks and mbarriers.
+// Shared memory that a CTA may have on an SM of Hopper, and what a forward kernel, or the sum of a
+// bias's gradient, keeps of it for its tasks and mbarriers.
 inline constexpr int kSm90SharedBytes = 227 * 1024, kBarrierBytes = 512;
 
 // Registers that each thread of a CTA has when it begins, before setmaxnreg moves them between
@@ -32,6 +32,30 @@ struct Sm90FwdTile {
     return (tiles * blocks() + out_stages() * block_q) * 128 + bias_tiles + kBarrierBytes;
   }
 };
+
+// Tiles of tokens, whatever sequences these are of.
+struct Sm90PackedTile {
+  int head_dim;
+  int block_q, block_k;
+  int stages;                  // of K and V in shared memory
+  int ctas;                    // per SM
+  bool general_score = false;  // whether there may be a softcap, or a scale that is not positive
+  static constexpr bool kCountsTasks = true, kPacked = true;
+
+  constexpr bool for_short() const { return true; }
+  // Heads that lie side by side in a box of 64 columns.
+  constexpr int heads() const { return head_dim <= 32 ? 64 / head_dim : 1; }
+  constexpr int warps() const { return block_q / 16; }          // consumers
+  constexpr int threads() const { return (warps() + 1) * 32; }  // and the producer
+  // Two stages of Q, which O leaves through, with the bounds of its rows; the stages of K and V.
+  constexpr int shared_bytes() const {
+    return 2 * block_q * (128 + 8) + 2 * stages * block_k * 128 + kBarrierBytes;
+  }
+};
+
+// The kernel that finds the bounds of rows: shared memory for kRaggedThreads sequences, and for the
+// sums that it shares with the kernel that lists blocks.
+inline constexpr int kRowBoundsSharedBytes = 1024 * (16 + 1);
 
 // Shared memory of the kernel that converts dQ after a backward pass: 64 rows x 64 columns.
 inline constexpr int kConvertDqSharedBytes = 64 * 64 * 2;
@@ -72,6 +96,24 @@ struct Sm90BwdTile {
     const int leaving = block_q * dq_accum_dim() * 4 + (own_grads() ? block_k * columns() * 2 : 0);
     const int rest = two_cta() ? ds + 64 * 128 * 2 : 2 * ds + bias_tiles + leaving;
     return tiles + rest + kStages * block_q * 8 + kBwdControlBytes;
+  }
+};
+
+// The sum of the gradient of a bias that was broadcast.
+struct Sm90BiasSumTile {
+  int head_dim;
+  int block_q, block_k;
+  int slots;     // of shared memory: each has Q and K of a step, or dO and V
+  int ctas = 1;  // per SM: one takes all shared memory and registers
+  // Rows that TMA loads at once of Q, dO and the bias: the tensor maps are those of the backward
+  // kernel with a bias, whose block_q this is. Its block_k is this kernel's.
+  static constexpr int kBoxRows = 64;
+
+  constexpr int threads() const { return 3 * 128; }  // the producer's warpgroup and two consumers
+  // The slots, each with lse and delta. At the end the tile in fp32 takes their place.
+  constexpr int shared_bytes() const {
+    const int operands = (block_q + block_k) * ((head_dim + 63) / 64) * 128;
+    return slots * (operands + block_q * 8) + kBarrierBytes;
   }
 };
 

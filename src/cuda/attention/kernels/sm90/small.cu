@@ -4,12 +4,18 @@
 #include "cuda/attention/ragged.cuh"
 #include "cuda/attention/sm90/bwd_convert_dq.cuh"
 #include "cuda/attention/sm90/bwd_preprocess.cuh"
+#include "cuda/attention/sm90/row_bounds.cuh"
 
 using namespace flashmoe::cuda;
 
 extern "C" __global__ void __launch_bounds__(kRaggedThreads)
     FLASHMOE_KERNEL(attention_ragged_blocks)(const __grid_constant__ RaggedParams p) {
   attention_ragged_blocks(p);
+}
+
+extern "C" __global__ void __launch_bounds__(kRaggedThreads)
+    FLASHMOE_KERNEL(attention_row_bounds)(const __grid_constant__ Sm90PackedParams p) {
+  sm90::attention_row_bounds(p);
 }
 
 extern "C" __global__ void __launch_bounds__(kRowThreads)

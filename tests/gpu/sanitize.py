@@ -241,6 +241,20 @@ SM90_CALLS = [
     Call(64, (2, 1), ragged=SEQUENCES, options=CAUSAL),
     Call(128, (2, 2), ragged=SEQUENCES),
     Call(256, (2, 2), ragged=SEQUENCES, dv=100),
+    Call(32, (2, 1), (200, 130), options=CAUSAL),
+    Call(32, (2, 2), ragged=SEQUENCES),
+    # A bias: its gradient by TMA and number by number, tiles that a mask hides, more heads than
+    # keys' heads, keys' lengths, and none of its gradient.
+    Call(32, (4, 2), (130, 264), lead=(2,), bias=Bias(masked=True), options=CAUSAL),
+    Call(32, (2, 2), (65, 131), bias=Bias()),
+    Call(64, (2, 1), (200, 200), lead=(2,), bias=Bias(masked=True)),
+    Call(64, (2, 1), (130, 257), bias=Bias(layout=odd_rows), options={"window": (50, 7)}),
+    Call(64, (2, 2), (129, 136), bias=Bias(layout=transposed), options=CAUSAL),
+    Call(96, (2, 1), (70, 200), lead=(3,), bias=Bias(), key_lengths=(0, 129, 200)),
+    Call(128, (2, 2), (200, 264), bias=Bias(layout=rows_apart), options=CAUSAL),
+    Call(128, (4, 2), (65, 300), lead=(2,), bias=Bias(masked=True)),
+    Call(64, (2, 1), (130, 200), bias=Bias(), needs="qkv"),
+    Call(64, (2, 1), (130, 200), bias=Bias(), needs="b"),
 ]
 
 

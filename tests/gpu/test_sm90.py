@@ -301,7 +301,14 @@ def split_batch(x):
 
 
 REFUSED = {
-    "bias": (lambda q, k, v: (q, k, v, q.new_zeros(q.shape[-2], k.shape[-2])), "takes no bias"),
+    "fp32 bias": (
+        lambda q, k, v: (q, k, v, torch.zeros(2, 3, *q.shape[-2:-1], *k.shape[-2:-1]).to(q.device)),
+        "takes a 16-bit bias",
+    ),
+    "bias of keys": (
+        lambda q, k, v: (q, k, v, q.new_zeros(k.shape[-2])),
+        "of all queries and keys",
+    ),
     "no queries": (lambda q, k, v: (q[..., :0, :], k, v), "nothing to attend to"),
     "no keys": (lambda q, k, v: (q, k[..., :0, :], v[..., :0, :]), "nothing to attend to"),
     "no batch": (lambda q, k, v: (q[:0], k[:0], v[:0]), "nothing to attend to"),

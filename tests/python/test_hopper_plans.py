@@ -60,6 +60,21 @@ def test_so_do_their_gradients(dtype):
         assert capped["head_dim"] == {64: 96, 128: 192}.get(d, d)
 
 
+def test_so_do_those_of_a_bias():
+    batch, heads, n = 2, 16, 4096
+    for dtype in TORCH_DTYPES:
+        for d, bucket in ((16, 32), (32, 32), (64, 64), (80, 96), (128, 128)):
+            bias = spec(batch, heads, n, n, dtype=TORCH_DTYPES[dtype])
+            tensors = problem(dtype, d, **LONG)
+            plan = told(fm.explain(*tensors, bias=bias, backward=True, **H200))
+            assert plan["kernel"] == f"sm90_attention_bwd_bias_{dtype}_d{bucket}_64x128"
+            assert plan["before"] == [f"sm90_attention_bwd_preprocess_{dtype}"]
+            assert plan["after"] == [f"sm90_attention_bwd_dq_{dtype}"]
+            odd = spec(batch, heads, n, n + 1, dtype=TORCH_DTYPES[dtype])[..., :n]
+            plan = told(fm.explain(*tensors, bias=odd, backward=True, **H200))
+            assert plan["before"][0] == f"sm90_attention_bias_align_{dtype}"
+
+
 def test_two_ctas_share_a_block_of_keys_above_128():
     few = {"batch": 1, "heads_q": 2, "heads_k": 2, "n": 256, "m": 256}  # 2 x 2 blocks of 128 keys
     for d in (128, 192, 256):
@@ -126,7 +141,12 @@ def test_ragged_batches():
 @pytest.mark.parametrize(
     "why, tensors, options",
     [
-        ("takes no bias; the sm80 family does", problem(), {"bias": spec(300, 517)}),
+        ("takes a 16-bit bias of all queries and keys alone", problem(), {"bias": spec(517)}),
+        ("takes a 16-bit bias of all queries and keys alone", problem(),
+         {"bias": spec(300, 517, dtype=torch.float32)}),
+        ("adds a bias before softcap and scale", problem(),
+         {"bias": spec(300, 517), "softcap": 5.0}),
+        ("takes a bias up to head dim 128", problem(d=192), {"bias": spec(300, 517)}),
         ("there is nothing to attend to", problem(m=0), {}),
         ("there is nothing to attend to", problem(batch=0), {}),
         ("more than 1073741824 blocks cannot be counted",

@@ -27,8 +27,12 @@
 // each of warps 1 and 2 adds a consumer's dQ to the accumulator by TMA, in the order of the
 // accumulators (bwd_dq.cuh has the order of tiles).
 //
-// Registers of a thread: warpgroup 0 has 24, consumers 240. Shared memory: BwdConfig::OneCtaSmem,
-// 210.5 KB at D = 64, 225.5 KB at D = 128. Head dims above 128: bwd_two_cta.cuh.
+// A bias comes by TMA, and S begins with it; dS leaves as its gradient by warp 3 of warpgroup 0
+// (bwd_grad_bias.cuh).
+//
+// Registers of a thread: warpgroup 0 has 24, consumers 240; with a bias 40 and 232. Shared memory:
+// BwdConfig::OneCtaSmem, 210.5 KB at D = 64, 225.5 KB at D = 128; with a bias BiasSmem, 161.5 and
+// 225.5 KB. Head dims above 128: bwd_two_cta.cuh.
 //
 // Measured on an H200, 2026-11-16, bf16, 16,384 keys, rested: 593 TFLOP/s at D = 64, 642 at D =
 // 128, 571 at D = 256, all kernels of the pass together. docs/speed.md has all lengths and
@@ -102,8 +106,8 @@ struct BwdConfig {
     kDqBarrier = 8,
     // [2] dS. full: warps of both consumers; both wait. empty: warps of both, when dQ is computed;
     // both wait. With a bias the store_grad_bias() warp waits for full, too, and its first lane
-    // arrives on empty. Two CTAs: the first of them alone. full: warps of consumer 0; consumer 1 and
-    // send_ds() wait. empty: warps of consumers 1 of both CTAs; consumer 0 waits.
+    // arrives on empty. Two CTAs: the first of them alone. full: warps of consumer 0; consumer 1
+    // and send_ds() wait. empty: warps of consumers 1 of both CTAs; consumer 0 waits.
     kDsBarrier = 10,
 
     // One CTA only.
@@ -123,8 +127,8 @@ struct BwdConfig {
     kNextTaskBarrier = 13,
 
     // With a bias only.
-    // [2] The bias of a tile. full: the producer; consumers wait. empty: warps of both consumers, as
-    // soon as they have read it; the producer waits.
+    // [2] The bias of a tile. full: the producer; consumers wait. empty: warps of both consumers,
+    // as soon as they have read it; the producer waits.
     kBiasBarrier = 14,
 
     kBarriers = kBias ? 16 : 14,
@@ -171,8 +175,8 @@ struct BwdConfig {
     QueryTileInfo query_tiles[kStages];
     tma::Slot::Barriers barriers[kBarriers];
   };
-  using Smem = std::conditional_t<kTwoCta, TwoCtaSmem,
-                                  std::conditional_t<kBias, BiasSmem, OneCtaSmem>>;
+  using Smem =
+      std::conditional_t<kTwoCta, TwoCtaSmem, std::conditional_t<kBias, BiasSmem, OneCtaSmem>>;
   // Where dV and dK of a consumer leave from; one CTA.
   static constexpr uint32_t kGradsAt =
       !kBias ? offsetof(OneCtaSmem, sGrads)

@@ -52,6 +52,9 @@ class BwdConsumer {
   using Smem = typename C::Smem;
   using Packed = PackedTile<C>;
   static constexpr bool kLateDp = BwdScores<C>::kLateDp;
+  // Whether S of the next tile begins with its bias before the warpgroup's turn: above D = 96 there
+  // are no registers for it beside P and dS.
+  static constexpr bool kEarlyBias = C::kBias && C::kDim <= 96;
 
  public:
   __device__ __forceinline__ BwdConsumer(Smem& shared, uint32_t smem, int index,
@@ -96,9 +99,8 @@ class BwdConsumer {
   // dQ = dS K of the tile before.
   __device__ __forceinline__ void issue_dq() {
     const uint32_t sdS = previous_ds() + (kDqByRows ? wg_.index * 64 * 128 : 0);
-    const uint32_t sK =
-        wg_.smem + offsetof(Smem, sK) + first_dq_column() / 64 * C::Keys::kBlockBytes +
-        first_dq_column() % 64 * 2;
+    const uint32_t sK = wg_.smem + offsetof(Smem, sK) +
+                        first_dq_column() / 64 * C::Keys::kBlockBytes + first_dq_column() % 64 * 2;
     using Wgmma = ptx::Wgmma<C::kBf16, kDqColumns>;
     Wgmma::ss_tb_first(rdQ_, C::ScoreTile::along(C::ScoreTile::descriptor(sdS), 0),
                        C::Keys::across(C::Keys::descriptor(sK), 0));
@@ -159,7 +161,7 @@ class BwdConsumer {
     find_ds<kMore>(rP, rdS, ds);
     publish_ds(rdS);
     warp_arrive(ds.full);
-    if constexpr (kMore && C::kBias) scores_.start_from_bias(wg_, wg_.next_tile());
+    if constexpr (kMore && kEarlyBias) scores_.start_from_bias(wg_, wg_.next_tile());
 
     // dV and dK of this tile and dQ of the tile before, in the warpgroup's turn.
     wait_turn();
@@ -181,6 +183,7 @@ class BwdConsumer {
     // S and dP of the next tile, still in the turn; dQ leaves its registers in between.
     wg_.advance();
     if (kMore) {
+      if constexpr (C::kBias && !kEarlyBias) scores_.start_from_bias(wg_, wg_.ring);
       ptx::mbarrier_wait(wg_.q_slot().full, wg_.ring.parity());
       ptx::wgmma_fence();
       scores_.issue_scores(wg_);
@@ -200,7 +203,7 @@ class BwdConsumer {
   template <bool kMore>
   __device__ __forceinline__ void step_guarded(const BwdTask& task, bool first) {
     const tma::Slot q = wg_.q_slot(), grad_out = wg_.grad_out_slot(), ds = ds_slot();
-    const BiasRows bias = guard_bias(wg_, task, wg_.head());
+    const uint16_t* const bias = bias_of(wg_, task, wg_.head());
     Packed rP, rdS;
     find_ds<kMore>(rP, rdS, ds, find_hidden(wg_, task, bias));
     add_dv_guarded<C>(wg_, rdV_, rP, task, bias);
@@ -233,7 +236,7 @@ class BwdConsumer {
   // dQ of the tile before, of head `head` (which is looked at with a bias only) from query `first`
   // on.
   __device__ __forceinline__ void find_dq_guarded(const BwdTask& task, int first, int head) {
-    const BiasRows bias = guard_bias(wg_, task, head);
+    const uint16_t* const bias = bias_of(wg_, task, head);
     wait_previous_ds();
 #pragma unroll
     for (float& x : rdQ_) x = 0;
@@ -315,8 +318,7 @@ class BwdConsumer {
   __device__ __forceinline__ void store(const BwdTask& task, const float (&x)[C::kDim / 2],
                                         float times, const void* gradient, const Strides& strides,
                                         const TensorMap& map, int dim) {
-    const uint32_t sGrad =
-        wg_.opaque_smem() + C::kGradsAt + wg_.index * C::kGradsStep;
+    const uint32_t sGrad = wg_.opaque_smem() + C::kGradsAt + wg_.index * C::kGradsStep;
     if (warpgroup_thread() == 0) ptx::cp_async_bulk_wait_group_read();
     wg_.sync();  // TMA has read what was there before
     write_gradient<C>(sGrad, x, times);

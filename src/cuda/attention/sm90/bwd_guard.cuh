@@ -5,7 +5,6 @@
 // anywhere, so with a bias any tile in which something is not finite is.
 #pragma once
 
-#include "cuda/attention/guard.cuh"
 #include "cuda/attention/sm90/bwd_scores.cuh"
 #include "cuda/attention/sm90/bwd_warpgroup.cuh"
 
@@ -63,52 +62,57 @@ __device__ __forceinline__ void clear_unseen_keys(const BwdWarpgroup<C>& wg, con
   wg.sync();
 }
 
+// The bias of a head: the number of its first query and key. TMA reads rows of neighbouring keys,
+// so that is all there is to know. Null without a bias.
+template <class C>
+__device__ __forceinline__ const uint16_t* bias_of(const BwdWarpgroup<C>& wg, const BwdTask& task,
+                                                   int head) {
+  if constexpr (!C::kBias) return nullptr;
+  return reinterpret_cast<const uint16_t*>(
+      rows_of(wg.p.bias, wg.p, wg.p.bias_strides, task.batch, head, 0));
+}
+// Whether a query sees a key: neither a mask nor a bias of -inf hides it.
+template <class C>
+__device__ __forceinline__ bool sees(const BwdWarpgroup<C>& wg, const BwdTask& task, int query,
+                                     int key, const uint16_t* bias) {
+  return key >= task.seq.begin(query, wg.p) && key < task.seq.end(query, wg.p) &&
+         query < task.seq.len_q &&
+         (!C::kBias || C::Type::unpack(bias[query * wg.p.bias_strides.row + key]) != -INFINITY);
+}
+
 // A number of P or dS, and whether the query sees the key.
 struct GuardedNumber {
   bool seen;
   float value;
 };
 // From the tile of dS in shared memory at `tile`, whose first query is `first`. `bias` is that of
-// its head, where there is one.
+// its head.
 template <class C>
 __device__ __forceinline__ GuardedNumber ds_at(const BwdWarpgroup<C>& wg, const BwdTask& task,
                                                int first, uint32_t tile, int query, int key,
-                                               const BiasRows& bias = {}) {
-  const int r = first + query, k = task.first_key + key;
-  return {k >= task.seq.begin(r, wg.p) && k < task.seq.end(r, wg.p) && r < task.seq.len_q &&
-              (!C::kBias || !hidden<typename C::Type>(bias, r, k)),
+                                               const uint16_t* bias = nullptr) {
+  return {sees(wg, task, first + query, task.first_key + key, bias),
           C::Type::unpack(ptx::ld_shared_u16(tile + C::ScoreTile::at(query, key)))};
 }
 // From what store_ds() left of this tile of queries.
 template <class C>
 __device__ __forceinline__ GuardedNumber ds_at(const BwdWarpgroup<C>& wg, const BwdTask& task,
-                                               int query, int key, const BiasRows& bias = {}) {
+                                               int query, int key, const uint16_t* bias = nullptr) {
   return ds_at(wg, task, wg.first_query(), wg.ds_tile(wg.stage), query, key, bias);
 }
 
-// The bias of a head, where there is one.
-template <class C>
-__device__ __forceinline__ BiasRows guard_bias(const BwdWarpgroup<C>& wg, const BwdTask& task,
-                                               int head) {
-  if constexpr (C::kBias) return find_bias(wg.p, task.seq, task.batch, head);
-  return {};
-}
-
-// Which of the thread's numbers of P and dS are hidden, by a mask or by a bias of -inf: a bit for
-// each. Without a bias nobody asks.
+// Which of the thread's numbers of P and dS are hidden: a bit for each. Without a bias nobody asks.
 template <class C>
 __device__ __forceinline__ uint32_t find_hidden(const BwdWarpgroup<C>& wg, const BwdTask& task,
-                                                const BiasRows& bias) {
+                                                const uint16_t* bias) {
   if constexpr (!C::kBias) return 0;
   static_assert(!C::kBias || C::kBlockQ / 2 <= 32);
-  const int query = wg.first_query() + fragment_column();
-  const int key = task.first_key + wg.first_key() + fragment_row();
   uint32_t hidden = 0;
 #pragma unroll 1
   for (int i = 0; i < C::kBlockQ / 2; ++i) {
-    const bool seen = sees<typename C::Type, C::kBias>(query + i / 4 * 8 + i % 2,
-                                                       key + i % 4 / 2 * 8, task.seq, bias, wg.p);
-    hidden |= static_cast<uint32_t>(!seen) << i;
+    const int query = wg.first_query() + fragment_column() + i / 4 * 8 + i % 2;
+    const int key = task.first_key + wg.first_key() + fragment_row() + i % 4 / 2 * 8;
+    hidden |= static_cast<uint32_t>(!sees(wg, task, query, key, bias)) << i;
   }
   return hidden;
 }
@@ -147,7 +151,7 @@ __device__ __forceinline__ void multiply_guarded(float (&sums)[kCount], int dept
 template <class C>
 __device__ __forceinline__ void add_dv_guarded(const BwdWarpgroup<C>& wg, float (&dv)[C::kDim / 2],
                                                const PackedTile<C>& rP, const BwdTask& task,
-                                               const BiasRows& bias = {}) {
+                                               const uint16_t* bias = nullptr) {
   store_ds<C>(wg, rP, wg.first_key());
   wg.sync();  // P is there
   multiply_guarded<C, typename C::Rows>(

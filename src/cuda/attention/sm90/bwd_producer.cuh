@@ -83,8 +83,7 @@ __device__ __forceinline__ void load_bias(uint32_t smem, const tma::Ring<C::kSta
   using Tile = typename C::ScoreTile;
   const tma::Slot slot = C::slot(smem, C::kBiasBarrier + ring.at());
   const uint32_t to = smem + offsetof(typename C::Smem, sBias) + ring.at() * Tile::kBytes;
-  const int row =
-      task.bias_row + (head - task.key_head * p.group) * task.bias_head_rows + first;
+  const int row = task.bias_row + (head - task.key_head * p.group) * task.bias_head_rows + first;
   ring.wait_empty(slot);
   ptx::mbarrier_arrive_expect_tx(slot.full, Tile::kBytes);
 #pragma unroll

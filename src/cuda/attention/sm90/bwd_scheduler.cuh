@@ -89,8 +89,7 @@ __device__ __forceinline__ void find_task(BwdTask& task, int number, const Sm90B
     const int64_t row = p.bias_strides.row;
     const int64_t batch = batch_offset(p, p.bias_strides.batch, task.batch);
     task.bias_head_rows = static_cast<int>(p.bias_strides.head / row);
-    task.bias_row =
-        static_cast<int>(batch / row) + task.key_head * p.group * task.bias_head_rows;
+    task.bias_row = static_cast<int>(batch / row) + task.key_head * p.group * task.bias_head_rows;
   }
 }
 

@@ -93,8 +93,7 @@ struct Sm90BwdTile {
   constexpr int shared_bytes() const {
     const int tiles = (2 * block_k / cluster() + 2 * kStages * block_q) * columns() * 2;
     const int ds = block_q * block_k * 2, bias_tiles = bias ? kStages * ds : 0;
-    const int leaving =
-        block_q * dq_accum_dim() * 4 + (own_grads() ? block_k * columns() * 2 : 0);
+    const int leaving = block_q * dq_accum_dim() * 4 + (own_grads() ? block_k * columns() * 2 : 0);
     const int rest = two_cta() ? ds + 64 * 128 * 2 : 2 * ds + bias_tiles + leaving;
     return tiles + rest + kStages * block_q * 8 + kBwdControlBytes;
   }

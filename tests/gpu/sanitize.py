@@ -241,6 +241,10 @@ SM90_CALLS = [
     Call(64, (2, 1), ragged=SEQUENCES, options=CAUSAL),
     Call(128, (2, 2), ragged=SEQUENCES),
     Call(256, (2, 2), ragged=SEQUENCES, dv=100),
+    # Many short sequences, packed; the backward pass is sm80's.
+    Call(16, (6, 6), ragged=SHORT, needs=""),
+    Call(32, (2, 2), ragged=SHORT, options={"window": (9, 3)}, needs=""),
+    Call(48, (4, 2), ragged=SHORT, options=CAUSAL, needs=""),
 ]
 
 

@@ -138,6 +138,57 @@ def test_ragged_batches():
     assert plan["grid"] == (132, 1, 1)
 
 
+def crystals(batch: int, heads_q: int, heads_k: int, d: int, dv: int = 0) -> tuple[list, dict]:
+    """Sequences of 31 tokens on average."""
+    offsets = {f"cu_seqlens_{x}": spec(batch + 1, dtype=torch.int32) for x in "qk"}
+    longest = {f"max_seqlen_{x}": 444 for x in "qk"}
+    shapes = ((heads_q, d), (heads_k, d), (heads_k, dv or d))
+    return [spec(31 * batch, *shape) for shape in shapes], offsets | longest
+
+
+def test_many_short_sequences_are_packed(monkeypatch):
+    """The forward pass, where sm80 has its tiles of 32 x 32; and heads that share a box."""
+    for heads, d, bucket, boxes in (
+        (48, 16, 16, 12),
+        (6, 16, 16, 2),
+        (3, 32, 32, 2),
+        (8, 64, 64, 8),
+    ):
+        tensors, options = crystals(4096, heads, heads, d)
+        plan = told(fm.explain(*tensors, **options, **H200))
+        assert plan["kernel"] == f"sm90_attention_fwd_packed_fp16_d{bucket}_128x32"
+        assert plan["before"] == ["sm90_attention_row_bounds_fp16"]
+        tiles = math.ceil(4096 * 31 / 128)
+        assert plan["grid"] == (min(tiles * boxes, 2 * 132), 1, 1)
+        assert kernel_of(*tensors, **options, backward=True)["family"] == "sm80"
+    for heads_q, heads_k, d, dv in ((8, 2, 64, 0), (8, 8, 48, 0), (8, 8, 64, 8), (8, 8, 8, 64)):
+        tensors, options = crystals(4096, heads_q, heads_k, d, dv)
+        assert "_fwd_packed_" in kernel_of(*tensors, **options, causal=True)["name"]
+    # What it does not do is sm80's still.
+    for tensors, options, more in (
+        (*crystals(4096, 8, 8, 64), {"softcap": 3.0}),
+        (*crystals(4096, 8, 8, 64), {"scale": -0.1}),
+        (*crystals(4096, 8, 8, 64), {"bias": spec(31 * 31 * 4096, 8)}),
+        (*crystals(4096, 8, 4, 16), {}),
+        (*crystals(4096, 8, 8, 24), {}),
+        (*crystals(4096, 8, 8, 32, 16), {}),
+        (*crystals(65, 8, 8, 64), {}),
+    ):
+        assert kernel_of(*tensors, **options, **more)["family"] == "sm80", more
+    apart = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in crystals(4096, 8, 8, 16)[0]]
+    assert kernel_of(*apart, **crystals(4096, 8, 8, 16)[1])["family"] == "sm80"
+    # A tile can be asked for.
+    monkeypatch.setenv("FLASHMOE_FAMILY", "sm90")
+    monkeypatch.setenv("FLASHMOE_TILE", "128x32")
+    for d in (16, 32, 64):
+        for dtype in (torch.float16, torch.bfloat16):
+            tensors, options = crystals(3, 8, 8, d)
+            kernel = kernel_of(*(x.to(dtype) for x in tensors), **options)
+            assert "_fwd_packed_" in kernel["name"] and kernel["head_dim"] == d
+    with pytest.raises(RuntimeError, match=r"FLASHMOE_TILE asks for 128x32"):
+        fm.explain(*problem(), **H200)
+
+
 @pytest.mark.parametrize(
     "why, tensors, options",
     [

@@ -44,9 +44,12 @@ ROWS = {
 }
 HOPPER_ROWS = {
     "attention_ragged_blocks": 32,
+    "attention_row_bounds": 32,
     "attention_bwd_preprocess": 4,
     "attention_bwd_dq": 4,
 }
+# Tiles of tokens have warps that go their own ways.
+PACKED = ("HMMA.16816", "LDSM", "UTMALDG")
 WITH_PRODUCTS = FORWARD | BACKWARD | {BIAS_SUM}
 # What several blocks do to the same memory in any order: only where grad_query is added up.
 SHARED_SUMS = r"(?:RED|ATOM)[GS]?\."
@@ -105,6 +108,7 @@ TABLES = {
     "kFwd": ("fwd", "fwd"),
     "kFwdBias": ("fwd_bias", "fwd_bias"),
     "kFwdGeneral": ("fwd_general", "fwd"),
+    "kFwdPacked": ("fwd_packed", "fwd_packed"),
     "kBwd": ("bwd", "bwd"),
     "kBwdBias": ("bwd_bias", "bwd_bias"),
     "kBwdGeneral": ("bwd_general", "bwd"),
@@ -135,12 +139,14 @@ def listed_kernels() -> dict[str, Listed]:
             for kind, table, numbers in listed:
                 name, image = TABLES[table]
                 d, q, k = numbers[:3]
-                if kind in COLUMNS:
+                if kind == "Sm90PackedTile":
+                    warps, ctas = q // 16 + 1, numbers[4]
+                elif kind in COLUMNS:
                     warps, ctas = (numbers[column] for column in COLUMNS[kind])
                 else:  # sm90, whose warpgroups follow from the tile
                     warps, ctas = 4 * ((q // 64 if "Fwd" in kind else 2) + 1), 1
                 image = f"{family}_attention_{image}_{dtype}_d{d}"
-                role = f"attention_{name.removesuffix('_general')}"
+                role = "attention_" + re.sub("_(?:general|packed)$", "", name)
                 tile = f"{dtype}_d{d}_{q}x{k}"
                 found[f"{family}_attention_{name}_{tile}"] = Listed(
                     image, role, (d, q, k), warps, ctas
@@ -318,7 +324,8 @@ def strange_code(kernel: str, chip: str, opcodes: Counter[str]) -> list[str]:
     # Of short sequences dQ is computed after the others, and nobody adds it up.
     products = role in WITH_PRODUCTS or (short and role in FINISH)
     found = [f"has {opcode}" for opcode in some(rf".*(?:{family.foreign})")]
-    wanted = [re.escape(prefix) for prefix in family.instructions if products]
+    instructions = PACKED if "_fwd_packed_" in kernel else family.instructions
+    wanted = [re.escape(prefix) for prefix in instructions if products]
     hopper = CATALOGUE[kernel]["family"] == "sm90"
     if hopper:  # the copy engine stores
         wanted += [r"UTMASTG"] if products else []

@@ -564,6 +564,8 @@ def test_a_tile_can_be_forced(monkeypatch):
         monkeypatch.setenv("FLASHMOE_TILE", f"{kernel['block_q']}x{kernel['block_k']}")
         monkeypatch.setenv("FLASHMOE_FAMILY", kernel["family"])
         tensors = problem(dtype_of(Path(kernel["image"])), kernel["head_dim"])
+        if "_fwd_packed_" in name:  # of ragged batches, which test_hopper_plans.py has
+            continue
         bias = spec(300, 517, dtype=torch.float32) if kernel["role"].endswith("_bias") else None
         softcap = 3.0 if "_fwd_general_" in name else 0.0
         plan = told(fm.explain(*tensors, bias=bias, softcap=softcap, device=chip))

@@ -112,7 +112,8 @@ class PackedConsumer {
   // Bit n: whether a row sees key n of a chunk, from the lane's first column on.
   __device__ __forceinline__ uint32_t seen_keys(const RowBounds& bounds, int key) const {
     const auto from = [](int n) { return __funnelshift_lc(0, ~0u, max(n, 0)); };
-    return (from(bounds.begin() - key) & ~from(bounds.end - key)) >> (lane() % 4 * 2);
+    const uint32_t seen = from(bounds.begin() - key) & ~from(bounds.end - key);
+    return (seen & ~from(C::kChunk)) >> (lane() % 4 * 2);
   }
 
   __device__ __forceinline__ void take_chunk(int key, uint32_t offset) {

@@ -302,7 +302,7 @@ def split_batch(x):
 
 REFUSED = {
     "fp32 bias": (
-        lambda q, k, v: (q, k, v, torch.zeros(2, 3, *q.shape[-2:-1], *k.shape[-2:-1]).to(q.device)),
+        lambda q, k, v: (q, k, v, torch.zeros(q.shape[-2], k.shape[-2]).to(q.device)),
         "takes a 16-bit bias",
     ),
     "bias of keys": (

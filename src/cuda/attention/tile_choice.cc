@@ -21,7 +21,7 @@ Role main_role(const AttentionProblem& p) {
 
 bool has_short_tiles(const Family& family, Role role) {
   return std::any_of(kernels().begin(), kernels().end(), [&](const Kernel& k) {
-    return k.for_short && k.role == role && k.family == std::string_view(family.name);
+    return k.for_short && !k.packed && k.role == role && k.family == std::string_view(family.name);
   });
 }
 

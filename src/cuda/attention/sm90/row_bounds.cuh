@@ -61,8 +61,8 @@ __device__ __forceinline__ PackedSequence find_packed(const Int64x2& reach, int6
 
 __device__ __forceinline__ void attention_row_bounds(const Sm90PackedParams& p) {
   ptx::griddepcontrol_launch_dependents();
-  extern __shared__ __align__(16) char shared[];
-  PackedSequence* const sequences = reinterpret_cast<PackedSequence*>(shared);
+  extern __shared__ __align__(16) char shared_sequences[];
+  PackedSequence* const sequences = reinterpret_cast<PackedSequence*>(shared_sequences);
   Int64x2* const warps = reinterpret_cast<Int64x2*>(sequences + kRaggedThreads);
   static_assert(kRaggedThreads * sizeof(PackedSequence) + 2 * 32 * sizeof(Int64x2) ==
                 kRowBoundsSharedBytes);

@@ -45,6 +45,7 @@ ROWS = {
 HOPPER_ROWS = {
     "attention_ragged_blocks": 32,
     "attention_row_bounds": 32,
+    "attention_bias_align": 4,
     "attention_bwd_preprocess": 4,
     "attention_bwd_dq": 4,
 }
@@ -144,7 +145,8 @@ def listed_kernels() -> dict[str, Listed]:
                 elif kind in COLUMNS:
                     warps, ctas = (numbers[column] for column in COLUMNS[kind])
                 else:  # sm90, whose warpgroups follow from the tile
-                    warps, ctas = 4 * ((q // 64 if "Fwd" in kind else 2) + 1), 1
+                    warps = 4 * ((q // 64 if kind == "Sm90FwdTile" else 2) + 1)
+                    ctas = numbers[4] if kind == "Sm90FwdTile" and len(numbers) > 4 else 1
                 image = f"{family}_attention_{image}_{dtype}_d{d}"
                 role = "attention_" + re.sub("_(?:general|packed)$", "", name)
                 tile = f"{dtype}_d{d}_{q}x{k}"
@@ -234,9 +236,10 @@ def test_the_catalogue_has_the_kernels_of_the_tables():
 def test_every_tile_has_all_that_its_pass_needs():
     for kernel in CATALOGUE.values():
         family, dtype = kernel["image"].split("_")[0], dtype_of(Path(kernel["image"]))
-        if family == "sm90":  # no bias, and no split over keys
+        if family == "sm90":  # no split over keys
             for role in HOPPER_ROWS:
                 assert f"{family}_{role}_{dtype}" in CATALOGUE
+            assert kernel["role"] != "attention_bwd_bias" or bias_sum(kernel["name"]) in CATALOGUE
             continue
         if kernel["role"] in WITH_PRODUCTS:
             assert f"{family}_attention_ragged_blocks_{dtype}" in CATALOGUE
@@ -327,14 +330,14 @@ def strange_code(kernel: str, chip: str, opcodes: Counter[str]) -> list[str]:
     instructions = PACKED if "_fwd_packed_" in kernel else family.instructions
     wanted = [re.escape(prefix) for prefix in instructions if products]
     hopper = CATALOGUE[kernel]["family"] == "sm90"
-    if hopper:  # the copy engine stores
-        wanted += [r"UTMASTG"] if products else []
-    elif role == "attention_bias_align":  # which copies 16-bit numbers that may lie anywhere
-        wanted.append(r"STG\.E\.U16")
+    if hopper and products:  # the copy engine stores, but for sums, which are single numbers
+        wanted += [r"UTMASTG"] if role != BIAS_SUM else []
+    elif hopper:
+        wanted += [r"STG\.E\.128"] if role == "attention_bias_align" else []
     elif role not in ("attention_combine", BIAS_SUM):  # which write single numbers
         wanted.append(r"STG\.E\.128")
     if hopper and products:  # tickets are integers; only a backward pass adds numbers
-        found += [f"has {x}" for x in some(SHARED_SUMS + r".*F32") if role in FORWARD]
+        found += [f"has {x}" for x in some(SHARED_SUMS + r".*F32") if role not in BACKWARD]
         # Where the compiler loses sight of warps being together, the main loop loses a tenth.
         divergent = sum(opcodes[x] for x in some(r"BRA\.DIV"))
         found += [f"has {divergent} BRA.DIV"] if role in FORWARD and divergent > 2 else []
@@ -399,20 +402,34 @@ def test_strange_code_would_be_found():
             assert strange_code(short["sm80", role], "sm_90", codes(f"{good} {four}"))
             assert strange_code(short["sm80", role], "sm_90", codes("LDG.E.128 STG.E.128"))
         rows = kernels["sm80", "attention_bias_align"]
-        assert not strange_code(rows, "sm_90", codes("LDG.E.U16 STG.E.U16"))
-        assert strange_code(rows, "sm_90", codes("LDG.E.128 STG.E.128"))
-        assert strange_code(rows, "sm_90", codes("HMMA.16816.F32 STG.E.U16"))
+        assert not strange_code(rows, "sm_90", codes("LDG.E LDG.E.U16 STG.E.128"))
+        assert strange_code(rows, "sm_90", codes("LDG.E.U16 STG.E.U16"))
+        assert strange_code(rows, "sm_90", codes("HMMA.16816.F32 STG.E.128"))
     if "sm75" in INFO["families"]:
         forward = kernels["sm75", "attention_fwd"]
         assert strange_code(forward, "sm_75", codes(good))
         assert not strange_code(forward, "sm_75", codes("HMMA.1688.F32 LDSM.16 STG.E.128.SYS"))
     if "sm90" in INFO["families"]:
         hopper = " ".join((*FAMILIES["sm90"].instructions, "UTMASTG.4D"))
-        for role in ("attention_fwd", "attention_bwd"):
-            kernel = kernels["sm90", role]
+        names = [name for name in CATALOGUE if name.startswith("sm90_")]
+        packed = next(name for name in names if "_fwd_packed_" in name)
+        plain = {CATALOGUE[name]["role"]: name for name in names if "_fwd_packed_" not in name}
+        for role in ("attention_fwd", "attention_fwd_bias", "attention_bwd", "attention_bwd_bias"):
+            kernel = plain[role]
             assert not strange_code(kernel, "sm_90", codes(hopper + 6 * " MEMBAR.ALL.GPU"))
             assert strange_code(kernel, "sm_90", codes(hopper + 7 * " MEMBAR.ALL.GPU"))
             assert strange_code(kernel, "sm_90", codes(hopper.replace("UTMASTG.4D", "")))
+        tokens = " ".join((*PACKED, "UTMASTG.3D"))
+        assert not strange_code(packed, "sm_90", codes(tokens))
+        assert strange_code(packed, "sm_90", codes(hopper))
+        assert strange_code(packed, "sm_90", codes(tokens + " REDG.E.ADD.F32.FTZ.RN"))
+        total = plain[BIAS_SUM]
+        assert not strange_code(total, "sm_90", codes("HGMMA.64x64x16.F32 UTMALDG.4D STG.E.U16"))
+        assert strange_code(total, "sm_90", codes("HMMA.16816.F32 UTMALDG.4D STG.E.U16"))
+        assert strange_code(total, "sm_90", codes(hopper + " REDG.E.ADD.F32.FTZ.RN"))
+        rows = plain["attention_bias_align"]
+        assert not strange_code(rows, "sm_90", codes("LDG.E LDG.E.U16 STG.E.128"))
+        assert strange_code(rows, "sm_90", codes("LDG.E.U16 STG.E.U16"))
 
 
 @needs_cuobjdump

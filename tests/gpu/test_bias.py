@@ -22,6 +22,7 @@ from helpers import (
     on_a_gpu,
     put,
     qkv,
+    refused,
     results,
 )
 

@@ -111,8 +111,10 @@ def find_sanitizer() -> str | None:
     return next((str(path) for path in paths if path and os.access(path, os.X_OK)), None)
 
 
-def run_tool(sanitizer: str, tool: str, families: list[str], jobs: int) -> tuple[list[str], int]:
-    """What each process printed, and how many of them failed."""
+def run_tool(
+    sanitizer: str, tool: str, families: list[str], jobs: int
+) -> tuple[list[str], list[str]]:
+    """What each process printed, and what those printed that failed."""
     command = [sanitizer, "--tool", tool, "--print-limit", "100000"]
     # Errors that torch provokes and handles itself are none of ours; those of our calls are raised.
     command += ["--report-api-errors", "no"] if tool == "memcheck" else []
@@ -129,7 +131,12 @@ def run_tool(sanitizer: str, tool: str, families: list[str], jobs: int) -> tuple
         for i in range(jobs)
     ]
     texts = [process.communicate()[0] for process in running]
-    return texts, sum(process.returncode != 0 for process in running)
+    failed = [
+        f"{text}\nexit status {process.returncode}"
+        for text, process in zip(texts, running, strict=True)
+        if process.returncode != 0
+    ]
+    return texts, failed
 
 
 def judge(tool: str, reports: list[Report], counts: dict[str, int]) -> tuple[list[str], list[str]]:
@@ -189,11 +196,12 @@ def main() -> int:
         for line in (*far_off, *(f"new: {x}" for x in new), *(f"known: {x}" for x in known)):
             print(f"  {line}")
         if failed and not far_off:
-            print("\n".join(text[-3000:] for text in texts if "Traceback" in text)[-6000:])
+            print("\n".join(text[-1500:] for text in failed)[-6000:])
         seconds = time.monotonic() - start
         print(
             f"{tool}: {calls} calls, {len(new)} new and {len(known)} known kinds of reports, "
-            f"{len(far_off)} far off, {failed} of {given.jobs} processes failed, {seconds:.0f} s",
+            f"{len(far_off)} far off, {len(failed)} of {given.jobs} processes failed, "
+            f"{seconds:.0f} s",
             flush=True,
         )
     return int(bad)

@@ -51,10 +51,22 @@ bool has_bias_chunks(const AttentionPlan& plan, int64_t apart) {
 
 }  // namespace
 
+// Whether a copy of the bias is small beside what is computed with it.
+static bool many_share_bias(const AttentionPlan& plan) {
+  constexpr int64_t kMany = 8;
+  return plan.batch * plan.heads_q >= kMany * bias_matrices(plan);
+}
+
+bool copies_much_bias(const AttentionPlan& plan) {
+  constexpr int64_t kMuch = int64_t{256} << 20;
+  if (many_share_bias(plan) || has_bias_chunks(plan, 0)) return false;
+  const int64_t row_bytes = aligned_bias_pitch(plan) * dtype_bytes(plan.problem.bias->dtype);
+  return bias_matrices(plan) * plan.len_q > kMuch / row_bytes;
+}
+
 bool aligns_bias(const AttentionPlan& plan) {
-  constexpr int64_t kMany = 8;  // the copy is small beside what is computed with it
   if (!has_whole_bias(plan) || bias_matrices(plan) > kMaxGridYZ) return false;
-  const bool many = plan.batch * plan.heads_q >= kMany * bias_matrices(plan);
+  const bool many = many_share_bias(plan);
   // TMA takes the rows of all matrices for those of one.
   if (main_kernel(plan).bias_by_tma) return !has_bias_chunks(plan, 0);
   return many && !has_bias_chunks(plan, 8);

@@ -18,6 +18,9 @@ bool has_whole_bias(const AttentionPlan& plan);
 bool aligns_bias(const AttentionPlan& plan);
 inline int64_t aligned_bias_pitch(const AttentionPlan& plan) { return (plan.len_k + 7) / 8 * 8; }
 int64_t aligned_bias_bytes(const AttentionPlan& plan);
+// Whether a kernel that takes a bias in aligned rows would copy one that few share, and much of it:
+// the copy is as large as the bias itself.
+bool copies_much_bias(const AttentionPlan& plan);
 
 // Whether the packed bias of a ragged batch is copied, a slice's heads at a time, from (pairs,
 // heads) to (heads, pairs). Its gradient then takes the copy's place and is copied back.

@@ -389,6 +389,7 @@ std::string lacks_for_bias(const AttentionPlan& plan) {
   if (std::max(plan.head_dim, plan.head_dim_v) > kMostDim) {
     return text("takes a bias up to head dim ", kMostDim);
   }
+  if (copies_much_bias(plan)) return "would copy a large bias to aligned rows";
   if (bias_matrices(plan) > kMaxGridYZ) return "cannot copy so many matrices of a bias";
   if (bias_matrices(plan) > INT32_MAX / plan.len_q) return "cannot count the rows of the bias";
   if (p.grad_bias && shares_bias(plan) && !find_kernel(Role::kBiasSum, "sm90", p.query.dtype)) {

@@ -30,6 +30,60 @@ __device__ __forceinline__ void for_each_pair(const BiasRows& grad, const F& f) 
   }
 }
 
+// The eight numbers that begin `skip` before the `chunk`th eight of a row of dS, in shared memory
+// at `from`: those of the chunk before, and of this one.
+template <class C>
+__device__ __forceinline__ uint4 read_ds(uint32_t from, int row, int chunk, int skip) {
+  constexpr int kChunks = C::kBlockK / 8;
+  const auto chunk_at = [&](int c) {
+    const bool exists = c >= 0 && c < kChunks;
+    return exists ? ptx::ld_shared_v4(from + C::ScoreTile::at(row, 8 * c)) : uint4{0, 0, 0, 0};
+  };
+  const uint4 a = chunk_at(chunk - 1), b = chunk_at(chunk);
+  // From number 8 - skip of the sixteen on: four words on, two, one, and half a word.
+  const int begin = 8 - skip;
+  uint32_t w[9] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w, 0};
+#pragma unroll
+  for (int i = 0; i < 5; ++i) w[i] = begin & 8 ? w[i + 4] : w[i];
+#pragma unroll
+  for (int i = 0; i < 7; ++i) w[i] = begin & 4 ? w[i + 2] : w[i];
+#pragma unroll
+  for (int i = 0; i < 5; ++i) w[i] = begin & 2 ? w[i + 1] : w[i];
+  const int odd = begin % 2 * 16;
+  return {__funnelshift_r(w[0], w[1], odd), __funnelshift_r(w[1], w[2], odd),
+          __funnelshift_r(w[2], w[3], odd), __funnelshift_r(w[3], w[4], odd)};
+}
+
+// store_ds_numbers() where a row's keys are neighbours in memory: in the chunks of 16 bytes there,
+// of which a row's first and last may be its own in part only.
+template <class C>
+__device__ __forceinline__ void store_ds_rows(uint32_t from, const BiasRows& grad, int first,
+                                              int rows, int first_key, int keys) {
+  constexpr int kChunks = C::kBlockK / 8 + 1;
+  keys = min(keys, C::kBlockK);
+  rows = min(rows, C::kBlockQ);
+#pragma unroll 2
+  for (int i = lane(); i < rows * kChunks; i += 32) {
+    const int row = i / kChunks, chunk = i % kChunks;
+    char* const begin = grad.at(first + row, first_key);
+    const int skip = static_cast<int>(reinterpret_cast<uintptr_t>(begin) / 2 % 8);
+    const int key = 8 * chunk - skip;  // the chunk's first, which may be before the row's
+    if (key >= keys) continue;
+    const uint4 eight = read_ds<C>(from, row, chunk, skip);
+    char* const to = begin + key * 2;
+    if (key >= 0 && key + 8 <= keys) {
+      *reinterpret_cast<uint4*>(to) = eight;
+      continue;
+    }
+    const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      if (key + j < 0 || key + j >= keys) continue;
+      reinterpret_cast<uint16_t*>(to)[j] = static_cast<uint16_t>(words[j / 2] >> (j % 2 * 16));
+    }
+  }
+}
+
 // dS of a tile, in shared memory at `from`, to rows [first, first + rows) and `keys` keys.
 template <class C>
 __device__ __forceinline__ void store_ds_numbers(uint32_t from, const BiasRows& grad, int first,
@@ -91,8 +145,13 @@ __device__ __forceinline__ void store_grad_bias(const typename C::Smem& shared, 
           ptx::cp_async_bulk_wait_group_read();
         }
       } else if (p.grad_bias) {
-        store_ds_numbers<C>(from, rows_of_head(head), first, p.len_q - first, task.first_key,
-                            p.len_k - task.first_key);
+        const BiasRows grad = rows_of_head(head);
+        const int rows = p.len_q - first, keys = p.len_k - task.first_key;
+        if (grad.column == 1) {
+          store_ds_rows<C>(from, grad, first, rows, task.first_key, keys);
+        } else {
+          store_ds_numbers<C>(from, grad, first, rows, task.first_key, keys);
+        }
       }
       warp_arrive(ds.empty);
       tiles.advance();

@@ -82,7 +82,7 @@ def test_so_do_those_of_a_bias():
                 text = fm.explain(*tensors, bias=odd, backward=True, **H200)
                 align = f"sm90_attention_bias_align_{dtype}"
                 assert (told(text)["before"][0] == align) == copied, (length, lead)
-                assert ("sm90: would copy a large bias to aligned rows" in text) != copied
+                assert ("would copy a large bias to aligned rows" in text) != copied
 
 
 def test_two_ctas_share_a_block_of_keys_above_128():

@@ -309,9 +309,13 @@ TEST(every_tile_can_be_forced) {
     const Environment tile("FLASHMOE_TILE",
                            std::to_string(k.block_q) + "x" + std::to_string(k.block_k));
     const int cc = k.family == "sm75" ? 75 : 90;
+    const bool packed = k.name.find("_packed_") != std::string::npos;
+    Sizes sizes;
+    if (packed) sizes.heads_q = sizes.heads_k;
     AttentionProblem p = cuda_problem(cc, backward ? Pass::kBackward : Pass::kForward, k.dtype,
-                                      k.head_dim, k.head_dim, {});
-    if (bias) p.bias = contiguous(DType::kFloat32, {300, 517});
+                                      k.head_dim, k.head_dim, sizes, packed);
+    const DType wide = k.family == "sm90" ? k.dtype : DType::kFloat32;
+    if (bias) p.bias = contiguous(wide, {300, 517});
     if (k.name.find("_general_") != std::string::npos) p.options.softcap = 3;
     CHECK_EQ(plan_of(p).kernel, k.name);
   }

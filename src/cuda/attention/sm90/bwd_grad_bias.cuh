@@ -1,7 +1,7 @@
 // The gradient of a bias that is not shared, on its way out of the sm90 backward pass: it is dS,
 // which is in shared memory in 16 bits as an operand of dQ. One warp beside the producer sends it
-// from there, by TMA where the gradient's rows are whole chunks of 16 bytes, and else number by
-// number; and it writes what no tile of dS has.
+// from there, by TMA where the gradient's rows are whole chunks of 16 bytes, and else by ordinary
+// stores; and it writes what no tile of dS has.
 #pragma once
 
 #include "cuda/attention/bias.cuh"
@@ -62,7 +62,8 @@ __device__ __forceinline__ void store_ds_rows(uint32_t from, const BiasRows& gra
   constexpr int kChunks = C::kBlockK / 8 + 1;
   keys = min(keys, C::kBlockK);
   rows = min(rows, C::kBlockQ);
-#pragma unroll 2
+  // Two at a time take registers that consumers need above D = 64.
+#pragma unroll(C::kDim > 64 ? 1 : 2)
   for (int i = lane(); i < rows * kChunks; i += 32) {
     const int row = i / kChunks, chunk = i % kChunks;
     char* const begin = grad.at(first + row, first_key);

@@ -67,7 +67,8 @@ def test_so_do_those_of_a_bias():
             bias = spec(batch, heads, n, n, dtype=TORCH_DTYPES[dtype])
             tensors = problem(dtype, d, **LONG)
             plan = told(fm.explain(*tensors, bias=bias, backward=True, **H200))
-            assert plan["kernel"] == f"sm90_attention_bwd_bias_{dtype}_d{bucket}_64x128"
+            keys = 256 if bucket == 32 else 128
+            assert plan["kernel"] == f"sm90_attention_bwd_bias_{dtype}_d{bucket}_64x{keys}"
             assert plan["before"] == [f"sm90_attention_bwd_preprocess_{dtype}"]
             assert plan["after"] == [f"sm90_attention_bwd_dq_{dtype}"]
             # Rows that are no whole chunks are copied, up to 256 MB or where many share them.
@@ -83,6 +84,14 @@ def test_so_do_those_of_a_bias():
                 align = f"sm90_attention_bias_align_{dtype}"
                 assert (told(text)["before"][0] == align) == copied, (length, lead)
                 assert ("would copy a large bias to aligned rows" in text) != copied
+
+
+def test_small_dims_have_tiles_that_leave_little_empty():
+    for n, keys in ((128, 192), (256, 256), (257, 192), (384, 192), (512, 256), (768, 256)):
+        bias = spec(4, n, n, dtype=TORCH_DTYPES["bf16"])
+        tensors = problem("bf16", 32, **LONG | {"heads_q": 4, "heads_k": 4, "n": n, "m": n})
+        plan = told(fm.explain(*tensors, bias=bias, backward=True, **H200))
+        assert plan["kernel"] == f"sm90_attention_bwd_bias_bf16_d32_64x{keys}"
 
 
 def test_two_ctas_share_a_block_of_keys_above_128():

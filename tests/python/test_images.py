@@ -145,7 +145,9 @@ def listed_kernels() -> dict[str, Listed]:
                 elif kind in COLUMNS:
                     warps, ctas = (numbers[column] for column in COLUMNS[kind])
                 else:  # sm90, whose warpgroups follow from the tile
-                    warps = 4 * ((q // 64 if kind == "Sm90FwdTile" else 2) + 1)
+                    by_keys = table == "kBwdBias" and d <= 32
+                    consumers = q // 64 if kind == "Sm90FwdTile" else k // 64 if by_keys else 2
+                    warps = 4 * (consumers + 1)
                     ctas = numbers[4] if kind == "Sm90FwdTile" and len(numbers) > 4 else 1
                 image = f"{family}_attention_{image}_{dtype}_d{d}"
                 role = "attention_" + re.sub("_(?:general|packed)$", "", name)

@@ -92,6 +92,7 @@ std::string slower(const AttentionPlan&, const Gpu&) { return {}; }
 std::string cannot_pack(const AttentionPlan&, const Kernel&) { return {}; }
 
 std::string too_large(const AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
+  if (plan.problem.pass == Pass::kBackward) return {};
   const int64_t rows = forward_rows(plan);
   if (rows <= 64) {
     return text(rows, rows == 1 ? " row" : " rows", plan.problem.ragged ? " a sequence" : "",

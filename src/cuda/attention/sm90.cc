@@ -51,22 +51,27 @@ bool four_dimensions(const TensorSpec& spec, bool ragged, TensorSpec& four) {
 
 Status encode(TensorMap& map, const TensorSpec& tensor, const void* data,
               std::span<const int> box) {
-  const Result<CUtensorMap> encoded = encode_tensor_map(tensor, data, box);
+  const Swizzle swizzle =
+      box.back() * dtype_bytes(tensor.dtype) <= 64 ? Swizzle::k64 : Swizzle::k128;
+  const Result<CUtensorMap> encoded = encode_tensor_map(tensor, data, box, swizzle);
   if (!encoded.ok()) return encoded.status();
   std::copy(std::begin(encoded.value().opaque), std::end(encoded.value().opaque), map.opaque);
   return {};
 }
-// The map of a tensor, copied `rows` rows of one head at a time.
+// Columns of a box: those of a block of a tma::Tile as wide as the kernel's head dim.
+int box_columns(const Kernel& kernel) { return kernel.head_dim <= 32 ? 32 : 64; }
+
+// The map of a tensor, copied `rows` rows and `columns` columns of one head at a time.
 Status encode_keys(TensorMap& map, const TensorSpec& spec, const void* data, int64_t rows,
-                   bool ragged) {
+                   int columns, bool ragged) {
   TensorSpec four;
   if (!four_dimensions(spec, ragged, four)) return invalid("a tensor that no tensor map describes");
-  const int box[] = {1, 1, static_cast<int>(rows), 64};
+  const int box[] = {1, 1, static_cast<int>(rows), columns};
   return encode(map, four, data, box);
 }
 // The same as (batch, heads, length, 2^pack, D): see Sm90FwdParams.
 Status encode_queries(TensorMap& map, const TensorSpec& spec, const void* data, int64_t rows,
-                      int pack, bool ragged) {
+                      int columns, int pack, bool ragged) {
   TensorSpec four;
   if (!four_dimensions(spec, ragged, four)) return invalid("a tensor that no tensor map describes");
   TensorSpec five;
@@ -76,7 +81,7 @@ Status encode_queries(TensorMap& map, const TensorSpec& spec, const void* data, 
   five.shape = {four.shape[0], four.shape[1] / heads, four.shape[2], heads, four.shape[3]};
   five.stride = {four.stride[0], four.stride[1] * heads, four.stride[2], four.stride[1],
                  four.stride[3]};
-  const int box[] = {1, 1, static_cast<int>(rows / heads), static_cast<int>(heads), 64};
+  const int box[] = {1, 1, static_cast<int>(rows / heads), static_cast<int>(heads), columns};
   return encode(map, five, data, box);
 }
 
@@ -124,7 +129,7 @@ Status encode_packed(TensorMap& map, const TensorSpec& spec, const void* data, i
     all.shape[1] = 1;
     all.shape[2] = spec.shape[1] * spec.shape[2];
   }
-  return encode_keys(map, all, data, rows, true);
+  return encode_keys(map, all, data, rows, 64, true);
 }
 
 // Bytes that are to stay in L2, which has room for the rest as well.
@@ -272,10 +277,17 @@ Status fill_maps(Sm90FwdParams& p, const Call& call) {
   const AttentionProblem& problem = plan.problem;
   const AttentionTensors& t = call.tensors;
   const bool ragged = problem.ragged.has_value();
-  Status status = encode_queries(p.query_map, problem.query, t.query, plan.block_q, p.pack, ragged);
-  if (status.ok()) status = encode_queries(p.out_map, problem.out, t.out, 64, p.pack, ragged);
-  if (status.ok()) status = encode_keys(p.key_map, problem.key, t.key, plan.block_k, ragged);
-  if (status.ok()) status = encode_keys(p.value_map, problem.value, t.value, plan.block_k, ragged);
+  const int columns = box_columns(main_kernel(plan));
+  const auto rows = [&](TensorMap& map, const TensorSpec& spec, const void* data, int64_t count) {
+    return encode_queries(map, spec, data, count, columns, p.pack, ragged);
+  };
+  const auto keys = [&](TensorMap& map, const TensorSpec& spec, const void* data) {
+    return encode_keys(map, spec, data, plan.block_k, columns, ragged);
+  };
+  Status status = rows(p.query_map, problem.query, t.query, plan.block_q);
+  if (status.ok()) status = rows(p.out_map, problem.out, t.out, 64);
+  if (status.ok()) status = keys(p.key_map, problem.key, t.key);
+  if (status.ok()) status = keys(p.value_map, problem.value, t.value);
   if (status.ok() && problem.bias) status = encode_bias(p.bias_map, call, p, plan.block_q);
   return status;
 }
@@ -285,7 +297,8 @@ Status fill_maps(Sm90BwdParams& p, const Call& call) {
   const AttentionProblem& problem = plan.problem;
   const AttentionTensors& t = call.tensors;
   const auto map = [&](TensorMap& map, const TensorSpec& spec, const void* data, int64_t rows) {
-    return encode_keys(map, spec, data, rows, problem.ragged.has_value());
+    return encode_keys(map, spec, data, rows, box_columns(main_kernel(plan)),
+                       problem.ragged.has_value());
   };
   // Each CTA of a cluster has its share copied.
   const int64_t cluster = main_kernel(plan).cluster;
@@ -502,10 +515,20 @@ std::string slower(const AttentionPlan& plan, const Gpu& gpu) {
   return {};
 }
 
+// Backward, tiles of 256 keys have a smaller one beside them, for lengths that leave much of the
+// last tile empty.
+static std::string too_many_keys(const AttentionPlan& plan, const Kernel& k) {
+  constexpr int64_t kLarge = 256, kSmaller = 192;
+  const auto keys = [&](int64_t block) { return ceil_div(plan.len_k, block) * block; };
+  if (k.block_k < kLarge || keys(kLarge) <= keys(kSmaller)) return {};
+  return text("tiles of ", kSmaller, " keys leave less empty");
+}
+
 // Three warpgroups have 1.2 times the speed of two, on rows that fill both, once there are enough
 // tiles of keys: more of these at D = 96, and where a causal mask leaves half of them.
 std::string too_large(const AttentionPlan& plan, const Kernel& k, const Gpu&) {
   constexpr int64_t kSmaller = 128, kShort = 1024, kMany = 8;
+  if (plan.problem.pass == Pass::kBackward) return too_many_keys(plan, k);
   if (k.block_q <= kSmaller) return {};
   if (k.bias_by_tma && plan.batch * plan.heads_q < kMany * bias_matrices(plan)) {
     return text("tiles of ", kSmaller, " rows are faster where fewer than ", kMany,

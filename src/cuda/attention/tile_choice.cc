@@ -40,7 +40,7 @@ std::string too_large(const AttentionPlan& plan, const Family& family, const Ker
     return text("made for ", kernel.ctas, " blocks on an SM, of which ",
                 chip_name(gpu.compute_capability), " holds ", held);
   }
-  if (plan.problem.pass == Pass::kBackward || kernel.block_q <= 64) return {};
+  if (plan.problem.pass == Pass::kForward && kernel.block_q <= 64) return {};
   return family.too_large(plan, kernel, gpu);
 }
 

@@ -5,6 +5,9 @@
 //
 // A row of a block is eight chunks of 16 bytes. Chunk c of row r lies at chunk c ^ (r % 8), the
 // 128-byte swizzle of both TMA and wgmma. Tiles begin at multiples of 1024 bytes.
+//
+// Tiles of at most 64 bytes a row (32 columns) have rows of 64 bytes, four chunks, and the 64-byte
+// swizzle: chunk c of row r lies at chunk c ^ (r / 2 % 4).
 #pragma once
 
 #include <cstdint>
@@ -15,9 +18,12 @@ namespace flashmoe::cuda::tma {
 // and descriptors of what lies in it.
 template <int kRows, int kCols, int kElementBytes = 2>
 struct Tile {
-  static constexpr int kBlockCols = 128 / kElementBytes, kChunkCols = 16 / kElementBytes;
+  static constexpr uint32_t kRowBytes = kCols * kElementBytes <= 64 ? 64 : 128;  // of a block
+  static constexpr int kBlockCols = kRowBytes / kElementBytes, kChunkCols = 16 / kElementBytes;
   static constexpr int kBlocks = (kCols + kBlockCols - 1) / kBlockCols;
-  static constexpr uint32_t kBlockBytes = kRows * 128;
+  static constexpr int kChunks = kRowBytes / 16;  // of a row of a block
+  static constexpr int kSteps = kRowBytes / 32;   // of the depth, see along()
+  static constexpr uint32_t kBlockBytes = kRows * kRowBytes;
   static constexpr uint32_t kBytes = kBlocks * kBlockBytes;
   static_assert(kBytes % 1024 == 0);
 
@@ -25,8 +31,9 @@ struct Tile {
 
   // The offset of an element from the tile's beginning.
   static __device__ __forceinline__ uint32_t at(int row, int column) {
-    return column / kBlockCols * kBlockBytes + row * 128 + ((column / kChunkCols ^ row) % 8) * 16 +
-           column % kChunkCols * kElementBytes;
+    const int pattern = kRowBytes == 64 ? row / 2 : row;
+    return column / kBlockCols * kBlockBytes + row * kRowBytes +
+           ((column / kChunkCols ^ pattern) % kChunks) * 16 + column % kChunkCols * kElementBytes;
   }
 
   // PTX ISA, "matrix descriptor", lower half: the start address and the distance from one block of
@@ -37,20 +44,21 @@ struct Tile {
   // The descriptor of 32 bytes of each row (16 columns of 16 bits), the depth of one wgmma: the
   // depth runs along the rows.
   static __device__ __forceinline__ uint64_t along(uint32_t tile, int step) {
-    return whole(tile + (step / 4 * kBlockBytes + step % 4 * 32) / 16);
+    return whole(tile + (step / kSteps * kBlockBytes + step % kSteps * 32) / 16);
   }
   // The descriptor of rows [16 step, 16 step + 16): transposed, a row for each step of the depth.
   // wgmma transposes 16-bit elements alone.
   static __device__ __forceinline__ uint64_t across(uint32_t tile, int step) {
     static_assert(kElementBytes == 2);
-    return whole(tile + step * 16 * 128 / 16);
+    return whole(tile + step * kRowBytes);
   }
 
  private:
-  // The upper half is the same for all tiles: the swizzle, and the distance of eight rows.
+  // The upper half: the swizzle, and the distance of eight rows.
   static __device__ __forceinline__ uint64_t whole(uint32_t descriptor) {
-    constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kNextRows = uint64_t{8 * 128 / 16} << 32;
-    return kSwizzle128 | kNextRows | descriptor;
+    constexpr uint64_t kSwizzle = uint64_t{kRowBytes == 64 ? 2u : 1u} << 62;
+    constexpr uint64_t kNextRows = uint64_t{8 * kRowBytes / 16} << 32;
+    return kSwizzle | kNextRows | descriptor;
   }
 };
 

@@ -12,7 +12,7 @@ namespace flashmoe::cuda::sm90 {
 // less of a tile empty. At D = 32, where MMAs are short, two CTAs on an SM fill each other's gaps.
 inline constexpr Sm90FwdTile kFwd[] = {
     // head_dim, block_q, block_k, stages, general_score
-    {32, 128, 64, 2, false, false, 2},
+    {32, 128, 64, 4, false, false, 2},
     {64, 192, 128, 4, false}, {64, 128, 128, 4, false},
     {96, 192, 96, 2, false}, {96, 128, 128, 2, false},
     {128, 128, 128, 2, false},
@@ -34,7 +34,7 @@ inline constexpr Sm90FwdTile kFwdGeneral[] = {
 // With a bias.
 inline constexpr Sm90FwdTile kFwdBias[] = {
     // head_dim, block_q, block_k, stages, general_score, bias
-    {32, 128, 64, 2, false, true, 2},
+    {32, 128, 64, 4, false, true, 2},
     {64, 192, 128, 2, false, true}, {64, 128, 128, 2, false, true},
     {96, 128, 64, 2, false, true},
     {128, 128, 64, 2, false, true},
@@ -73,7 +73,7 @@ inline constexpr Sm90BwdTile kBwdGeneral[] = {
 // With a bias.
 inline constexpr Sm90BwdTile kBwdBias[] = {
     // head_dim, block_q, block_k, general_score, bias
-    {32, 64, 128, false, true},
+    {32, 64, 256, false, true}, {32, 64, 192, false, true},
     {64, 64, 128, false, true},
     {96, 64, 128, false, true},
     {128, 64, 128, false, true},
@@ -82,7 +82,7 @@ inline constexpr Sm90BwdTile kBwdBias[] = {
 // The sum of a shared bias's gradient: as many slots as shared memory holds.
 inline constexpr Sm90BiasSumTile kBiasSum[] = {
     // head_dim, block_q, block_k, slots
-    {32, 128, 128, 6},
+    {32, 128, 128, 12},
     {64, 128, 128, 6},
     {96, 128, 128, 3},
     {128, 128, 128, 3},

@@ -46,6 +46,7 @@
 #include "cuda/attention/sm90/bwd_convert_dq.cuh"
 #include "cuda/attention/sm90/bwd_grad_bias.cuh"
 #include "cuda/attention/sm90/bwd_producer.cuh"
+#include "cuda/attention/sm90/bwd_small_dim.cuh"
 #include "cuda/attention/sm90/bwd_two_cta.cuh"
 #include "cuda/attention/sm90/tiles.h"
 #include "cuda/ptx/grid.cuh"
@@ -64,7 +65,8 @@ struct BwdConfig {
   static constexpr int kDim = kTile.head_dim, kDqAccumDim = kTile.dq_accum_dim();
   static constexpr int kBlockQ = kTile.block_q, kBlockK = kTile.block_k, kStages = kTile.kStages;
   static constexpr int kCluster = kTile.cluster();
-  static constexpr int kWarpgroups = 2;              // of consumers
+  static constexpr bool kSmallDim = kTile.small_dim();
+  static constexpr int kWarpgroups = kTile.consumers();
   using Rows = tma::Tile<kBlockQ, kDim>;             // Q or dO
   using Keys = tma::Tile<kBlockK / kCluster, kDim>;  // K or V
   using ScoreTile = tma::Tile<kBlockQ, kBlockK>;     // dS or bias
@@ -77,7 +79,9 @@ struct BwdConfig {
   static constexpr uint32_t kLseDeltaBytes = kBlockQ * 8;
   // How warpgroups share dQ of a tile: by rows, or where there are 64 only, by columns.
   static constexpr bool kDqByRows = kBlockQ == 64 * kWarpgroups;
-  static constexpr int kDqColumns = kDqByRows ? kDqAccumDim : kDqAccumDim / kWarpgroups;
+  // Small head dims: one warpgroup computes all of it.
+  static constexpr int kDqParts = kSmallDim ? 1 : kWarpgroups;
+  static constexpr int kDqColumns = kDqByRows ? kDqAccumDim : kDqAccumDim / kDqParts;
   static constexpr uint32_t kDqBytes = 64 * kDqColumns * 4;  // of a warpgroup, on its way out
 
   // mbarriers, each a tma::Slot with `full` and `empty`. "Producer" is its one thread, whose
@@ -102,15 +106,18 @@ struct BwdConfig {
     // [2] dQ of consumer i in sdQ. full: its warps; its store_dq() thread waits. empty: that
     // thread; the consumer waits. Two CTAs: the second of them alone, for the CTA's turn to add to
     // dQ. empty: the keep_dq_order() thread, when it is the turn; consumer 1 waits. full: warps of
-    // consumer 1, when their additions are issued; the thread waits.
+    // consumer 1, when their additions are issued; the thread waits. Small head dims: the first of
+    // them alone. full: warps of the consumer whose turn it is, which waits for empty; one thread.
     kDqBarrier = 8,
     // [2] dS. full: warps of both consumers; both wait. empty: warps of both, when dQ is computed;
     // both wait. With a bias the store_grad_bias() warp waits for full, too, and its first lane
-    // arrives on empty. Two CTAs: the first of them alone. full: warps of consumer 0; consumer 1
+    // arrives on empty. Small head dims: the consumer whose turn it is to compute dQ waits for full
+    // and its warps arrive on empty; all consumers wait for empty. Two CTAs: the first of them
+    // alone. full: warps of consumer 0; consumer 1
     // and send_ds() wait. empty: warps of consumers 1 of both CTAs; consumer 0 waits.
     kDsBarrier = 10,
 
-    // One CTA only.
+    // One CTA only, and no small head dims.
     // [2] `full` alone: the turn of consumer i to issue MMAs. Warps of the other consumer arrive;
     // consumer i waits.
     kMmaBarrier = 12,
@@ -135,10 +142,10 @@ struct BwdConfig {
   };
   // Named barriers (0 is __syncthreads()).
   enum NamedBarrier : int {
-    kWarpgroupBarrier = 1,  // [2] all threads of a consumer
-    // Both consumers, when a task begins. One CTA: both have cleared unseen keys, and whether any
+    kWarpgroupBarrier = 1,  // [kWarpgroups] all threads of a consumer
+    // All consumers, when a task begins. One CTA: they have cleared unseen keys, and whether any
     // key is not finite. Two CTAs: consumer 1 has cleared K and arrives, consumer 0 waits.
-    kAgreeBarrier = 3,
+    kAgreeBarrier = kWarpgroupBarrier + kWarpgroups,
   };
 
   struct OneCtaSmem {
@@ -166,10 +173,10 @@ struct BwdConfig {
   struct BiasSmem {
     Keys sK, sV;
     Rows sRows[2 * kStages];  // Q and dO: see row_places()
-    // dS. Up to D = 64 the third is where dV and dK leave from, above it the first two are.
+    // dS. At D = 64 the third is where dV and dK leave from, elsewhere the first two are.
     ScoreTile sdS[kOwnGrads ? 3 : 2];
     ScoreTile sBias[kStages];
-    float sdQ[kWarpgroups][kDqBytes / 4];
+    float sdQ[kDqParts][kDqBytes / 4];
     float lse_delta[kStages][2 * kBlockQ];
     BwdTask tasks[2];
     QueryTileInfo query_tiles[kStages];
@@ -177,16 +184,21 @@ struct BwdConfig {
   };
   using Smem =
       std::conditional_t<kTwoCta, TwoCtaSmem, std::conditional_t<kBias, BiasSmem, OneCtaSmem>>;
-  // Where dV and dK of a consumer leave from; one CTA.
+  // Where dV and dK of a consumer leave from; one CTA. Through sdS: half of the consumers have one
+  // of its two stages.
   static constexpr uint32_t kGradsAt =
       !kBias ? offsetof(OneCtaSmem, sGrads)
              : offsetof(BiasSmem, sdS) + (kOwnGrads ? 2 * ScoreTile::kBytes : 0);
-  static constexpr uint32_t kGradsStep =
-      kOwnGrads ? Grads::kBytes : ScoreTile::kBytes;  // from one consumer's to the other's
+  static constexpr int kGradsOfStage = kOwnGrads ? kWarpgroups : (kWarpgroups + 1) / 2;
+  static __device__ __forceinline__ uint32_t grads_at(int index) {
+    return kGradsAt + index / kGradsOfStage * ScoreTile::kBytes +
+           index % kGradsOfStage * Grads::kBytes;
+  }
   static_assert(offsetof(Smem, tasks) + kBwdControlBytes == kTile.shared_bytes());
   static_assert(sizeof(Smem) <= kTile.shared_bytes() && kTile.shared_bytes() <= kSm90SharedBytes);
-  static_assert(kBlockK == kKeysOfBlock && (!kTwoCta || kBlockQ == 64));
-  static_assert(kTwoCta || kBlockQ * kDqAccumDim * 4 == kWarpgroups * kDqBytes);
+  static_assert(kSmallDim || kBlockK == kKeysOfBlock);
+  static_assert(!(kTwoCta || kSmallDim) || kBlockQ == 64);
+  static_assert(kTwoCta || kBlockQ * kDqAccumDim * 4 == kDqParts * kDqBytes);
   static_assert(!kBias || kWarpgroups * Grads::kBytes <= (kOwnGrads ? 1 : 2) * ScoreTile::kBytes);
 
   // `smem` is the address of the CTA's Smem.
@@ -194,7 +206,7 @@ struct BwdConfig {
     return tma::Slot(smem + offsetof(Smem, barriers) + barrier * sizeof(tma::Slot::Barriers));
   }
   // Threads beside the producer's that look at tasks.
-  static constexpr int kHelpers = kBias ? 2 + 32 : 2;
+  static constexpr int kHelpers = kSmallDim ? 1 + 32 : kBias ? 2 + 32 : 2;
   static __device__ __forceinline__ void init_barriers(uint32_t smem) {
     constexpr int kOne = kWarpgroupWarps, kBoth = kWarpgroups * kWarpgroupWarps;
     for (int i = 0; i < 2; ++i) {
@@ -210,7 +222,7 @@ struct BwdConfig {
       slot(smem, kNextTaskBarrier).init(1, 1);
     } else {
       for (int i = 0; i < 2; ++i) {
-        slot(smem, kDsBarrier + i).init(kBoth, kBoth + kBias);
+        slot(smem, kDsBarrier + i).init(kBoth, (kSmallDim ? kOne : kBoth) + kBias);
         if (kBias) slot(smem, kBiasBarrier + i).init(1, kBoth);
         ptx::mbarrier_init(slot(smem, kMmaBarrier + i).full, kOne);
       }
@@ -220,11 +232,14 @@ struct BwdConfig {
     ptx::fence_mbarrier_init();
   }
 
-  static constexpr int kProducerRegisters = kTwoCta || kBias ? 40 : 24;
-  static constexpr int kConsumerRegisters = kBias ? 232 : 240;
+  static constexpr int kProducerRegisters = kSmallDim ? 32 : kTwoCta || kBias ? 40 : 24;
+  static constexpr int kConsumerRegisters = kSmallDim ? (kWarpgroups == 4 ? 112 : 160)
+                                            : kBias   ? 232
+                                                      : 240;
   static constexpr int kSecondConsumerRegisters = kTwoCta ? 224 : kConsumerRegisters;
-  static_assert(kProducerRegisters + kConsumerRegisters + kSecondConsumerRegisters <=
-                3 * registers_at_first(3));
+  static_assert(kProducerRegisters + (kWarpgroups - 1) * kConsumerRegisters +
+                    kSecondConsumerRegisters <=
+                (kWarpgroups + 1) * registers_at_first(kWarpgroups + 1, kTile.ctas));
 };
 
 template <class C>
@@ -255,11 +270,14 @@ __device__ __forceinline__ void attention_bwd(const Sm90BwdParams& p) {
         if (warp == 1) send_ds<C>(shared, smem);
         if (warp == 2) keep_dq_order<C>(shared, smem, p);
       } else {
-        if (warp == 1 || warp == 2) store_dq<C>(shared, smem, warp - 1, p);
+        if (warp >= 1 && warp <= C::kDqParts) store_dq<C>(shared, smem, warp - 1, p);
       }
     }
   } else {
-    if constexpr (!C::kTwoCta) {
+    if constexpr (C::kSmallDim) {
+      ptx::setmaxnreg_inc<C::kConsumerRegisters>();
+      BwdSmallDimConsumer<C>(shared, smem, warpgroup - 1, p).run();
+    } else if constexpr (!C::kTwoCta) {
       ptx::setmaxnreg_inc<C::kConsumerRegisters>();
       BwdConsumer<C>(shared, smem, warpgroup - 1, p).run();
     } else if (warpgroup == 1) {

@@ -21,12 +21,14 @@
 //
 // So S of a half is there when its exponentials begin, and dP when they end, with S of both halves
 // and dP of one in registers. The bias is added to finished scores, by the FMA that subtracts lse.
-// Shared memory is a ring of slots. The bias takes the first, and leaves it for registers; then
+// Shared memory is a ring of slots. The bias takes the first (at D = 32 two), and leaves it for
+// registers; then
 // each step takes two: Q with K, and dO with V, lse and delta. At the end the tile in fp32 takes
 // the place of the ring.
 //
 // Registers of a thread: warpgroup 0, whose warp 0 is the producer, has 40, consumers 232. Shared
-// memory: BiasSumConfig::Smem, 198.5 KB (6 slots) up to D = 64, 195.5 KB (3 slots) above.
+// memory: BiasSumConfig::Smem, 204.5 KB (12 slots) at D = 32, 198.5 KB (6) at D = 64, 195.5 KB (3)
+// above.
 #pragma once
 
 #include <cstddef>
@@ -72,7 +74,11 @@ struct BiasSumConfig {
   };
   static_assert(offsetof(Smem, tile) + kBarrierBytes == kTile.shared_bytes());
   static_assert(sizeof(Smem) <= kTile.shared_bytes() && kTile.shared_bytes() <= kSm90SharedBytes);
-  static_assert(sizeof(ScoreTile) <= sizeof(Operands));
+  // The slots that the bias takes, blocks of 64 keys one after the other.
+  static constexpr int kBiasSlots = (sizeof(ScoreTile) + sizeof(Operands) - 1) / sizeof(Operands);
+  static constexpr int kBlocksOfSlot = ScoreTile::kBlocks / kBiasSlots;
+  static_assert(ScoreTile::kBlocks % kBiasSlots == 0 &&
+                kBlocksOfSlot * ScoreTile::kBlockBytes <= sizeof(Operands));
   static_assert(kBlockQ * kPitch <= kSlots * sizeof(Operands));
 
   // Named barriers (0 is __syncthreads()).

@@ -62,32 +62,37 @@ class BiasSumConsumer {
     return {tma::warp_uniform(step.len_k), tma::warp_uniform(step.flags)};
   }
 
-  // The bias from the first slot to registers.
+  // The bias from the first slots to registers.
   __device__ __forceinline__ void read_bias() {
     using Tile = typename C::ScoreTile;
-    wait_full(ring_);
-    const uint32_t from =
-        C::operands(smem_, ring_) +
+    const uint32_t at =
         Tile::at(index_ * kWarpgroupRows + warpgroup_warp() * 16 + lane() % 16, lane() / 16 * 8);
 #pragma unroll
-    for (int n = 0; n < C::kBlockK / 16; ++n) {
-      uint32_t x[4];  // keys 0 to 7 and 8 to 15, of each rows 0 to 7 and 8 to 15
-      ptx::ldmatrix_x4(x, (from ^ n % 4 * 32) + n / 4 * Tile::kBlockBytes);
+    for (int block = 0; block < Tile::kBlocks; ++block) {
+      const int of_slot = block % C::kBlocksOfSlot;
+      if (of_slot == 0) wait_full(ring_);
+      const uint32_t from = C::operands(smem_, ring_) + of_slot * Tile::kBlockBytes + at;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) bias_[n / 4][n % 4 * 4 + i] = x[i];
+      for (int n = 0; n < 4; ++n) {
+        uint32_t x[4];  // keys 0 to 7 and 8 to 15, of each rows 0 to 7 and 8 to 15
+        ptx::ldmatrix_x4(x, from ^ n * 32);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) bias_[block][n * 4 + i] = x[i];
+      }
+      if (of_slot < C::kBlocksOfSlot - 1) continue;
+      release(ring_);
+      ring_ = ring_.next();
     }
-    release(ring_);
-    ring_ = ring_.next();
   }
 
   // S = Q K^T or dP = dO V^T, of the operands in a slot and half of their keys.
   __device__ __forceinline__ void issue(float (&x)[kCount], const Ring& ring, int half) {
     using Wgmma = ptx::Wgmma<C::kBf16, C::kHalfKeys>;
     const uint32_t from = C::operands(smem_, ring);
-    const uint32_t rows = C::Rows::descriptor(from + index_ * kWarpgroupRows * 128);
+    const uint32_t rows = C::Rows::descriptor(from + index_ * kWarpgroupRows * C::Rows::kRowBytes);
     const uint32_t keys =
         C::Keys::descriptor(from + static_cast<uint32_t>(offsetof(typename C::Operands, keys)) +
-                            half * C::kHalfKeys * 128);
+                            half * C::kHalfKeys * C::Keys::kRowBytes);
     Wgmma::ss_first(x, C::Rows::along(rows, 0), C::Keys::along(keys, 0));
 #pragma unroll
     for (int step = 1; step < C::kDim / 16; ++step) {

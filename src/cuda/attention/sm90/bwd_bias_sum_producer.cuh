@@ -81,23 +81,26 @@ class BiasSumProducer {
 
   __device__ __forceinline__ void load_bias() {
     using Tile = typename C::ScoreTile;
-    const tma::Slot slot = wait_empty(ring_);
-    if (leads()) {
-      const SumTile& tile = shared_.tile;
-      const int64_t where = offset(p_, p_.bias_strides, tile.batch, tile.head, 0);
-      const int row = static_cast<int>(where / p_.bias_strides.row) + tile.first_query;
-      ptx::mbarrier_arrive_expect_tx(slot.full, Tile::kBytes);
+#pragma unroll 1
+    for (int first = 0; first < Tile::kBlocks; first += C::kBlocksOfSlot) {
+      const tma::Slot slot = wait_empty(ring_);
+      if (leads()) {
+        const SumTile& tile = shared_.tile;
+        const int64_t where = offset(p_, p_.bias_strides, tile.batch, tile.head, 0);
+        const int row = static_cast<int>(where / p_.bias_strides.row) + tile.first_query;
+        ptx::mbarrier_arrive_expect_tx(slot.full, C::kBlocksOfSlot * Tile::kBlockBytes);
 #pragma unroll
-      for (int i = 0; i < Tile::kBlocks; ++i) {
+        for (int i = 0; i < C::kBlocksOfSlot; ++i) {
 #pragma unroll
-        for (int r = 0; r < C::kBlockQ; r += C::kBoxRows) {
-          ptx::tma_load(C::operands(smem_, ring_) + i * Tile::kBlockBytes + r * 128, &p_.bias_map,
-                        slot.full, tile.first_key + i * Tile::kBlockCols, row + r);
+          for (int r = 0; r < C::kBlockQ; r += C::kBoxRows) {
+            ptx::tma_load(C::operands(smem_, ring_) + i * Tile::kBlockBytes + r * 128, &p_.bias_map,
+                          slot.full, tile.first_key + (first + i) * Tile::kBlockCols, row + r);
+          }
         }
       }
+      __syncwarp();
+      ring_ = ring_.next();
     }
-    __syncwarp();
-    ring_ = ring_.next();
   }
 
   // Loads the steps [begin, end), as far as queries see keys there, and tells where they end.
@@ -174,8 +177,8 @@ class BiasSumProducer {
     for (int i = 0; i < C::Rows::kBlocks; ++i) {
 #pragma unroll
       for (int r = 0; r < C::kBlockQ; r += C::kBoxRows) {
-        ptx::tma_load(rows + i * C::Rows::kBlockBytes + r * 128, &row_map, slot.full, 64 * i,
-                      first_query + r, head, batch);
+        ptx::tma_load(rows + i * C::Rows::kBlockBytes + r * C::Rows::kRowBytes, &row_map, slot.full,
+                      64 * i, first_query + r, head, batch);
       }
       ptx::tma_load(keys + i * C::Keys::kBlockBytes, &key_map, slot.full, 64 * i, first_key_,
                     key_head, batch);

@@ -8,13 +8,14 @@
 
 namespace flashmoe::cuda::sm90 {
 
-// The thread that sends dQ of one warpgroup from shared memory to the accumulator, and counts the
-// tasks whose dQ is complete.
+// The thread that sends dQ of one warpgroup (small head dims: of all) from shared memory to the
+// accumulator, and counts the tasks whose dQ is complete.
 template <class C>
 __device__ __forceinline__ void store_dq(const typename C::Smem& shared, uint32_t smem,
                                          int warpgroup, const Sm90BwdParams& p) {
   const uint32_t from = smem + offsetof(typename C::Smem, sdQ) + warpgroup * C::kDqBytes;
   const tma::Slot dq = C::slot(smem, C::kDqBarrier + warpgroup);
+  constexpr int kParts = kPartsOfBlock / C::kDqParts;  // of one that is sent
   int parity = 0;
   for_each_task<C>(shared, smem, [&](const BwdTask& task) {
     for_each_query_tile<C>(task, p, [&](int head, int first) {
@@ -37,13 +38,13 @@ __device__ __forceinline__ void store_dq(const typename C::Smem& shared, uint32_
       if (p.dq_accum && order.counts) {
         ptx::cp_async_bulk_wait_group();
         ptx::fence_proxy_async();
-        order.release();
+        order.release(kParts);
       }
     });
     if (!p.dq_accum) return;
     ptx::cp_async_bulk_wait_group();  // all dQ of the task is in the accumulator
     ptx::fence_proxy_async();
-    ptx::red_release_add(parts_done(p, task.sequence, task.key_head), 1);
+    ptx::red_release_add(parts_done(p, task.sequence, task.key_head), kParts);
   });
 }
 
@@ -249,17 +250,6 @@ class BwdConsumer {
         wg_.opaque_smem() + offsetof(Smem, sK), first_dq_column());
   }
 
-  // Whether K or V of the tile is not finite: both warpgroups find the same.
-  __device__ __forceinline__ bool nonfinite_keys(const BwdTask& task) const {
-    if (!C::kBias && !any_mask(wg_.p)) return false;
-    if (any_unseen(wg_, task, task.first_key, C::kBlockK)) {
-      ptx::bar_sync(C::kAgreeBarrier, C::kWarpgroups * kWarpgroupThreads);  // both have cleared
-    }
-    const bool bad = any_nonfinite<C, C::kWarpgroups * kWarpgroupThreads>(
-        wg_.opaque_smem() + offsetof(Smem, sK), 2 * C::Keys::kBytes);
-    return ptx::bar_red_or(C::kAgreeBarrier, C::kWarpgroups * kWarpgroupThreads, bad);
-  }
-
   __device__ __forceinline__ void compute(const BwdTask& task) {
     const int first_key = task.first_key + wg_.first_key();
 #pragma unroll
@@ -277,7 +267,7 @@ class BwdConsumer {
     if (!kLateDp) scores_.issue_dp(wg_);
     // Where dV and dK leave through sdS, nonfinite_keys() lets both consumers know that it is free.
     if (!C::kOwnGrads && warpgroup_thread() == 0) ptx::cp_async_bulk_wait_group_read();
-    wg_.nonfinite = nonfinite_keys(task) ? wg_.kInKeys : 0;
+    wg_.nonfinite = nonfinite_keys(wg_, task) ? wg_.kInKeys : 0;
     scores_.find_probabilities(wg_, task);
     if (kLateDp) scores_.issue_dp(wg_);
 #pragma unroll 1
@@ -300,33 +290,12 @@ class BwdConsumer {
     }
     warp_arrive(wg_.slot(C::kKBarrier).empty);
     warp_arrive(wg_.slot(C::kDsBarrier + tma::Ring<2>(wg_.ring.count() - 1).at()).empty);
-    if (!C::kOwnGrads) wait_grads();
-    const Sm90BwdParams& p = wg_.p;
-    store(task, rdV_, 1.f, p.grad_value, p.grad_value_strides, p.grad_value_map, p.head_dim_v);
+    if (!C::kOwnGrads) wait_grads(wg_);
+    send_grad_value(wg_, task, rdV_);
     write_dq(wg_.ring.count() - 1);
     send_dq();
-    store(task, rdK_, p.scale, p.grad_key, p.grad_key_strides, p.grad_key_map, p.head_dim);
+    send_grad_key(wg_, task, rdK_);
   }
-  // Waits until sdS is free that dV and dK of the consumer leave from: dQ and the bias's gradient
-  // were read from it.
-  __device__ __forceinline__ void wait_grads() const {
-    const uint32_t count = wg_.ring.count();
-    const tma::Ring<2> next(count + (count + wg_.index) % 2);  // the tile that would be there next
-    next.wait_empty(wg_.slot(C::kDsBarrier + wg_.index));
-  }
-  // dV or dK, one after the other through the same shared memory.
-  __device__ __forceinline__ void store(const BwdTask& task, const float (&x)[C::kDim / 2],
-                                        float times, const void* gradient, const Strides& strides,
-                                        const TensorMap& map, int dim) {
-    const uint32_t sGrad = wg_.opaque_smem() + C::kGradsAt + wg_.index * C::kGradsStep;
-    if (warpgroup_thread() == 0) ptx::cp_async_bulk_wait_group_read();
-    wg_.sync();  // TMA has read what was there before
-    write_gradient<C>(sGrad, x, times);
-    ptx::fence_proxy_async_shared();
-    wg_.sync();  // all of it is there
-    store_gradient(wg_, task, gradient, strides, map, dim, sGrad, task.first_key + wg_.first_key());
-  }
-
   BwdWarpgroup<C> wg_;
   BwdScores<C> scores_;
   float rdK_[C::kDim / 2], rdV_[C::kDim / 2], rdQ_[kDqColumns / 2];

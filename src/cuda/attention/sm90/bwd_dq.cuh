@@ -66,8 +66,8 @@ struct SumOrder {
     while (ptx::ld_acquire(semaphore) < parts_before) {
     }
   }
-  __device__ __forceinline__ void release() const {
-    if (counts) ptx::red_release_add(semaphore, 1);
+  __device__ __forceinline__ void release(int parts = 1) const {
+    if (counts) ptx::red_release_add(semaphore, parts);
   }
 };
 

@@ -63,6 +63,44 @@ __device__ __forceinline__ void store_gradient(const BwdWarpgroup<C>& wg, const 
   }
 }
 
+// Waits until sdS is free that dV and dK of the consumer leave from: dQ and the bias's gradient
+// were read from it.
+template <class C>
+__device__ __forceinline__ void wait_grads(const BwdWarpgroup<C>& wg) {
+  const int stage = wg.index / C::kGradsOfStage;
+  const uint32_t count = wg.ring.count();
+  const tma::Ring<2> next(count + (count + stage) % 2);  // the tile that would be there next
+  next.wait_empty(wg.slot(C::kDsBarrier + stage));
+}
+
+// dV or dK of a consumer, one after the other through the same shared memory.
+template <class C>
+__device__ __forceinline__ void send_gradient(const BwdWarpgroup<C>& wg, const BwdTask& task,
+                                              const float (&x)[C::kDim / 2], float times,
+                                              const void* gradient, const Strides& strides,
+                                              const TensorMap& map, int dim) {
+  const uint32_t sGrad = wg.opaque_smem() + C::grads_at(wg.index);
+  if (warpgroup_thread() == 0) ptx::cp_async_bulk_wait_group_read();
+  wg.sync();  // TMA has read what was there before
+  write_gradient<C>(sGrad, x, times);
+  ptx::fence_proxy_async_shared();
+  wg.sync();  // all of it is there
+  store_gradient(wg, task, gradient, strides, map, dim, sGrad, task.first_key + wg.first_key());
+}
+template <class C>
+__device__ __forceinline__ void send_grad_value(const BwdWarpgroup<C>& wg, const BwdTask& task,
+                                                const float (&dv)[C::kDim / 2]) {
+  const Sm90BwdParams& p = wg.p;
+  send_gradient(wg, task, dv, 1.f, p.grad_value, p.grad_value_strides, p.grad_value_map,
+                p.head_dim_v);
+}
+template <class C>
+__device__ __forceinline__ void send_grad_key(const BwdWarpgroup<C>& wg, const BwdTask& task,
+                                              const float (&dk)[C::kDim / 2]) {
+  const Sm90BwdParams& p = wg.p;
+  send_gradient(wg, task, dk, p.scale, p.grad_key, p.grad_key_strides, p.grad_key_map, p.head_dim);
+}
+
 // dK and dV of keys that no query sees, or of lengths that are wrong.
 template <class C>
 __device__ void fill_gradients(const BwdWarpgroup<C>& wg, const BwdTask& task) {

@@ -52,14 +52,28 @@ __device__ __forceinline__ void clear_unseen_keys(const BwdWarpgroup<C>& wg, con
   const int begin = task.seq.begin(0, wg.p), end = task.seq.end(task.seq.len_q - 1, wg.p);
   if (!any_unseen(wg, task, first_key, 64)) return;
 #pragma unroll 1
-  for (int i = warpgroup_thread(); i < 64 * Keys::kBlocks * 8; i += kWarpgroupThreads) {
-    const int r = i / 8 % 64, block = i / (64 * 8);
+  for (int i = warpgroup_thread(); i < 64 * Keys::kBlocks * Keys::kChunks; i += kWarpgroupThreads) {
+    const int r = i / Keys::kChunks % 64, block = i / (64 * Keys::kChunks);
     if (first_key + r >= begin && first_key + r < end) continue;
-    const uint32_t at = block * Keys::kBlockBytes + (tile_row + r) * 128 + i % 8 * 16;
+    const uint32_t at =
+        block * Keys::kBlockBytes + (tile_row + r) * Keys::kRowBytes + i % Keys::kChunks * 16;
     ptx::st_shared_v4(keys + at, uint4{0, 0, 0, 0});
   }
   ptx::fence_proxy_async_shared();
   wg.sync();
+}
+
+// Whether K or V of the tile is not finite: all consumers find the same. One CTA.
+template <class C>
+__device__ __forceinline__ bool nonfinite_keys(const BwdWarpgroup<C>& wg, const BwdTask& task) {
+  if (!C::kBias && !any_mask(wg.p)) return false;
+  constexpr int kThreads = C::kWarpgroups * kWarpgroupThreads;
+  if (any_unseen(wg, task, task.first_key, C::kBlockK)) {
+    ptx::bar_sync(C::kAgreeBarrier, kThreads);  // all have cleared
+  }
+  const bool bad = any_nonfinite<C, kThreads>(wg.opaque_smem() + offsetof(typename C::Smem, sK),
+                                              2 * C::Keys::kBytes);
+  return ptx::bar_red_or(C::kAgreeBarrier, kThreads, bad);
 }
 
 // The bias of a head: the number of its first query and key. TMA reads rows of neighbouring keys,
@@ -122,6 +136,14 @@ __device__ __forceinline__ void clear_hidden(float (&x)[kCount], uint32_t hidden
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     if (hidden >> i & 1) x[i] = 0;
+  }
+}
+// The same of numbers that are packed already.
+template <int kSteps>
+__device__ __forceinline__ void clear_hidden(uint32_t (&packed)[kSteps][4], uint32_t hidden) {
+#pragma unroll
+  for (int i = 0; i < 8 * kSteps; ++i) {
+    if (hidden >> i & 1) packed[i / 8][i / 2 % 4] &= i % 2 ? 0x0000ffffu : 0xffff0000u;
   }
 }
 

@@ -14,9 +14,9 @@ struct alignas(16) QueryTileInfo {
   int64_t row;  // where its sums begin in the dQ accumulator
   int first;    // query
   int flags;
-  // kMasked and kMasked << 1: the first and the second 64 keys need a mask. kMaskedAny: any of the
-  // keys do. kStores: these are the first keys that the tile sees, so its dQ is stored, not added.
-  static constexpr int kMasked = 1, kMaskedAny = 4, kStores = 8;
+  // kMasked << i: the i-th 64 keys need a mask. kMaskedAny: any of the keys do. kStores: these are
+  // the first keys that the tile sees, so its dQ is stored, not added.
+  static constexpr int kMasked = 1, kMaskedAny = 16, kStores = 32;
   // With a bias: the head of the tile, from this bit on.
   static constexpr int kHeadBit = 8;
 };
@@ -33,8 +33,10 @@ __device__ __forceinline__ QueryTileInfo find_query_tile(const BwdTask& task, in
   };
   const SumOrder<C> order(task, head, first, p);
   int flags = order.stores ? QueryTileInfo::kStores : 0;
-  if (masked(task.first_key, 64)) flags |= QueryTileInfo::kMasked;
-  if (masked(task.first_key + 64, 64)) flags |= QueryTileInfo::kMasked << 1;
+#pragma unroll
+  for (int i = 0; i < C::kBlockK / 64; ++i) {
+    if (masked(task.first_key + 64 * i, 64)) flags |= QueryTileInfo::kMasked << i;
+  }
   // Ragged, rows of the next sequence follow the last: they count as masked.
   const bool followed = p.blocks && first + C::kBlockQ > task.seq.len_q;
   // Anything may be behind a bias of -inf.

@@ -57,8 +57,9 @@ struct BwdScores {
   float rS[C::kBlockQ / 2], rdP[C::kBlockQ / 2];  // then P and dS; a row for each key
   PackedTile<C> slopes;                           // the derivative of a softcap
 
-  // Whether dP is issued after P is found: beside a softcap there are no registers for both.
-  static constexpr bool kLateDp = C::kTile.general_score;
+  // Whether dP is issued after P is found: beside a softcap there are no registers for both, nor
+  // where many consumers share them.
+  static constexpr bool kLateDp = C::kTile.general_score || C::kSmallDim;
 
   // The bias of the tile that `tiles` says as S^T, which issue_scores() adds to: scores are scale *
   // (q.k + bias / scale).
@@ -89,7 +90,7 @@ struct BwdScores {
                                                    float (&sums)[C::kBlockQ / 2], uint32_t keys,
                                                    uint32_t rows) {
     using Wgmma = ptx::Wgmma<C::kBf16, C::kBlockQ>;
-    keys = wg.recompute(keys + wg.first_row() * 128);
+    keys = wg.recompute(keys + wg.first_row() * C::Keys::kRowBytes);
     rows = wg.recompute(rows);
     if constexpr (!kAdd) {
       Wgmma::ss_first(sums, C::Keys::along(C::Keys::descriptor(keys), 0),

@@ -90,6 +90,10 @@ struct BwdWarpgroup {
   }
   __device__ __forceinline__ void advance() {
     ring.advance();
+    // In uniform registers where there are no others.
+    if constexpr (C::kSmallDim) {
+      ring = tma::Ring<C::kStages>(tma::warp_uniform(ring.count()));
+    }
     stage = tma::warp_uniform(ring.count() % (2 * C::kStages));
   }
 

@@ -49,7 +49,7 @@ struct FwdConfig {
   static constexpr int kWarpgroups = kBlockQ / kWarpgroupRows;  // of consumers
   using Rows = tma::Tile<kBlockQ, kDim>;
   using Keys = tma::Tile<kBlockK, kDim>;
-  using Out = tma::Tile<kBlockQ, 64>;
+  using Out = tma::Tile < kBlockQ, kDim<64 ? kDim : 64>;
   using ScoreTile = tma::Tile<kBlockQ, kBlockK>;  // the bias
 
   // mbarriers, each a tma::Slot with `full` and `empty`. "Producer" is its one thread, whose
@@ -79,7 +79,7 @@ struct FwdConfig {
   struct PlainSmem {
     Rows sQ;
     Keys sK[kStages], sV[kStages];
-    Out sO[kOutStages];  // O on its way out, 64 columns each
+    Out sO[kOutStages];  // O on its way out, up to 64 columns each
     FwdTask tasks[2];
     tma::Slot::Barriers barriers[kBarriers];
   };

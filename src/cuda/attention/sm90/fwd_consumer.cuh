@@ -50,7 +50,8 @@ class FwdConsumer {
   }
   // S = Q K^T, or S += Q K^T where it begins with the bias.
   __device__ __forceinline__ void issue_scores() {
-    const uint32_t sQ = wg_.smem + offsetof(Smem, sQ) + wg_.index * kWarpgroupRows * 128;
+    const uint32_t sQ =
+        wg_.smem + offsetof(Smem, sQ) + wg_.index * kWarpgroupRows * C::Rows::kRowBytes;
     const uint32_t sK = wg_.smem + offsetof(Smem, sK) + wg_.keys.at() * sizeof(typename C::Keys);
     const uint32_t q = tma::warp_uniform(C::Rows::descriptor(sQ));
     const uint32_t k = tma::warp_uniform(C::Keys::descriptor(sK));

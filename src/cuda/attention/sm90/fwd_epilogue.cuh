@@ -72,7 +72,7 @@ class FwdEpilogue {
     const int first = wg_.task().first_row + wg_.index * kWarpgroupRows;
     if (!p_.blocks || first + kWarpgroupRows <= wg_.task().seq.len_q) {
       if (warpgroup_thread() == 0) {
-        ptx::tma_store(sO + wg_.index * kWarpgroupRows * 128, &p_.out_map, column, 0,
+        ptx::tma_store(sO + wg_.index * kWarpgroupRows * C::Out::kRowBytes, &p_.out_map, column, 0,
                        static_cast<int>(wg_.task().seq.token_q) + (first >> p_.pack),
                        wg_.task().head, wg_.task().batch);
         ptx::cp_async_bulk_commit_group();
@@ -80,16 +80,17 @@ class FwdEpilogue {
       return;
     }
     const int rows = min(wg_.task().seq.len_q - first, kWarpgroupRows);
-    const int columns = min(p_.head_dim_v - column, 64);
+    const int columns = min(p_.head_dim_v - column, C::Out::kBlockCols);
 #pragma unroll 1
-    for (int i = warpgroup_thread(); i < rows * 8; i += kWarpgroupThreads) {
+    for (int i = warpgroup_thread(); i < rows * C::Out::kChunks; i += kWarpgroupThreads) {
+      const int row = i / C::Out::kChunks, c = i % C::Out::kChunks * 8;
       const uint16_t* from = static_cast<const uint16_t*>(
-          __cvta_shared_to_generic(sO + C::Out::at(wg_.index * kWarpgroupRows + i / 8, i % 8 * 8)));
-      uint16_t* to = out_row(first + i / 8) + column + i % 8 * 8;
-      if (i % 8 * 8 + 8 <= columns) {
+          __cvta_shared_to_generic(sO + C::Out::at(wg_.index * kWarpgroupRows + row, c)));
+      uint16_t* to = out_row(first + row) + column + c;
+      if (c + 8 <= columns) {
         *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
       } else {
-        for (int c = i % 8 * 8; c < columns; ++c) *to++ = *from++;
+        for (int left = columns - c; left > 0; --left) *to++ = *from++;
       }
     }
   }

@@ -135,7 +135,7 @@ struct FwdSoftmax {
     using Smem = typename C::Smem;
     const int r = lane() % 16, column = lane() / 16 * 8;
     const uint32_t q = wg.smem + offsetof(Smem, sQ) +
-                       (wg.index * kWarpgroupRows + warpgroup_warp() * 16) * 128 +
+                       (wg.index * kWarpgroupRows + warpgroup_warp() * 16) * C::Rows::kRowBytes +
                        C::Rows::at(r, column);
     const uint32_t k = wg.smem + offsetof(Smem, sK) + wg.keys.at() * sizeof(typename C::Keys) +
                        C::Keys::at(r, column);
@@ -147,13 +147,14 @@ struct FwdSoftmax {
     }
 #pragma unroll 1
     for (int step = 0; step < C::kDim / 16; ++step) {
-      const uint32_t chunk = step % 4 * 32;  // swizzled as the lane's first chunk is
+      const uint32_t chunk = step % C::Rows::kSteps * 32;  // swizzled as the lane's first chunk is
       uint32_t a[4];
-      ptx::ldmatrix_x4(a, (q ^ chunk) + step / 4 * C::Rows::kBlockBytes);
+      ptx::ldmatrix_x4(a, (q ^ chunk) + step / C::Rows::kSteps * C::Rows::kBlockBytes);
 #pragma unroll
       for (int n = 0; n < C::kBlockK / 16; ++n) {
         uint32_t b[4];  // keys 0 to 7 and 8 to 15, of each two halves of the depth
-        ptx::ldmatrix_x4(b, (k ^ chunk) + step / 4 * C::Keys::kBlockBytes + n * 16 * 128);
+        ptx::ldmatrix_x4(b, (k ^ chunk) + step / C::Keys::kSteps * C::Keys::kBlockBytes +
+                                n * 16 * C::Keys::kRowBytes);
         float(&left)[4] = reinterpret_cast<float(&)[4]>(rS[8 * n]);
         float(&right)[4] = reinterpret_cast<float(&)[4]>(rS[8 * n + 4]);
         C::Type::mma(left, a, b[0], b[2], left);

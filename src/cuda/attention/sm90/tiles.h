@@ -13,6 +13,12 @@ constexpr int registers_at_first(int warpgroups, int ctas = 1) {
   return 65536 / (ctas * warpgroups * 128) / 8 * 8;
 }
 
+// Bytes of a row of Q, K, V, O or dO in shared memory: whole blocks of 64 columns, but up to D = 32
+// one block of 32 (tma/operand.cuh).
+constexpr int tile_row_bytes(int head_dim) {
+  return head_dim <= 32 ? 64 : (head_dim + 63) / 64 * 128;
+}
+
 struct Sm90FwdTile {
   int head_dim;
   int block_q, block_k;  // a consumer warpgroup for each 64 rows, and the producer's warpgroup
@@ -23,13 +29,13 @@ struct Sm90FwdTile {
   static constexpr bool kCountsTasks = true;
 
   constexpr int threads() const { return (block_q / 64 + 1) * 128; }
-  // Tiles lie in blocks of 64 columns; O leaves through one or two such blocks.
-  constexpr int blocks() const { return (head_dim + 63) / 64; }
-  constexpr int out_stages() const { return blocks() > 1 ? 2 : 1; }
+  // O leaves through one or two blocks of columns.
+  constexpr int out_stages() const { return head_dim > 64 ? 2 : 1; }
   constexpr int shared_bytes() const {
-    const int tiles = block_q + 2 * stages * block_k;
+    const int rows = block_q + 2 * stages * block_k;
+    const int out_bytes = out_stages() * block_q * (head_dim <= 32 ? 64 : 128);
     const int bias_tiles = bias ? stages * block_q * block_k * 2 : 0;
-    return (tiles * blocks() + out_stages() * block_q) * 128 + bias_tiles + kBarrierBytes;
+    return rows * tile_row_bytes(head_dim) + out_bytes + bias_tiles + kBarrierBytes;
   }
 };
 
@@ -71,8 +77,12 @@ struct Sm90BwdTile {
   int ctas = 1;                // per SM: one takes all shared memory and registers
 
   static constexpr bool kCountsTasks = true;
-  static constexpr int kStages = 2;                  // of Q and dO
-  constexpr int threads() const { return 3 * 128; }  // the producer's warpgroup and two consumers
+  static constexpr int kStages = 2;  // of Q and dO
+  // Whether a consumer does one thing after the other and others hide its waits (bwd_small_dim.cuh)
+  // instead of two consumers in ping-pong.
+  constexpr bool small_dim() const { return bias && head_dim <= 32; }
+  constexpr int consumers() const { return small_dim() ? block_k / 64 : 2; }
+  constexpr int threads() const { return (consumers() + 1) * 128; }  // and the producer's warpgroup
   // Whether dK and dV of 64 keys are too many accumulators for one warpgroup: one warpgroup has dV
   // then and the other dK, and a cluster of two CTAs shares a tile of keys.
   constexpr bool two_cta() const { return head_dim > 128; }
@@ -85,15 +95,16 @@ struct Sm90BwdTile {
   // Columns of the dQ accumulator.
   constexpr int dq_accum_dim() const { return head_dim <= 32 ? 32 : columns(); }
   // Whether dV and dK have shared memory of their own on their way out, which leaves none for a
-  // bias above D = 64: they leave through that of dS then.
-  constexpr bool own_grads() const { return !bias || columns() == 64; }
+  // bias above D = 64, or for a second CTA up to D = 32: they leave through that of dS then.
+  constexpr bool own_grads() const { return !bias || (columns() == 64 && !small_dim()); }
   // K and V, the stages of Q and dO with lse and delta; then one CTA: two stages of dS and of the
   // bias, dQ on its way out, and dV or dK on its way out; two CTAs: dS, and what dQ takes of the
   // other CTA's K.
   constexpr int shared_bytes() const {
-    const int tiles = (2 * block_k / cluster() + 2 * kStages * block_q) * columns() * 2;
+    const int tiles = (2 * block_k / cluster() + 2 * kStages * block_q) * tile_row_bytes(head_dim);
     const int ds = block_q * block_k * 2, bias_tiles = bias ? kStages * ds : 0;
-    const int leaving = block_q * dq_accum_dim() * 4 + (own_grads() ? block_k * columns() * 2 : 0);
+    const int grads = own_grads() ? block_k * tile_row_bytes(head_dim) : 0;
+    const int leaving = block_q * dq_accum_dim() * 4 + grads;
     const int rest = two_cta() ? ds + 64 * 128 * 2 : 2 * ds + bias_tiles + leaving;
     return tiles + rest + kStages * block_q * 8 + kBwdControlBytes;
   }
@@ -112,7 +123,7 @@ struct Sm90BiasSumTile {
   constexpr int threads() const { return 3 * 128; }  // the producer's warpgroup and two consumers
   // The slots, each with lse and delta. At the end the tile in fp32 takes their place.
   constexpr int shared_bytes() const {
-    const int operands = (block_q + block_k) * ((head_dim + 63) / 64) * 128;
+    const int operands = (block_q + block_k) * tile_row_bytes(head_dim);
     return slots * (operands + block_q * 8) + kBarrierBytes;
   }
 };

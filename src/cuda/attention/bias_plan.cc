@@ -27,6 +27,16 @@ int64_t bias_matrices(const AttentionPlan& plan) {
   return std::max<int64_t>(matrices, 1);
 }
 
+int64_t bias_batches(const AttentionPlan& plan) {
+  const TensorSpec& query = plan.problem.query;
+  const TensorSpec& bias = *plan.problem.bias;
+  int64_t batches = 1;
+  for (int i = 4; i <= query.rank && (i > bias.rank || bias.size(-i) == 1); ++i) {
+    batches *= query.size(-i);
+  }
+  return std::max<int64_t>(batches, 1);
+}
+
 bool has_whole_bias(const AttentionPlan& plan) {
   if (!plan.problem.bias || plan.problem.ragged) return false;
   const TensorSpec& bias = *plan.problem.bias;

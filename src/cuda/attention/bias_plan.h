@@ -10,6 +10,8 @@ bool shares_bias(const AttentionPlan& plan);
 
 // Matrices of len_q x len_k that a dense bias has.
 int64_t bias_matrices(const AttentionPlan& plan);
+// How many batches that follow each other share a bias.
+int64_t bias_batches(const AttentionPlan& plan);
 
 // Whether a dense 16-bit bias has a number for every query and key of a head.
 bool has_whole_bias(const AttentionPlan& plan);

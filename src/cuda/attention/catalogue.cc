@@ -151,8 +151,13 @@ class Lister {
     if constexpr (requires { tile.cluster(); }) kernel.cluster = tile.cluster();
     kernel.dq_accum_dim = tile.head_dim;
     if constexpr (requires { tile.dq_accum_dim(); }) kernel.dq_accum_dim = tile.dq_accum_dim();
+    if constexpr (requires { tile.key_box(); }) kernel.key_box = tile.key_box();
     if constexpr (requires { tile.converts_dq(); }) kernel.converts_dq = tile.converts_dq();
     if constexpr (requires { tile.bias; }) kernel.bias_by_tma = tile.bias;
+    if constexpr (requires { tile.teams(); }) {
+      kernel.teams = tile.teams();
+      kernel.bias_keys = tile.bias_tiles * tile.block_k;
+    }
     if constexpr (requires { Tile::kPacked; }) {
       kernel.packed = Tile::kPacked;
       kernel.heads_of_box = tile.heads();

@@ -42,8 +42,11 @@ struct Kernel {
   bool general_score = true;  // takes a softcap, and a scale that is not positive
   int cluster = 1;            // CTAs that share a block of keys
   int dq_accum_dim = 0;       // backward: columns of the accumulator of dQ
+  int key_box = 0;            // backward, by TMA: rows of K and V that are loaded at once
   bool converts_dq = false;   // backward: converts dQ from its accumulator itself
   bool bias_by_tma = false;   // takes a bias in rows of whole 16-byte chunks, of one matrix
+  int bias_keys = 0;          // forward: whose bias stays in shared memory; more it does not take
+  int teams = 1;              // forward: tasks at once, which share out block_q
   bool packed = false;        // tiles are tokens, whatever sequences these are of
   int heads_of_box = 1;       // packed: heads that must lie side by side
   bool counts_tasks = false;  // gives out its tasks by a counter, not by the grid

@@ -143,6 +143,9 @@ int64_t persistent_ctas(const AttentionPlan& plan) {
   return 0;
 }
 
+// Rows of a task of a forward pass.
+int64_t rows_of_task(const AttentionPlan& plan) { return plan.block_q / main_kernel(plan).teams; }
+
 // Heads that share their keys, of which 2^this share a tile: see Sm90FwdParams.
 int log2_packed_heads(const AttentionPlan& plan, int64_t block_q) {
   if (plan.problem.ragged || plan.problem.bias) return 0;
@@ -234,13 +237,15 @@ void lay_out_packed(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
 void lay_out_forward(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
   if (kernel.packed) return lay_out_packed(plan, kernel, gpu);
   const AttentionProblem& p = plan.problem;
-  const int pack = log2_packed_heads(plan, plan.block_q);
-  plan.work_items =
-      p.ragged ? ragged_slots(p.query.shape[0], plan.block_q, plan.batch) * plan.heads_q
-               : ceil_div(plan.len_q << pack, plan.block_q) * (plan.heads_q >> pack) * plan.batch;
+  const int64_t rows = rows_of_task(plan);
+  const int pack = log2_packed_heads(plan, rows);
+  plan.work_items = p.ragged
+                        ? ragged_slots(p.query.shape[0], rows, plan.batch) * plan.heads_q
+                        : ceil_div(plan.len_q << pack, rows) * (plan.heads_q >> pack) * plan.batch;
   add_first_launches(plan);
-  plan.launches.push_back(once(
-      kernel, grid_of(std::min(plan.work_items, gpu.multiprocessors * kernel.ctas)), Given::kCall));
+  const int64_t ctas = ceil_div(plan.work_items, kernel.teams);
+  plan.launches.push_back(
+      once(kernel, grid_of(std::min(ctas, gpu.multiprocessors * kernel.ctas)), Given::kCall));
   plan.workspace_bytes = forward_workspace(plan).bytes;
 }
 
@@ -284,11 +289,11 @@ Status fill_maps(Sm90FwdParams& p, const Call& call) {
   const auto keys = [&](TensorMap& map, const TensorSpec& spec, const void* data) {
     return encode_keys(map, spec, data, plan.block_k, columns, ragged);
   };
-  Status status = rows(p.query_map, problem.query, t.query, plan.block_q);
+  Status status = rows(p.query_map, problem.query, t.query, rows_of_task(plan));
   if (status.ok()) status = rows(p.out_map, problem.out, t.out, 64);
   if (status.ok()) status = keys(p.key_map, problem.key, t.key);
   if (status.ok()) status = keys(p.value_map, problem.value, t.value);
-  if (status.ok() && problem.bias) status = encode_bias(p.bias_map, call, p, plan.block_q);
+  if (status.ok() && problem.bias) status = encode_bias(p.bias_map, call, p, rows_of_task(plan));
   return status;
 }
 
@@ -301,8 +306,8 @@ Status fill_maps(Sm90BwdParams& p, const Call& call) {
                        problem.ragged.has_value());
   };
   // Each CTA of a cluster has its share copied.
-  const int64_t cluster = main_kernel(plan).cluster;
-  const int64_t rows = plan.block_q / cluster, keys = plan.block_k / cluster;
+  const Kernel& kernel = main_kernel(plan);
+  const int64_t rows = plan.block_q / kernel.cluster, keys = kernel.key_box;
   Status status = map(p.query_map, problem.query, t.query, rows);
   if (status.ok()) status = map(p.key_map, problem.key, t.key, keys);
   if (status.ok()) status = map(p.value_map, problem.value, t.value, keys);
@@ -328,10 +333,12 @@ Status run_forward(const Call& call) {
   const AttentionPlan& plan = call.plan;
   Sm90FwdParams p{};
   fill_forward(p, call);
-  p.pack = log2_packed_heads(plan, plan.block_q);
+  const int64_t rows = rows_of_task(plan);
+  p.pack = log2_packed_heads(plan, rows);
   p.heads = static_cast<int32_t>(plan.heads_q >> p.pack);
   p.group >>= p.pack;
-  p.query_blocks = static_cast<int32_t>(ceil_div(plan.len_q << p.pack, plan.block_q));
+  p.query_blocks = static_cast<int32_t>(ceil_div(plan.len_q << p.pack, rows));
+  if (plan.problem.bias) p.bias_batches = static_cast<int32_t>(bias_batches(plan));
   p.num_tasks = static_cast<int32_t>(plan.work_items);
   p.heads_per_wave = static_cast<int32_t>(forward_heads_per_wave(plan, p));
   const SideParams side = fill_side_params(call, p, true);
@@ -515,6 +522,20 @@ std::string slower(const AttentionPlan& plan, const Gpu& gpu) {
   return {};
 }
 
+// A bias that stays in shared memory is to stay for several tasks. Each CTA has as many of these,
+// so a mask would leave some with less to do.
+static std::string cannot_keep_bias(const AttentionPlan& plan, const Kernel& k, const Gpu& gpu) {
+  constexpr int64_t kFew = 8;
+  const Geometry g = geometry(plan.problem);
+  const int64_t rows = k.block_q / k.teams;
+  const int64_t tasks = ceil_div(plan.len_q, rows) * plan.heads_q * plan.batch;
+  if (std::min(bias_batches(plan), tasks / gpu.multiprocessors) < kFew) {
+    return text("keeps a bias for at least ", kFew, " batches");
+  }
+  if (g.left >= 0 || g.right >= 0) return "a mask would leave some of its CTAs idle";
+  return {};
+}
+
 // Backward, tiles of 256 keys have a smaller one beside them, for lengths that leave much of the
 // last tile empty.
 static std::string too_many_keys(const AttentionPlan& plan, const Kernel& k) {
@@ -526,9 +547,10 @@ static std::string too_many_keys(const AttentionPlan& plan, const Kernel& k) {
 
 // Three warpgroups have 1.2 times the speed of two, on rows that fill both, once there are enough
 // tiles of keys: more of these at D = 96, and where a causal mask leaves half of them.
-std::string too_large(const AttentionPlan& plan, const Kernel& k, const Gpu&) {
+std::string too_large(const AttentionPlan& plan, const Kernel& k, const Gpu& gpu) {
   constexpr int64_t kSmaller = 128, kShort = 1024, kMany = 8;
   if (plan.problem.pass == Pass::kBackward) return too_many_keys(plan, k);
+  if (k.bias_keys > 0) return cannot_keep_bias(plan, k, gpu);
   if (k.block_q <= kSmaller) return {};
   if (k.bias_by_tma && plan.batch * plan.heads_q < kMany * bias_matrices(plan)) {
     return text("tiles of ", kSmaller, " rows are faster where fewer than ", kMany,

@@ -117,6 +117,10 @@ const Kernel* choose_tile(AttentionPlan& plan, const Family& family, const Gpu& 
       said_plain = true;
       continue;
     }
+    if (k.bias_keys > 0 && plan.len_k > k.bias_keys) {
+      pass_over(k, text("keeps the bias of at most ", k.bias_keys, " keys"));
+      continue;
+    }
     bucket = k.head_dim;
     tiles += text(tiles.empty() ? "" : ", ", k.block_q, "x", k.block_k);
     if (chosen) continue;

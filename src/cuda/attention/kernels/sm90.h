@@ -33,8 +33,8 @@ inline constexpr Sm90FwdTile kFwdGeneral[] = {
 
 // With a bias.
 inline constexpr Sm90FwdTile kFwdBias[] = {
-    // head_dim, block_q, block_k, stages, general_score, bias
-    {32, 128, 64, 4, false, true, 2},
+    // head_dim, block_q, block_k, stages, general_score, bias, ctas, bias_tiles
+    {32, 256, 64, 4, false, true, 1, 8}, {32, 128, 64, 4, false, true, 2},
     {64, 192, 128, 2, false, true}, {64, 128, 128, 2, false, true},
     {96, 128, 64, 2, false, true},
     {128, 128, 64, 2, false, true},

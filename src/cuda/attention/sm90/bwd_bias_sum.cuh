@@ -55,7 +55,7 @@ struct BiasSumConfig {
   using Rows = tma::Tile<kBlockQ, kDim>;          // Q or dO
   using Keys = tma::Tile<kBlockK, kDim>;          // K or V
   using ScoreTile = tma::Tile<kBlockQ, kBlockK>;  // the bias
-  static constexpr int kBoxRows = kTile.kBoxRows;
+  static constexpr int kBoxRows = kTile.kBoxRows, kKeyBox = kTile.key_box();
   static constexpr uint32_t kLseDeltaBytes = kBlockQ * 8;
   static constexpr int kPitch = kBlockK * 4 + 16;  // of the tile in fp32, in bytes
 

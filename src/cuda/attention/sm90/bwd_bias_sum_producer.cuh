@@ -180,8 +180,11 @@ class BiasSumProducer {
         ptx::tma_load(rows + i * C::Rows::kBlockBytes + r * C::Rows::kRowBytes, &row_map, slot.full,
                       64 * i, first_query + r, head, batch);
       }
-      ptx::tma_load(keys + i * C::Keys::kBlockBytes, &key_map, slot.full, 64 * i, first_key_,
-                    key_head, batch);
+#pragma unroll
+      for (int r = 0; r < C::kBlockK; r += C::kKeyBox) {
+        ptx::tma_load(keys + i * C::Keys::kBlockBytes + r * C::Keys::kRowBytes, &key_map, slot.full,
+                      64 * i, first_key_ + r, key_head, batch);
+      }
     }
   }
 

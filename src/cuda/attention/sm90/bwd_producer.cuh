@@ -127,10 +127,20 @@ __device__ __forceinline__ void produce(typename C::Smem& shared, uint32_t smem,
       // K and V, one before the first dO and one after it: of two CTAs K is free first, else V.
       const auto load_keys = [&](bool k) {
         const tma::Slot slot = C::slot(smem, k ? C::kKBarrier : C::kVBarrier);
+        const uint32_t to = smem + (k ? offsetof(Smem, sK) : offsetof(Smem, sV));
+        const TensorMap& map = k ? p.key_map : p.value_map;
         ptx::mbarrier_wait(slot.empty, task.keys_parity ^ 1);
-        tma::fill<typename C::Keys, 0, !C::kTwoCta>(
-            slot, smem + (k ? offsetof(Smem, sK) : offsetof(Smem, sV)), k ? p.key_map : p.value_map,
-            token_k(rank), task.key_head, task.batch);
+        if constexpr (C::kSmallDim) {
+          ptx::mbarrier_arrive_expect_tx(slot.full, C::Keys::kBytes);
+#pragma unroll
+          for (int i = 0; i < C::kWarpgroups; ++i) {
+            ptx::tma_load_evict_first(to + i * 64 * C::Keys::kRowBytes, &map, slot.full, 0,
+                                      token_k(i), task.key_head, task.batch);
+          }
+        } else {
+          tma::fill<typename C::Keys, 0, !C::kTwoCta>(slot, to, map, token_k(rank), task.key_head,
+                                                      task.batch);
+        }
       };
       if constexpr (C::kBias) load_bias<C>(smem, ring, task, head, first, p);
       ring.wait_empty(grad_out);  // in all CTAs of the cluster: Q goes where a dO was

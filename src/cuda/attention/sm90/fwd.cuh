@@ -18,6 +18,15 @@
 // in issuing MMAs, so that the softmax of one runs under the MMAs of another. (Both are
 // FlashAttention-3's.) P stays in registers.
 //
+// Up to head dim 32 a bias that many batches share stays in shared memory, all keys of a tile of
+// queries, while two teams, each with a producer and two consumers of its own, go through the
+// batches (FwdConfig::kBiasStays): less than half comes from L2 then, and nobody waits for a bias.
+//
+//                 keys: 8 tiles of 64, whose bias stays
+//             +----+----+----+----+----+----+----+----+    team 0: batch b      consumers 0, 1
+//   128       |    |    |    |    |    |    |    |    |
+//   queries   +----+----+----+----+----+----+----+----+    team 1: batch b + 1  consumers 2, 3
+//
 // Registers of a thread: producer 40 and consumers 232, with three consumers 32 and 160. Shared
 // memory: FwdConfig::Smem, 176.5 KB at D = 64 (192 x 128, 4 stages), 192.5 KB at D = 128, 224.5 KB
 // at D = 256.
@@ -43,10 +52,11 @@ struct FwdConfig {
   static constexpr bool kBf16 = std::is_same_v<T, Bf16>;
   static constexpr Sm90FwdTile kTile = kTile_;
   static constexpr int kDim = kTile.head_dim, kStages = kTile.stages;
-  static constexpr int kBlockQ = kTile.block_q, kBlockK = kTile.block_k;
+  static constexpr int kTeams = kTile.teams(), kBlockQ = kTile.block_q / kTeams;
+  static constexpr int kBlockK = kTile.block_k;
   static constexpr int kOutStages = kTile.out_stages();
-  static constexpr bool kBias = kTile.bias;
-  static constexpr int kWarpgroups = kBlockQ / kWarpgroupRows;  // of consumers
+  static constexpr bool kBias = kTile.bias, kBiasStays = kTile.bias_tiles > 0;
+  static constexpr int kWarpgroups = kBlockQ / kWarpgroupRows;  // of consumers, of a team
   using Rows = tma::Tile<kBlockQ, kDim>;
   using Keys = tma::Tile<kBlockK, kDim>;
   using Out = tma::Tile < kBlockQ, kDim<64 ? kDim : 64>;
@@ -63,19 +73,20 @@ struct FwdConfig {
     // [kStages] K, and [kStages] V. As Q.
     kKBarrier = 3,
     kVBarrier = kKBarrier + kStages,
-    // [kStages] The bias, in kernels with one. As Q.
+    // [kStages] The bias, in kernels that load it tile by tile. As Q.
     kBiasBarrier = kVBarrier + kStages,
-    kBarriers = kBiasBarrier + (kBias ? kStages : 0),
+    kBarriers = kBiasBarrier + (kBias && !kBiasStays ? kStages : 0),
   };
   // Named barriers (0 is __syncthreads()).
   enum NamedBarrier : int {
     // [kWarpgroups] The turn to issue MMAs: the consumer before arrives, the consumer waits.
     kPingPong = 1,
-    // [kWarpgroups] All threads of a consumer, around its use of sO.
+    // [kTeams x kWarpgroups] All threads of a consumer, around its use of sO.
     kEpilogueBarrier = kPingPong + kWarpgroups,
   };
   static constexpr int kPingPongThreads = 2 * kWarpgroupThreads;
 
+  // Where a bias stays: that of a team.
   struct PlainSmem {
     Rows sQ;
     Keys sK[kStages], sV[kStages];
@@ -91,8 +102,29 @@ struct FwdConfig {
     FwdTask tasks[2];
     tma::Slot::Barriers barriers[kBarriers];
   };
-  using Smem = std::conditional_t<kBias, BiasSmem, PlainSmem>;
-  static_assert(offsetof(Smem, tasks) + kBarrierBytes == kTile.shared_bytes());
+  using Smem = std::conditional_t<kBias && !kBiasStays, BiasSmem, PlainSmem>;
+  // Where a bias stays: the teams', kTeamBytes from each other, and what they share.
+  static constexpr uint32_t kTeamBytes = offsetof(Smem, tasks) + kTeamControlBytes;
+  struct SharedBias {
+    ScoreTile sBias[kBiasStays ? kTile.bias_tiles : 1];
+    // Of a tile. The producer of team 0 arrives and expects the bytes of TMA; consumers wait, and
+    // both producers, before it is loaded again.
+    uint64_t full[kBiasStays ? kTile.bias_tiles : 1];
+    uint64_t empty;  // both producers, when their team needs the bias no more; that of team 0 waits
+  };
+  static __device__ __forceinline__ uint32_t bias_at(uint32_t smem, int team) {
+    return smem + (kTeams - team) * kTeamBytes;
+  }
+  static __device__ __forceinline__ uint32_t bias_full(uint32_t smem, int team, int tile) {
+    return bias_at(smem, team) + offsetof(SharedBias, full) + tile * 8;
+  }
+  static __device__ __forceinline__ uint32_t bias_empty(uint32_t smem, int team) {
+    return bias_at(smem, team) + offsetof(SharedBias, empty);
+  }
+  static_assert(kBiasStays || offsetof(Smem, tasks) + kBarrierBytes == kTile.shared_bytes());
+  static_assert(!kBiasStays || kTeams * kTeamBytes + offsetof(SharedBias, full) + kBarrierBytes ==
+                                   kTile.shared_bytes());
+  static_assert(!kBiasStays || sizeof(Smem) <= kTeamBytes);
   static_assert(sizeof(Smem) <= kTile.shared_bytes() && kTile.shared_bytes() <= kSm90SharedBytes);
   static_assert(kBlockQ % kWarpgroupRows == 0 && kBlockK % 16 == 0);
 
@@ -107,15 +139,26 @@ struct FwdConfig {
     ptx::fence_mbarrier_init();
   }
 
-  static constexpr int kProducerRegisters = kTile.ctas > 1 || kWarpgroups == 3 ? 32 : 40;
-  static constexpr int kConsumerRegisters = kTile.ctas > 1 ? 104 : kWarpgroups == 3 ? 160 : 232;
-  static_assert(kProducerRegisters + kWarpgroups * kConsumerRegisters <=
-                (kWarpgroups + 1) * registers_at_first(kWarpgroups + 1, kTile.ctas));
+  static __device__ __forceinline__ void init_bias_barriers(uint32_t smem) {
+    for (int i = 0; i < kTile.bias_tiles; ++i) ptx::mbarrier_init(bias_full(smem, 0, i), 1);
+    ptx::mbarrier_init(bias_empty(smem, 0), kTeams);
+    ptx::fence_mbarrier_init();
+  }
+
+  static constexpr int kAllWarpgroups = kTeams * kWarpgroups;  // of consumers
+  static constexpr int kProducerRegisters = kTile.ctas > 1 || kAllWarpgroups > 2 ? 32 : 40;
+  static constexpr int kConsumerRegisters = kTile.ctas > 1        ? 104
+                                            : kAllWarpgroups == 4 ? 112
+                                            : kAllWarpgroups == 3 ? 160
+                                                                  : 232;
+  static_assert(kProducerRegisters + kAllWarpgroups * kConsumerRegisters <=
+                (kAllWarpgroups + 1) * registers_at_first(kAllWarpgroups + 1, kTile.ctas));
   // Whether the bias is added to finished scores. That hides its way from shared memory under the
   // MMA, and takes a register for each score beside those of S; where there are none, S begins with
   // the bias.
-  static constexpr bool kLateBias = kBias && kWarpgroups == 2 && kTile.ctas == 1;
-  static constexpr bool kEarlyBias = kBias && !kLateBias;
+  static constexpr bool kPackedBias = kBias && kDim <= 32;  // see FwdSoftmax::load_bias()
+  static constexpr bool kLateBias = kBias && !kPackedBias && kWarpgroups == 2;
+  static constexpr bool kEarlyBias = kBias && !kPackedBias && !kLateBias;
   // Whether consumers take turns in issuing MMAs. These are few at head dims up to 32.
   static constexpr bool kTakesTurns = kWarpgroups > 1 && kDim > 32;
 };
@@ -126,14 +169,34 @@ __device__ __forceinline__ void attention_fwd(const Sm90FwdParams& p) {
   auto& shared = *reinterpret_cast<typename C::Smem*>(shared_memory);
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroupThreads, 0);
-  if (threadIdx.x == 0) C::init_barriers(smem);
+  if (threadIdx.x == 0) {
+    for (int team = 0; team < C::kTeams; ++team) C::init_barriers(smem + team * C::kTeamBytes);
+    if constexpr (C::kBiasStays) C::init_bias_barriers(smem);
+  }
   __syncthreads();  // the barriers are initialised
-  if (warpgroup == 0) {
-    ptx::setmaxnreg_dec<C::kProducerRegisters>();
-    if (threadIdx.x == 0) FwdProducer<C>(shared, smem, p).run();
+  if constexpr (C::kTeams == 1) {
+    if (warpgroup == 0) {
+      ptx::setmaxnreg_dec<C::kProducerRegisters>();
+      if (threadIdx.x == 0) FwdProducer<C>(shared, smem, p).run();
+    } else {
+      ptx::setmaxnreg_inc<C::kConsumerRegisters>();
+      FwdConsumer<C>(shared, smem, warpgroup - 1, p).run();
+    }
   } else {
-    ptx::setmaxnreg_inc<C::kConsumerRegisters>();
-    FwdConsumer<C>(shared, smem, warpgroup - 1, p).run();
+    const auto of_team = [&](int team) -> typename C::Smem& {
+      return *reinterpret_cast<typename C::Smem*>(shared_memory + team * C::kTeamBytes);
+    };
+    if (warpgroup == 0) {
+      ptx::setmaxnreg_dec<C::kProducerRegisters>();
+      const int team = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // a warp for each
+      if (threadIdx.x % 32 == 0 && team < C::kTeams) {
+        FwdProducer<C>(of_team(team), smem + team * C::kTeamBytes, p, team).run();
+      }
+    } else {
+      ptx::setmaxnreg_inc<C::kConsumerRegisters>();
+      const int team = (warpgroup - 1) / C::kWarpgroups, index = (warpgroup - 1) % C::kWarpgroups;
+      FwdConsumer<C>(of_team(team), smem + team * C::kTeamBytes, index, p, team).run();
+    }
   }
 }
 

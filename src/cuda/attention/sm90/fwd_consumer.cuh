@@ -14,8 +14,8 @@ class FwdConsumer {
 
  public:
   __device__ __forceinline__ FwdConsumer(Smem& shared, uint32_t smem, int index,
-                                         const Sm90FwdParams& p)
-      : wg_(shared, smem, index, p) {}
+                                         const Sm90FwdParams& p, int team = 0)
+      : wg_(shared, smem, index, team, p) {}
 
   __device__ __forceinline__ void run() {
     wg_.begin_ping_pong();
@@ -40,13 +40,20 @@ class FwdConsumer {
   // S = the bias, which issue_scores() adds to.
   __device__ __forceinline__ void start_scores() {
     if constexpr (C::kEarlyBias) {
-      wg_.keys.wait_full(wg_.bias_slot());
+      wg_.wait_bias();
       softmax_.start_from_bias(wg_);
+    }
+  }
+  // The bias to registers, while S is on its way.
+  __device__ __forceinline__ void load_bias() {
+    if constexpr (C::kPackedBias) {
+      wg_.wait_bias();
+      softmax_.load_bias(wg_);
     }
   }
   // The bias is added to S, which is there.
   __device__ __forceinline__ void add_bias() {
-    if constexpr (C::kLateBias) softmax_.add_bias(wg_);
+    if constexpr (C::kLateBias || C::kPackedBias) softmax_.add_bias(wg_);
   }
   // S = Q K^T, or S += Q K^T where it begins with the bias.
   __device__ __forceinline__ void issue_scores() {
@@ -96,7 +103,7 @@ class FwdConsumer {
   }
   // P of a tile is there: its bias is not needed any more.
   __device__ __forceinline__ void release_bias() {
-    if constexpr (C::kBias) wg_.release(wg_.bias_slot());
+    if constexpr (C::kBias && !C::kBiasStays) wg_.release(wg_.bias_slot());
   }
   __device__ __forceinline__ void pack_probabilities() {
 #pragma unroll
@@ -142,11 +149,12 @@ class FwdConsumer {
       wg_.wait_turn();
       wg_.pass_turn();
       wg_.keys.wait_full(v);
-      if (C::kBias) wg_.keys.wait_full(wg_.bias_slot());
+      constexpr bool kBiasPasses = C::kBias && !C::kBiasStays;
+      if (kBiasPasses) wg_.keys.wait_full(wg_.bias_slot());
       if (lane() == 0) {
         ptx::mbarrier_arrive(k.empty);
         ptx::mbarrier_arrive(v.empty);
-        if (C::kBias) ptx::mbarrier_arrive(wg_.bias_slot().empty);
+        if (kBiasPasses) ptx::mbarrier_arrive(wg_.bias_slot().empty);
       }
       wg_.keys.advance();
     }
@@ -161,6 +169,7 @@ class FwdConsumer {
     ptx::wgmma_fence();
     issue_scores();
     wg_.pass_turn();
+    load_bias();
     ptx::wgmma_wait_group<0>(softmax_.rS);
   }
   __device__ __forceinline__ void first_softmax() {
@@ -181,6 +190,7 @@ class FwdConsumer {
   template <bool kMasked>
   __device__ __forceinline__ void step() {
     const int before = issue_scores_and_values();
+    load_bias();
     if constexpr (C::kLateBias) {
       wg_.keys.wait_full(wg_.bias_slot());
       if (!kMasked) softmax_.prepare_bias(wg_);

@@ -62,8 +62,11 @@ class FwdEpilogue {
   }
 
  private:
+  __device__ __forceinline__ int epilogue_barrier() const {
+    return C::kEpilogueBarrier + wg_.team * C::kWarpgroups + wg_.index;
+  }
   __device__ __forceinline__ void sync() const {
-    ptx::bar_sync(C::kEpilogueBarrier + wg_.index, kWarpgroupThreads);
+    ptx::bar_sync(epilogue_barrier(), kWarpgroupThreads);
   }
 
   // 64 columns of the warpgroup's rows from sO: by TMA, but by ordinary stores where a ragged
@@ -115,7 +118,7 @@ class FwdEpilogue {
     for (int i = 0; i < C::kDim / 2; ++i) finite[i % 4 / 2] &= isfinite(rO[i]);
     const uint32_t upper = __ballot_sync(0xffffffffu, !finite[0]);
     const uint32_t lower = __ballot_sync(0xffffffffu, !finite[1]);
-    if (!ptx::bar_red_or(C::kEpilogueBarrier + wg_.index, kWarpgroupThreads, upper | lower)) return;
+    if (!ptx::bar_red_or(epilogue_barrier(), kWarpgroupThreads, upper | lower)) return;
     if (warpgroup_thread() == 0) ptx::cp_async_bulk_wait_group();
     sync();  // TMA has written O
     recompute_rows(upper, lower);

@@ -12,30 +12,35 @@ class FwdProducer {
   using Smem = typename C::Smem;
 
  public:
-  __device__ __forceinline__ FwdProducer(Smem& shared, uint32_t smem, const Sm90FwdParams& p)
-      : shared_(shared), smem_(smem), p_(p) {}
+  __device__ __forceinline__ FwdProducer(Smem& shared, uint32_t smem, const Sm90FwdParams& p,
+                                         int team = 0)
+      : shared_(shared), smem_(smem), p_(p), team_(team) {}
 
   __device__ __forceinline__ void run() {
-    for (const TensorMap* map : {&p_.query_map, &p_.key_map, &p_.value_map, &p_.out_map}) {
-      ptx::prefetch_tensormap(map);
-    }
-    if (C::kBias) ptx::prefetch_tensormap(&p_.bias_map);
-    const FwdScheduler<C> scheduler{p_};
-    tma::Ring<2> tasks;
-    int number = scheduler.first();
+    prefetch_maps();
+    if constexpr (C::kBiasStays) {
+      run_slabs();
+    } else {
+      const FwdScheduler<C> scheduler{p_};
+      int number = scheduler.first();
 #pragma unroll 1
-    for (;; tasks.advance()) {
-      FwdTask& task = shared_.tasks[tasks.at()];
-      tasks.wait_empty(C::slot(smem_, C::kTaskBarrier + tasks.at()));
-      scheduler.find_task(number, task);
-      ptx::mbarrier_arrive(C::slot(smem_, C::kTaskBarrier + tasks.at()).full);
-      if (!task.more) return;
-      number = scheduler.next(number, tasks.count());  // early: the counter takes a while to answer
-      load(task);
+      for (;;) {
+        const uint32_t count = tasks_.count();
+        const FwdTask& task = give_task(number);
+        if (!task.more) return;
+        number = scheduler.next(number, count);  // early: the counter takes a while to answer
+        load(task);
+      }
     }
   }
 
  private:
+  __device__ __forceinline__ void prefetch_maps() const {
+    for (const TensorMap* map : {&p_.query_map, &p_.key_map, &p_.value_map, &p_.out_map}) {
+      ptx::prefetch_tensormap(map);
+    }
+    if (C::kBias) ptx::prefetch_tensormap(&p_.bias_map);
+  }
   __device__ __forceinline__ void load(const FwdTask& task) {
     const int key_head = task.head / p_.group, token_k = static_cast<int>(task.seq.token_k);
 #pragma unroll 1
@@ -54,10 +59,79 @@ class FwdProducer {
                                     task.first_token(p_), task.head, task.batch);
         queries_.advance();
       }
-      if constexpr (C::kBias) load_bias(task, n);
+      if constexpr (C::kBias && !C::kBiasStays) load_bias(task, n);
       keys_.wait_empty(v);
       tma::fill<typename C::Keys>(v, smem_ + offsetof(Smem, sV) + stage, p_.value_map, row,
                                   key_head, task.batch);
+    }
+  }
+
+  // Hands task `number` to the consumers.
+  __device__ __forceinline__ const FwdTask& give_task(int number, int bias_parity = 0) {
+    FwdTask& task = shared_.tasks[tasks_.at()];
+    const tma::Slot slot = C::slot(smem_, C::kTaskBarrier + tasks_.at());
+    tasks_.wait_empty(slot);
+    FwdScheduler<C>{p_}.find_task(number, task);
+    if constexpr (C::kBiasStays) task.bias_parity = bias_parity;
+    ptx::mbarrier_arrive(slot.full);
+    tasks_.advance();
+    return task;
+  }
+
+  // Where a bias stays. The CTA has tasks that follow each other, and those of a slab (a tile of
+  // queries of a head, for all batches that share its bias) read the same bias. The teams take
+  // turns: every other task is the team's.
+  __device__ __forceinline__ void run_slabs() {
+    const auto share = [&](uint32_t cta) {
+      return static_cast<int>(int64_t{p_.num_tasks} * cta / gridDim.x);
+    };
+    const int begin = share(blockIdx.x), end = share(blockIdx.x + 1);
+    int parity = 0;
+#pragma unroll 1
+    for (int first = begin; first < end; parity ^= 1) {
+      const int slab_end = min((first / p_.bias_batches + 1) * p_.bias_batches, end);
+      if (first > begin) change_slab(parity);
+      if (team_ == 0) load_slab(first);
+#pragma unroll 1
+      for (int n = first + ((first - begin + team_) & 1); n < slab_end; n += C::kTeams) {
+        load(give_task(n, parity));
+      }
+      first = slab_end;
+    }
+    give_task(p_.num_tasks);  // there is none any more
+    // All of the bias has arrived, also what no task has read, before the CTA ends.
+    if (begin < end) wait_slab(parity ^ 1);
+  }
+  __device__ __forceinline__ int bias_tiles() const {
+    return (p_.len_k + C::kBlockK - 1) / C::kBlockK;
+  }
+  __device__ __forceinline__ void wait_slab(int parity) const {
+    for (int n = 0; n < bias_tiles(); ++n) {
+      ptx::mbarrier_wait(C::bias_full(smem_, team_, n), parity);
+    }
+  }
+  // Waits until the bias of the slab before is there and done with. Its arrival is waited for by
+  // both producers before either may load anew: so whoever waits for the next one finds its
+  // mbarriers at most one phase behind.
+  __device__ __forceinline__ void change_slab(int parity) {
+    const tma::Ring<2> after_last(tasks_.count() + 1);  // the last task's place
+    after_last.wait_empty(C::slot(smem_, C::kTaskBarrier + after_last.at()));
+    wait_slab(parity ^ 1);
+    const uint32_t empty = C::bias_empty(smem_, team_);
+    ptx::mbarrier_arrive(empty);
+    if (team_ == 0) ptx::mbarrier_wait(empty, parity ^ 1);
+  }
+  // The bias of the slab of task `number`, from the last tile of keys, which is read first.
+  __device__ __forceinline__ void load_slab(int number) {
+    using Tile = typename C::ScoreTile;
+    FwdTask task;
+    FwdScheduler<C>{p_}.find_task(number, task);
+#pragma unroll 1
+    for (int n = bias_tiles() - 1; n >= 0; --n) {
+      const uint32_t full = C::bias_full(smem_, team_, n);
+      ptx::mbarrier_arrive_expect_tx(full, Tile::kBytes);
+      ptx::tma_load(C::bias_at(smem_, team_) + n * Tile::kBytes, &p_.bias_map, full, n * C::kBlockK,
+                    task.bias_row);
     }
   }
 
@@ -78,6 +152,8 @@ class FwdProducer {
   Smem& shared_;
   const uint32_t smem_;
   const Sm90FwdParams& p_;
+  const int team_;
+  tma::Ring<2> tasks_;
   tma::Ring<1> queries_;
   tma::Ring<C::kStages> keys_;
 };

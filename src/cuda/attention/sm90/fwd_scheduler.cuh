@@ -17,8 +17,9 @@ struct alignas(8) FwdTask {
   int warpgroup_end[3] = {};       // the end of those that rows of a warpgroup see
   int unmasked_begin[3] = {}, unmasked_end[3] = {};  // those that need no mask, by warpgroup
   int more = false;                                  // false: there is no task any more
-  int bias_row = 0;  // kernels with a bias: the tile's first row of bias_map
-  int64_t lse = 0;   // offset of the sequence's first lse
+  int bias_row = 0;     // kernels with a bias: the tile's first row of bias_map
+  int bias_parity = 0;  // where a bias stays: of the mbarriers of its tiles
+  int64_t lse = 0;      // offset of the sequence's first lse
 
   // The tile's first token, as the tensor maps of Q and O count.
   __device__ __forceinline__ int first_token(const Sm90FwdParams& p) const {
@@ -59,6 +60,14 @@ struct FwdScheduler {
         seq.valid = true;
         seq.len_k = 0;
       }
+    } else if constexpr (C::kBiasStays) {
+      // All that share a bias follow each other.
+      const int slab = number / p.bias_batches, rest = slab / p.query_blocks;
+      const int batch = rest / p.heads * p.bias_batches + number % p.bias_batches;
+      task.head = rest % p.heads;
+      task.batch = batch;
+      first_row = slab % p.query_blocks * C::kBlockQ;
+      seq = find_sequence(p, batch);
     } else {
       // A wave has as many heads as L2 holds the keys of; within it, the tiles that see most keys
       // go first.

@@ -15,7 +15,8 @@ struct FwdSoftmax {
 
   float rS[C::kBlockK / 2];  // S, then P, as wgmma lays out its accumulators
   RowState rows;
-  float rBias[C::kLateBias ? C::kBlockK / 2 : 1];  // see prepare_bias()
+  float rBias[C::kLateBias ? C::kBlockK / 2 : 1];         // see prepare_bias()
+  uint32_t rPacked[C::kPackedBias ? C::kBlockK / 4 : 1];  // see load_bias()
   float correction[2];  // what O is yet to be multiplied with, for each of the thread's two rows
 
   // A softcap, or the sign of a scale that is not positive: general kernels always have one of
@@ -30,22 +31,38 @@ struct FwdSoftmax {
     }
   }
 
-  // take(i, bias) for the bias of each of the thread's scores of the tile.
+  // take(i, two) for the bias of scores 2 i and 2 i + 1 of the thread's, from shared memory.
   template <class Take>
-  static __device__ __forceinline__ void read_bias(const FwdWarpgroup<C>& wg, const Take& take) {
+  static __device__ __forceinline__ void load_bias(const FwdWarpgroup<C>& wg, const Take& take) {
     using Tile = typename C::ScoreTile;
     const uint32_t from =
-        wg.smem + offsetof(typename C::Smem, sBias) + wg.keys.at() * sizeof(Tile) +
+        wg.bias_tile() +
         Tile::at(wg.index * kWarpgroupRows + warpgroup_warp() * 16 + lane() % 16, lane() / 16 * 8);
 #pragma unroll
     for (int n = 0; n < C::kBlockK / 16; ++n) {
       uint32_t x[4];  // keys 0 to 7 and 8 to 15, of each rows 0 to 7 and 8 to 15
       ptx::ldmatrix_x4(x, (from ^ n % 4 * 32) + n / 4 * Tile::kBlockBytes);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        take(8 * n + 2 * i, C::Type::unpack(static_cast<uint16_t>(x[i])));
-        take(8 * n + 2 * i + 1, C::Type::unpack(static_cast<uint16_t>(x[i] >> 16)));
-      }
+      for (int i = 0; i < 4; ++i) take(4 * n + i, x[i]);
+    }
+  }
+  // The bias to registers, two numbers in each, while the MMA is on its way: that takes half of the
+  // registers of prepare_bias().
+  __device__ __forceinline__ void load_bias(const FwdWarpgroup<C>& wg) {
+    load_bias(wg, [&](int i, uint32_t two) { rPacked[i] = two; });
+  }
+  // take(i, bias) for the bias of each of the thread's scores of the tile.
+  template <class Take>
+  __device__ __forceinline__ void read_bias(const FwdWarpgroup<C>& wg, const Take& take) const {
+    const auto both = [&](int i, uint32_t two) {
+      take(2 * i, C::Type::unpack(static_cast<uint16_t>(two)));
+      take(2 * i + 1, C::Type::unpack(static_cast<uint16_t>(two >> 16)));
+    };
+    if constexpr (C::kPackedBias) {
+#pragma unroll
+      for (int i = 0; i < C::kBlockK / 4; ++i) both(i, rPacked[i]);
+    } else {
+      load_bias(wg, both);
     }
   }
   // S begins with the bias: scores are scale * (q.k + bias / scale).
@@ -119,7 +136,12 @@ struct FwdSoftmax {
 #pragma unroll
     for (int i = 0; i < C::kBlockK / 2; ++i) {
       const int half = i % 4 / 2;
-      if constexpr (C::kLateBias) {
+      if constexpr (C::kPackedBias) {
+        const uint32_t two = rPacked[i / 2];
+        const float bias = C::Type::unpack(static_cast<uint16_t>(i % 2 ? two >> 16 : two));
+        const float rest = fmaf(bias, kLog2e, -rows.reference[half]);
+        rS[i] = ptx::ex2_approx_ftz(fmaf(rS[i], rule.scale_log2(), rest));
+      } else if constexpr (C::kLateBias) {
         rS[i] = ptx::ex2_approx_ftz(fmaf(rS[i], rule.scale_log2(), rBias[i]));
       } else {
         rS[i] = rule.probability(rS[i], rows.reference[half]);
@@ -140,6 +162,7 @@ struct FwdSoftmax {
     const uint32_t k = wg.smem + offsetof(Smem, sK) + wg.keys.at() * sizeof(typename C::Keys) +
                        C::Keys::at(r, column);
     if constexpr (C::kBias) {
+      if constexpr (C::kPackedBias) load_bias(wg);  // its registers are used for P
       start_from_bias(wg);
     } else {
 #pragma unroll

@@ -13,14 +13,15 @@ struct FwdWarpgroup {
   typename C::Smem& shared;
   const uint32_t smem;  // the same as an address in shared memory
   const Sm90FwdParams& p;
-  const int index;  // of the consumers
+  const int index;  // of the consumers, or of those of its team
+  const int team;   // 0 where there is one
   tma::Ring<2> tasks;
   tma::Ring<C::kStages> keys;
   int block;  // the tile of keys that is next
 
   __device__ __forceinline__ FwdWarpgroup(typename C::Smem& shared, uint32_t smem, int index,
-                                          const Sm90FwdParams& p)
-      : shared(shared), smem(smem), p(p), index(index) {}
+                                          int team, const Sm90FwdParams& p)
+      : shared(shared), smem(smem), p(p), index(index), team(team) {}
 
   __device__ __forceinline__ tma::Slot slot(int barrier) const { return C::slot(smem, barrier); }
   __device__ __forceinline__ tma::Slot k_slot() const { return slot(C::kKBarrier + keys.at()); }
@@ -29,6 +30,23 @@ struct FwdWarpgroup {
     return slot(C::kBiasBarrier + keys.at());
   }
   __device__ __forceinline__ void release(const tma::Slot& slot) const { warp_arrive(slot.empty); }
+  // The bias of the tile of keys that is next.
+  __device__ __forceinline__ uint32_t bias_tile() const {
+    using Tile = typename C::ScoreTile;
+    if constexpr (C::kBiasStays) {
+      return C::bias_at(smem, team) + block * static_cast<uint32_t>(sizeof(Tile));
+    } else if constexpr (C::kBias) {
+      return smem + offsetof(typename C::Smem, sBias) + keys.at() * sizeof(Tile);
+    }
+    return 0;
+  }
+  __device__ __forceinline__ void wait_bias() const {
+    if constexpr (C::kBiasStays) {
+      ptx::mbarrier_wait(C::bias_full(smem, team, block), reload(task().bias_parity));
+    } else {
+      keys.wait_full(bias_slot());
+    }
+  }
 
   __device__ __forceinline__ const FwdTask& task() const { return shared.tasks[tasks.at()]; }
   // Loads a number of the task from shared memory each time: registers are few.

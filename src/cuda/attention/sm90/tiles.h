@@ -19,6 +19,10 @@ constexpr int tile_row_bytes(int head_dim) {
   return head_dim <= 32 ? 64 : (head_dim + 63) / 64 * 128;
 }
 
+// What a team of a forward kernel keeps for its tasks and mbarriers, in whole multiples of what
+// tiles begin at.
+inline constexpr int kTeamControlBytes = 1024;
+
 struct Sm90FwdTile {
   int head_dim;
   int block_q, block_k;  // a consumer warpgroup for each 64 rows, and the producer's warpgroup
@@ -26,16 +30,22 @@ struct Sm90FwdTile {
   bool general_score;    // whether there may be a softcap, or a scale that is not positive
   bool bias = false;     // whether a bias is added
   int ctas = 1;          // per SM, of which each has its share of shared memory and registers
+  int bias_tiles = 0;    // tiles of keys whose bias stays in shared memory: see fwd.cuh
   static constexpr bool kCountsTasks = true;
 
   constexpr int threads() const { return (block_q / 64 + 1) * 128; }
+  // Where a bias stays, two teams of consumers have a task each, of half of block_q.
+  constexpr int teams() const { return bias_tiles > 0 ? 2 : 1; }
   // O leaves through one or two blocks of columns.
   constexpr int out_stages() const { return head_dim > 64 ? 2 : 1; }
   constexpr int shared_bytes() const {
-    const int rows = block_q + 2 * stages * block_k;
-    const int out_bytes = out_stages() * block_q * (head_dim <= 32 ? 64 : 128);
-    const int bias_tiles = bias ? stages * block_q * block_k * 2 : 0;
-    return rows * tile_row_bytes(head_dim) + out_bytes + bias_tiles + kBarrierBytes;
+    const int team_q = block_q / teams();
+    const int rows = team_q + 2 * stages * block_k;
+    const int out_bytes = out_stages() * team_q * (head_dim <= 32 ? 64 : 128);
+    const int tiles = rows * tile_row_bytes(head_dim) + out_bytes;
+    const int bias_bytes = (bias_tiles > 0 ? bias_tiles : bias ? stages : 0) * team_q * block_k * 2;
+    if (bias_tiles == 0) return tiles + bias_bytes + kBarrierBytes;
+    return teams() * (tiles + kTeamControlBytes) + bias_bytes + kBarrierBytes;
   }
 };
 
@@ -86,6 +96,8 @@ struct Sm90BwdTile {
   // Whether dK and dV of 64 keys are too many accumulators for one warpgroup: one warpgroup has dV
   // then and the other dK, and a cluster of two CTAs shares a tile of keys.
   constexpr bool two_cta() const { return head_dim > 128; }
+  // Rows that TMA loads at once of K and V.
+  constexpr int key_box() const { return small_dim() ? 64 : block_k / cluster(); }
   // Whether the kernel itself converts dQ, by a warp beside the consumers that has registers left.
   constexpr bool converts_dq() const { return two_cta(); }
   // CTAs that share a tile of keys: with two_cta() each has 64 of its 128.
@@ -116,9 +128,10 @@ struct Sm90BiasSumTile {
   int block_q, block_k;
   int slots;     // of shared memory: each has Q and K of a step, or dO and V
   int ctas = 1;  // per SM: one takes all shared memory and registers
-  // Rows that TMA loads at once of Q, dO and the bias: the tensor maps are those of the backward
-  // kernel with a bias, whose block_q this is. Its block_k is this kernel's.
+  // Rows that TMA loads at once of Q, dO and the bias, and of K and V: the tensor maps are those of
+  // the backward kernel with a bias, whose block_q and key_box() these are.
   static constexpr int kBoxRows = 64;
+  constexpr int key_box() const { return head_dim <= 32 ? 64 : block_k; }
 
   constexpr int threads() const { return 3 * 128; }  // the producer's warpgroup and two consumers
   // The slots, each with lse and delta. At the end the tile in fp32 takes their place.

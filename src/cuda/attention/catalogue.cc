@@ -152,6 +152,7 @@ class Lister {
     kernel.dq_accum_dim = tile.head_dim;
     if constexpr (requires { tile.dq_accum_dim(); }) kernel.dq_accum_dim = tile.dq_accum_dim();
     if constexpr (requires { tile.key_box(); }) kernel.key_box = tile.key_box();
+    if constexpr (requires { tile.small_dim(); }) kernel.stores_dq = tile.small_dim();
     if constexpr (requires { tile.converts_dq(); }) kernel.converts_dq = tile.converts_dq();
     if constexpr (requires { tile.bias; }) kernel.bias_by_tma = tile.bias;
     if constexpr (requires { tile.teams(); }) {

@@ -44,6 +44,7 @@ struct Kernel {
   int dq_accum_dim = 0;       // backward: columns of the accumulator of dQ
   int key_box = 0;            // backward, by TMA: rows of K and V that are loaded at once
   bool converts_dq = false;   // backward: converts dQ from its accumulator itself
+  bool stores_dq = false;     // backward: stores dQ where one tile has all keys
   bool bias_by_tma = false;   // takes a bias in rows of whole 16-byte chunks, of one matrix
   int bias_keys = 0;          // forward: whose bias stays in shared memory; more it does not take
   int teams = 1;              // forward: tasks at once, which share out block_q

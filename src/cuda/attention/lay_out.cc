@@ -129,7 +129,7 @@ const Kernel* find_bias_sum(const AttentionPlan& plan) {
 
 bool has_dq_kernel(const AttentionPlan& plan) {
   const Kernel& kernel = main_kernel(plan);
-  if (kernel.converts_dq) return false;
+  if (kernel.converts_dq || stores_dq(plan)) return false;
   const bool own_bias = plan.problem.grad_bias && !shares_bias(plan);
   return plan.problem.grad_query || (own_bias && kernel.for_short);
 }

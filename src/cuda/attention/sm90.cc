@@ -383,6 +383,7 @@ Status run_backward(const Call& call) {
   p.done = reinterpret_cast<int32_t*>(call.workspace + call.backward.done);
   p.heads = static_cast<int32_t>(slice_of(plan, 0).heads);
   p.key_blocks = static_cast<int32_t>(key_blocks(plan));
+  p.stores_dq = stores_dq(plan);
   p.heads_per_wave = static_cast<int32_t>(backward_heads_per_wave(plan, p));
   const auto adjacent = [](const Strides& strides) { return strides.head < strides.row; };
   const bool all = adjacent(p.out_strides) && adjacent(p.query_strides) &&
@@ -586,12 +587,12 @@ Status run(const Call& call) {
 
 }  // namespace sm90
 
-// Number of tasks of a slice, and of tiles of dQ that the kernel converts itself.
+// Number of tasks of a slice, and of tiles of dQ that the kernel writes itself.
 void enter_slice(Sm90BwdParams& p, const Call& call, const Slice& slice) {
   const AttentionPlan& plan = call.plan;
   enter_slice(static_cast<AttentionBwdParams&>(p), call, slice);
   p.num_tasks = p.key_blocks * p.heads * static_cast<int32_t>(slice.batch);
-  if (p.dq_accum && main_kernel(plan).converts_dq) {
+  if (p.stores_dq || (p.dq_accum && main_kernel(plan).converts_dq)) {
     const Grid rows = query_grid(plan);
     p.converted_tiles = static_cast<int32_t>(rows[0] * rows[1] * slice.batch);
   }

@@ -71,9 +71,16 @@ struct BackwardWorkspace {
 // bias_sum: the kernel that sums a shared bias's gradient, or null.
 BackwardWorkspace backward_workspace(const AttentionPlan& plan, const Kernel* bias_sum);
 
+// Whether the backward kernel stores dQ, because one tile has all keys: see Sm90BwdParams.
+inline bool stores_dq(const AttentionPlan& plan) {
+  const Kernel& kernel = main_kernel(plan);
+  return kernel.stores_dq && plan.problem.grad_query && !plan.problem.ragged &&
+         plan.len_k <= kernel.block_k;
+}
+
 // Whether dQ is summed up in fp32 by the CTAs of several key tiles: see AttentionBwdParams.
 inline bool accumulates_dq(const AttentionPlan& plan) {
-  return plan.problem.grad_query.has_value() && !main_kernel(plan).for_short;
+  return plan.problem.grad_query && !main_kernel(plan).for_short && !stores_dq(plan);
 }
 
 }  // namespace flashmoe::cuda

@@ -18,6 +18,7 @@ __device__ __forceinline__ void store_dq(const typename C::Smem& shared, uint32_
   constexpr int kParts = kPartsOfBlock / C::kDqParts;  // of one that is sent
   int parity = 0;
   for_each_task<C>(shared, smem, [&](const BwdTask& task) {
+    if (C::kSmallDim && p.stores_dq) return;  // consumers store it
     for_each_query_tile<C>(task, p, [&](int head, int first) {
       const SumOrder<C> order(task, head, first, p);
       if (p.dq_accum) order.wait();

@@ -67,9 +67,11 @@ struct Sm90BwdParams : AttentionBwdParams {
   int32_t heads_per_wave;       // (batch, key head) whose tiles of keys follow each other
   int32_t log2_adjacent_heads;  // 2^this heads, whose rows the preprocess kernel reads together
   int32_t preprocess_rows;      // rows of each of its CTAs, in whole tiles
-  int32_t converted_tiles;      // tiles of queries, of all heads; 0: the convert kernel does them
-  int32_t* done;                // (sequences, key heads) of a slice: see parts_done()
-  int64_t tokens_q;             // ragged: of all sequences, and of the rows after them
+  // Tiles of queries, of all heads, whose dQ the kernel writes itself; 0: the convert kernel does.
+  int32_t converted_tiles;
+  int32_t stores_dq;  // whether one tile of keys has all: its dQ is complete
+  int32_t* done;      // (sequences, key heads) of a slice: see parts_done()
+  int64_t tokens_q;   // ragged: of all sequences, and of the rows after them
 };
 
 }  // namespace flashmoe::cuda

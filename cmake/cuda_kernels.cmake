@@ -14,6 +14,7 @@ set(flashmoe_head_dims_sm80 ${flashmoe_head_dims_sm75})
 set(flashmoe_head_dims_sm90 32 64 96 128 192 256)
 set(flashmoe_head_dims_sm90_fwd_bias 32 64 96 128)  # passes that have fewer
 set(flashmoe_head_dims_sm90_fwd_packed 16 32 64)
+set(flashmoe_head_dims_sm90_bwd_packed 16 32 64)
 set(flashmoe_head_dims_sm90_bwd_bias 32 64 96 128)
 set(flashmoe_folder_sm75 mma_sync)
 set(flashmoe_folder_sm80 mma_sync)

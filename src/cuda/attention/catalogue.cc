@@ -56,6 +56,7 @@ int shared_bytes(Role role, const BwdTile& tile) {
 int shared_bytes(Role, const BiasSumTile& tile) { return tile.shared_bytes(); }
 int shared_bytes(Role, const Sm90FwdTile& tile) { return tile.shared_bytes(); }
 int shared_bytes(Role, const Sm90PackedTile& tile) { return tile.shared_bytes(); }
+int shared_bytes(Role, const Sm90PackedBwdTile& tile) { return tile.shared_bytes(); }
 int shared_bytes(Role, const Sm90BwdTile& tile) { return tile.shared_bytes(); }
 int shared_bytes(Role, const Sm90BiasSumTile& tile) { return tile.shared_bytes(); }
 
@@ -65,6 +66,7 @@ const char* params_type(const BwdTile&) { return "AttentionBwdParams"; }
 const char* params_type(const BiasSumTile&) { return "AttentionBwdParams"; }
 const char* params_type(const Sm90FwdTile&) { return "Sm90FwdParams"; }
 const char* params_type(const Sm90PackedTile&) { return "Sm90PackedParams"; }
+const char* params_type(const Sm90PackedBwdTile&) { return "Sm90PackedBwdParams"; }
 const char* params_type(const Sm90BwdTile&) { return "Sm90BwdParams"; }
 const char* params_type(const Sm90BiasSumTile&) { return "Sm90BwdParams"; }
 
@@ -94,10 +96,11 @@ class Lister {
       for (const Role role : roles) {
         const std::string& name = keep(text(family, "_", role_name(role), "_", suffix(dtype)));
         const std::string image = text(family, "_attention_small_", suffix(dtype));
-        const bool sequences = role == Role::kRaggedBlocks || role == Role::kRowBounds;
+        const bool bounds = role == Role::kRowBounds || role == Role::kPackedPreprocess;
+        const bool sequences = role == Role::kRaggedBlocks || bounds;
         const int threads = sequences ? kRaggedThreads : kRowThreads;
         const int shared_bytes = role == Role::kRaggedBlocks    ? kRaggedSharedBytes
-                                 : role == Role::kRowBounds     ? kRowBoundsSharedBytes
+                                 : bounds                       ? kRowBoundsSharedBytes
                                  : role == Role::kBiasTranspose ? kBiasTransposeSharedBytes
                                  : role == Role::kBackwardDq    ? kConvertDqSharedBytes
                                                                 : 0;
@@ -204,13 +207,14 @@ std::vector<Kernel> list_kernels() {
   list.add("sm90", both, Role::kForward, "fwd", "fwd", sm90::kFwd);
   list.add("sm90", both, Role::kForward, "fwd_general", "fwd", sm90::kFwdGeneral);
   list.add("sm90", both, Role::kForwardBias, "fwd_bias", "fwd_bias", sm90::kFwdBias);
+  list.add("sm90", both, Role::kBackward, "bwd_packed", "bwd_packed", sm90::kBwdPacked);
   list.add("sm90", both, Role::kBackward, "bwd", "bwd", sm90::kBwd);
   list.add("sm90", both, Role::kBackward, "bwd_general", "bwd", sm90::kBwdGeneral);
   list.add("sm90", both, Role::kBackwardBias, "bwd_bias", "bwd_bias", sm90::kBwdBias);
   list.add("sm90", both, Role::kBiasSum, "bwd_bias_sum", "bwd_bias", sm90::kBiasSum);
   list.add_small("sm90", both,
                  {Role::kRaggedBlocks, Role::kRowBounds, Role::kBiasAlign, Role::kPreprocess,
-                  Role::kBackwardDq});
+                  Role::kPackedPreprocess, Role::kBackwardDq});
 
   const auto add_mma_sync = [&](const char* family, const std::initializer_list<DType>& dtypes,
                                 const auto& fwd, const auto& fwd_bias, const auto& bwd,
@@ -253,6 +257,8 @@ const char* role_name(Role role) {
       return "attention_combine";
     case Role::kPreprocess:
       return "attention_bwd_preprocess";
+    case Role::kPackedPreprocess:
+      return "attention_bwd_packed_preprocess";
     case Role::kBackward:
       return "attention_bwd";
     case Role::kBackwardBias:

@@ -18,8 +18,9 @@ enum class Role {
   kBiasTranspose,  // before either pass with the bias of a ragged batch, and for its gradient after
   kForward,
   kForwardBias,
-  kCombine,     // after a forward pass that was split over keys
-  kPreprocess,  // before the backward pass
+  kCombine,           // after a forward pass that was split over keys
+  kPreprocess,        // before the backward pass
+  kPackedPreprocess,  // before that over packed tokens
   kBackward,
   kBackwardBias,
   kBackwardDq,  // after it: dQ

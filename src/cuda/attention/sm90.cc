@@ -211,6 +211,14 @@ int64_t key_blocks(const AttentionPlan& plan) {
 int64_t packed_boxes(const AttentionPlan& plan) {
   return ceil_div(plan.heads_q, main_kernel(plan).heads_of_box);
 }
+// The launch of a kernel that goes through plan.work_items tasks, after the one before it.
+void add_packed_launch(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
+  const int64_t held = gpu.multiprocessors * resident_ctas(kernel, gpu.chip);
+  const int64_t ctas = std::clamp<int64_t>(plan.work_items, 1, held);
+  AttentionLaunch main = once(kernel, grid_of(ctas), Given::kCall);
+  main.overlaps = true;
+  plan.launches.push_back(main);
+}
 void lay_out_packed(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
   // Each CTA of the kernel that finds the bounds looks at all sequences before its own.
   constexpr int64_t kSequencesOfOne = 64, kMost = 256;
@@ -219,11 +227,40 @@ void lay_out_packed(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
   const int64_t shares = std::clamp<int64_t>(ceil_div(plan.batch + 1, kSequencesOfOne), 1, kMost);
   const Kernel* bounds = find_kernel(Role::kRowBounds, plan.family, p.query.dtype);
   plan.launches.push_back(once(*bounds, grid_of(shares), Given::kCall));
-  const int64_t held = gpu.multiprocessors * resident_ctas(kernel, gpu.chip);
-  AttentionLaunch main = once(kernel, grid_of(std::min(plan.work_items, held)), Given::kCall);
-  main.overlaps = true;
-  plan.launches.push_back(main);
+  add_packed_launch(plan, kernel, gpu);
   plan.workspace_bytes = forward_workspace(plan).bytes;
+}
+
+// The two sides of a packed backward pass, whose tiles are both of block_q tokens. Where no
+// gradient of a side is wanted, there are no tasks of it.
+Sm90PackedBwdParams::Side packed_side(const AttentionPlan& plan, bool keys) {
+  const AttentionProblem& p = plan.problem;
+  const int64_t tiles = ceil_div((keys ? p.key : p.query).shape[0], plan.block_q);
+  const int64_t boxes =
+      ceil_div(keys ? plan.heads_k : plan.heads_q, main_kernel(plan).heads_of_box);
+  const bool wanted = keys ? p.grad_key || p.grad_value : p.grad_query.has_value();
+  return {.rows = static_cast<int32_t>(tiles * plan.block_q),
+          .tiles = static_cast<int32_t>(tiles),
+          .boxes = static_cast<int32_t>(wanted ? boxes : 0)};
+}
+int64_t packed_bounds_ctas(const AttentionPlan& plan) {
+  constexpr int64_t kSequencesOfOne = 128, kMost = 64;
+  return std::clamp<int64_t>(ceil_div(plan.batch + 1, kSequencesOfOne), 1, kMost);
+}
+void lay_out_packed_backward(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
+  // CTAs of the kernel before that find LSE and delta: rows that each has at least, and how many
+  // there are on an SM, one after the other, so that those that end early leave room for more.
+  constexpr int64_t kRowsOfOne = 2048, kOfAnSm = 4;
+  const AttentionProblem& p = plan.problem;
+  const auto q = packed_side(plan, false), k = packed_side(plan, true);
+  plan.work_items = int64_t{q.tiles} * q.boxes + int64_t{k.tiles} * k.boxes;
+  const int64_t of_rows = std::clamp<int64_t>(ceil_div(p.query.shape[0] * plan.heads_q, kRowsOfOne),
+                                              1, kOfAnSm * gpu.multiprocessors);
+  const Kernel* preprocess = find_kernel(Role::kPackedPreprocess, plan.family, p.query.dtype);
+  plan.launches.push_back(
+      once(*preprocess, grid_of(2 * packed_bounds_ctas(plan) + of_rows), Given::kCall));
+  add_packed_launch(plan, kernel, gpu);
+  plan.workspace_bytes = backward_workspace(plan, nullptr).bytes;
 }
 
 void lay_out_forward(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
@@ -241,6 +278,7 @@ void lay_out_forward(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) 
 
 void lay_out_backward(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
   const AttentionProblem& p = plan.problem;
+  if (kernel.packed) return lay_out_packed_backward(plan, kernel, gpu);
   const Kernel* bias_sum = find_bias_sum(plan);
   cuda::lay_out_backward(plan, gpu, bias_sum);
   plan.work_items = key_blocks(plan) * (p.ragged ? 1 : plan.batch) * plan.heads_k;
@@ -356,6 +394,50 @@ Status run_packed(const Call& call) {
   return run_launches(call, p, side);
 }
 
+Status fill_maps(Sm90PackedBwdParams& p, const Call& call) {
+  constexpr int kRowsOfWarp = 16;  // which gradients leave by
+  const AttentionPlan& plan = call.plan;
+  const AttentionProblem& problem = plan.problem;
+  const AttentionTensors& t = call.tensors;
+  const bool several = main_kernel(plan).heads_of_box > 1;
+  const int rows = static_cast<int>(plan.block_k);
+  Status status = encode_packed(p.query_map, problem.query, t.query, rows, several);
+  if (status.ok()) status = encode_packed(p.key_map, problem.key, t.key, rows, several);
+  if (status.ok()) status = encode_packed(p.value_map, problem.value, t.value, rows, several);
+  p.grad_out_map = p.query_map;
+  if (status.ok() && p.grad_out) {
+    status = encode_packed(p.grad_out_map, *problem.grad_out, t.grad_out, rows, several);
+  }
+  const auto gradient = [&](TensorMap& map, const std::optional<TensorSpec>& spec, void* data) {
+    if (status.ok() && data) status = encode_packed(map, *spec, data, kRowsOfWarp, several);
+  };
+  gradient(p.grad_query_map, problem.grad_query, p.grad_query);
+  gradient(p.grad_key_map, problem.grad_key, p.grad_key);
+  gradient(p.grad_value_map, problem.grad_value, p.grad_value);
+  return status;
+}
+
+Status run_packed_backward(const Call& call) {
+  const AttentionPlan& plan = call.plan;
+  Sm90PackedBwdParams p{};
+  fill_backward(p, call, 1);
+  const auto bounds = [&](size_t offset) {
+    return reinterpret_cast<RowBounds*>(call.workspace + offset);
+  };
+  p.lse_delta = reinterpret_cast<float*>(call.workspace + call.backward.lse_delta);
+  p.query_bounds = bounds(call.backward.query_bounds);
+  p.key_bounds = bounds(call.backward.key_bounds);
+  p.query_side = packed_side(plan, false);
+  p.key_side = packed_side(plan, true);
+  p.stored_heads = static_cast<int32_t>(round_up(plan.heads_q, main_kernel(plan).heads_of_box));
+  p.bounds_ctas = static_cast<int32_t>(packed_bounds_ctas(plan));
+  p.num_tasks = static_cast<int32_t>(plan.work_items);
+  const SideParams side = fill_side_params(call, p, false);
+  p.ragged = side.ragged;
+  if (Status status = fill_maps(p, call); !status.ok()) return status;
+  return run_launches(call, p, side);
+}
+
 Status run_backward(const Call& call) {
   const AttentionPlan& plan = call.plan;
   Sm90BwdParams p{};
@@ -444,6 +526,19 @@ std::string cannot_pack(const AttentionPlan& plan, const Kernel& kernel) {
   if (std::max(p.query.shape[0], p.key.shape[0]) > kMostTokens) {
     return text("takes at most ", kMostTokens, " tokens");
   }
+  const bool backward = p.pass == Pass::kBackward;
+  const auto maybe = [](const std::optional<TensorSpec>& spec) { return spec ? &*spec : nullptr; };
+  const std::pair<const char*, const TensorSpec*> tensors[] = {{"query", &p.query},
+                                                               {"key", &p.key},
+                                                               {"value", &p.value},
+                                                               {"out", backward ? nullptr : &p.out},
+                                                               {"grad_out", maybe(p.grad_out)},
+                                                               {"grad_query", maybe(p.grad_query)},
+                                                               {"grad_key", maybe(p.grad_key)},
+                                                               {"grad_value", maybe(p.grad_value)}};
+  // Of the others lacks() knows that a tensor map describes them.
+  TensorSpec four;
+  if (p.grad_query && !four_dimensions(*p.grad_query, true, four)) return "grad_query is broadcast";
   const int64_t dim = std::max(plan.head_dim, plan.head_dim_v);
   if (kernel.heads_of_box == 1) {
     return dim > kShared ? "" : text("made for head dims above ", kShared);
@@ -452,10 +547,8 @@ std::string cannot_pack(const AttentionPlan& plan, const Kernel& kernel) {
     return text("takes head dim ", kernel.head_dim, " alone");
   }
   if (plan.heads_q != plan.heads_k) return "takes no heads that share their keys";
-  const std::pair<const char*, const TensorSpec*> tensors[] = {
-      {"query", &p.query}, {"key", &p.key}, {"value", &p.value}, {"out", &p.out}};
   for (const auto& [name, spec] : tensors) {
-    if (spec->shape[1] > 1 && spec->stride[1] != dim) {
+    if (spec && spec->shape[1] > 1 && spec->stride[1] != dim) {
       return text("the heads of ", name, " do not lie side by side");
     }
   }
@@ -466,11 +559,10 @@ std::string cannot_pack(const AttentionPlan& plan, const Kernel& kernel) {
 static bool can_pack(const AttentionPlan& plan) {
   const AttentionProblem& p = plan.problem;
   const Geometry g = geometry(p);
-  if (!p.ragged || p.pass == Pass::kBackward || p.bias || g.softcap > 0 || !(g.scale > 0)) {
-    return false;
-  }
+  if (!p.ragged || p.bias || g.softcap > 0 || !(g.scale > 0)) return false;
+  const Role role = p.pass == Pass::kBackward ? Role::kBackward : Role::kForward;
   return std::any_of(kernels().begin(), kernels().end(), [&](const Kernel& k) {
-    return k.packed && k.dtype == p.query.dtype &&
+    return k.packed && k.role == role && k.dtype == p.query.dtype &&
            k.head_dim >= std::max(plan.head_dim, plan.head_dim_v) && cannot_pack(plan, k).empty();
   });
 }
@@ -535,8 +627,11 @@ void lay_out(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
 }
 
 Status run(const Call& call) {
-  if (call.plan.problem.pass == Pass::kBackward) return run_backward(call);
-  return main_kernel(call.plan).packed ? run_packed(call) : run_forward(call);
+  const bool packed = main_kernel(call.plan).packed;
+  if (call.plan.problem.pass == Pass::kBackward) {
+    return packed ? run_packed_backward(call) : run_backward(call);
+  }
+  return packed ? run_packed(call) : run_forward(call);
 }
 
 }  // namespace sm90

@@ -49,6 +49,14 @@ inline constexpr Sm90PackedTile kFwdPacked[] = {
     {64, 128, 32, 8, 2},
 };
 
+// Their backward pass.
+inline constexpr Sm90PackedBwdTile kBwdPacked[] = {
+    // head_dim, block_q, block_k, stages, ctas
+    {16, 192, 32, 8, 1},
+    {32, 192, 32, 8, 1},
+    {64, 192, 32, 8, 1},
+};
+
 // As many queries as registers allow beside dK and dV of 64 keys; above D = 128 a warpgroup has one
 // of the two, and two CTAs share the block.
 inline constexpr Sm90BwdTile kBwd[] = {

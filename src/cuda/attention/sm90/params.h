@@ -25,7 +25,8 @@ struct Sm90FwdParams : AttentionFwdParams {
 
 // The keys that a query of a ragged batch sees, as positions in K: those of its own sequence, and
 // of these what the mask leaves. Neither number falls from one query to the next, so the keys of a
-// tile of queries are those from its first query's first to its last query's last.
+// tile of queries are those from its first query's first to its last query's last. The other way
+// round, for a backward pass: the queries that see a key.
 struct alignas(8) RowBounds {
   uint32_t first;  // and kInvalid
   int32_t end;
@@ -46,6 +47,27 @@ struct Sm90PackedParams : AttentionFwdParams {
   RowBounds* bounds;    // (rows)
   int32_t rows;         // queries, in whole tiles
   int32_t boxes;        // of heads: the heads of a box share a task
+  int32_t num_tasks;
+};
+
+// A backward pass over tiles of tokens: see bwd_packed.cuh. Tasks are tiles of keys and tiles of
+// queries, of the heads of one box; tile_counter gives them out.
+struct Sm90PackedBwdParams : AttentionBwdParams {
+  // As those of Sm90PackedParams. Without grad_out its map is that of the queries, and loads begin
+  // beyond their end. Maps of gradients that are not wanted are never read.
+  TensorMap query_map, key_map, value_map, grad_out_map;
+  TensorMap grad_query_map, grad_key_map, grad_value_map;
+  RaggedParams ragged;                   // for the kernel before
+  RowBounds *query_bounds, *key_bounds;  // (rows of that side)
+  // One side of the problem: queries or keys.
+  struct Side {
+    int32_t rows;   // tokens, in whole tiles
+    int32_t tiles;  // of them
+    int32_t boxes;  // of heads: the heads of a box share a task; 0 where no gradient is wanted
+  };
+  Side query_side, key_side;
+  int32_t stored_heads;  // of lse_delta: all heads of all boxes
+  int32_t bounds_ctas;   // of the kernel before, for each side
   int32_t num_tasks;
 };
 

@@ -53,6 +53,28 @@ struct Sm90PackedTile {
   }
 };
 
+// The backward pass over tiles of tokens: block_q of them, queries or keys, and the other side in
+// stages of block_k.
+struct Sm90PackedBwdTile {
+  int head_dim;
+  int block_q, block_k;
+  int stages;                  // of the other side in shared memory
+  int ctas;                    // per SM
+  bool general_score = false;  // whether there may be a softcap, or a scale that is not positive
+  static constexpr bool kCountsTasks = true, kPacked = true;
+
+  constexpr bool for_short() const { return true; }
+  constexpr int heads() const { return head_dim <= 32 ? 64 / head_dim : 1; }
+  constexpr int warps() const { return block_q / 16; }          // consumers
+  constexpr int threads() const { return warps() * 32 + 128; }  // and the producer's warpgroup
+  // Two stages of a task: two tiles, which gradients leave through, the bounds of their rows, and
+  // LSE and delta of these. The stages of the other side, with LSE and delta as well.
+  constexpr int shared_bytes() const {
+    const int rows = 2 * block_q + stages * block_k;
+    return rows * (2 * 128 + heads() * 8) + 2 * block_q * 8 + kBarrierBytes;
+  }
+};
+
 // The kernel that finds the bounds of rows: shared memory for kRaggedThreads sequences, and for the
 // sums that it shares with the kernel that lists blocks.
 inline constexpr int kRowBoundsSharedBytes = 1024 * (16 + 1);

@@ -287,13 +287,20 @@ TEST(environment) {
     const Environment set("FLASHMOE_FAMILY", "cpu");
     check_refused(p, {"FLASHMOE_FAMILY is cpu", ".cpu()"});
   }
-  for (const char* tile : {"64", "64x", "x64", "64x64x64", "axb", "64x64 "}) {
+  for (const char* tile : {"64", "64x", "x64", "64x64x64", "axb", "64x64 ", "64x64,", ",64x64",
+                           "64x64,64x64,64x64", "64x64, x64"}) {
     const Environment set("FLASHMOE_TILE", tile);
     check_refused(p, {"FLASHMOE_TILE is ", tile, "QUERIESxKEYS"});
   }
   {
     const Environment set("FLASHMOE_TILE", "1x1");
     check_refused(p, {"FLASHMOE_TILE asks for 1x1; for head dim 64 there are ", "128x128"});
+  }
+  {
+    const Environment set("FLASHMOE_TILE", "1x1,2x3");
+    check_refused(p, {"FLASHMOE_TILE asks for 1x1"});
+    check_refused(cuda_problem(100, Pass::kBackward, DType::kFloat16, 64, 64, {}),
+                  {"FLASHMOE_TILE asks for 2x3"});
   }
   // On the CPU neither means anything.
   const Environment family("FLASHMOE_FAMILY", "sm80"), tile("FLASHMOE_TILE", "1x1");

@@ -158,7 +158,7 @@ def crystals(batch: int, heads_q: int, heads_k: int, d: int, dv: int = 0) -> tup
 
 
 def test_many_short_sequences_are_packed(monkeypatch):
-    """The forward pass, where sm80 has its tiles of 32 x 32; and heads that share a box."""
+    """Where sm80 has its tiles of 32 x 32; and heads that share a box."""
     for heads, d, bucket, boxes in (
         (48, 16, 16, 12),
         (6, 16, 16, 2),
@@ -171,10 +171,16 @@ def test_many_short_sequences_are_packed(monkeypatch):
         assert plan["before"] == ["sm90_attention_row_bounds_fp16"]
         tiles = math.ceil(4096 * 31 / 128)
         assert plan["grid"] == (min(tiles * boxes, 2 * 132), 1, 1)
-        assert kernel_of(*tensors, **options, backward=True)["family"] == "sm80"
+        plan = told(fm.explain(*tensors, **options, **H200, backward=True))
+        assert plan["kernel"] == f"sm90_attention_bwd_packed_fp16_d{bucket}_192x32"
+        assert plan["before"] == ["sm90_attention_bwd_packed_preprocess_fp16"]
+        tiles = math.ceil(4096 * 31 / 192)  # of queries, and of keys
+        assert plan["grid"] == (min(2 * tiles * boxes, 132), 1, 1)
     for heads_q, heads_k, d, dv in ((8, 2, 64, 0), (8, 8, 48, 0), (8, 8, 64, 8), (8, 8, 8, 64)):
         tensors, options = crystals(4096, heads_q, heads_k, d, dv)
         assert "_fwd_packed_" in kernel_of(*tensors, **options, causal=True)["name"]
+        backward = kernel_of(*tensors, **options, causal=True, backward=True)
+        assert "_bwd_packed_" in backward["name"]
     # What it does not do is sm80's still.
     for tensors, options, more in (
         (*crystals(4096, 8, 8, 64), {"softcap": 3.0}),
@@ -185,17 +191,21 @@ def test_many_short_sequences_are_packed(monkeypatch):
         (*crystals(4096, 8, 8, 32, 16), {}),
         (*crystals(65, 8, 8, 64), {}),
     ):
-        assert kernel_of(*tensors, **options, **more)["family"] == "sm80", more
+        for backward in (False, True):
+            kernel = kernel_of(*tensors, **options, **more, backward=backward)
+            assert kernel["family"] == "sm80", more
     apart = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in crystals(4096, 8, 8, 16)[0]]
     assert kernel_of(*apart, **crystals(4096, 8, 8, 16)[1])["family"] == "sm80"
     # A tile can be asked for.
     monkeypatch.setenv("FLASHMOE_FAMILY", "sm90")
-    monkeypatch.setenv("FLASHMOE_TILE", "128x32")
+    monkeypatch.setenv("FLASHMOE_TILE", "128x32,192x32")
     for d in (16, 32, 64):
         for dtype in (torch.float16, torch.bfloat16):
             tensors, options = crystals(3, 8, 8, d)
-            kernel = kernel_of(*(x.to(dtype) for x in tensors), **options)
-            assert "_fwd_packed_" in kernel["name"] and kernel["head_dim"] == d
+            for backward, name in ((False, "_fwd_packed_"), (True, "_bwd_packed_")):
+                tensors = [x.to(dtype) for x in tensors]
+                kernel = kernel_of(*tensors, **options, backward=backward)
+                assert name in kernel["name"] and kernel["head_dim"] == d
     with pytest.raises(RuntimeError, match=r"FLASHMOE_TILE asks for 128x32"):
         fm.explain(*problem(), **H200)
 

@@ -64,12 +64,20 @@ struct BwdScores {
   // (q.k + bias / scale).
   __device__ __forceinline__ void start_from_bias(const BwdWarpgroup<C>& wg,
                                                   const tma::Ring<C::kStages>& tiles) {
-    using Tile = typename C::ScoreTile;
     const tma::Slot slot = wg.slot(C::kBiasBarrier + tiles.at());
-    const uint32_t from = wg.opaque_smem() + offsetof(Smem, sBias) + tiles.at() * Tile::kBytes +
-                          fragment_of_tile<C>(wg.first_key());
-    const float inverse = wg.p.bias_scale;
+    const uint32_t tile =
+        wg.opaque_smem() + offsetof(Smem, sBias) + tiles.at() * sizeof(typename C::BiasStage);
     tiles.wait_full(slot);
+    if constexpr (C::kBiasRows) {
+      read_bias_rows(wg, tile);
+    } else {
+      read_bias_matrices(wg, tile);
+    }
+    warp_arrive(slot.empty);
+  }
+  __device__ __forceinline__ void read_bias_matrices(const BwdWarpgroup<C>& wg, uint32_t tile) {
+    const uint32_t from = tile + fragment_of_tile<C>(wg.first_key());
+    const float inverse = wg.p.bias_scale;
 #pragma unroll
     for (int n = 0; n < C::kBlockQ / 16; ++n) {
       uint32_t x[4];  // keys 0 to 7 and 8 to 15, of each queries 0 to 7 and 8 to 15
@@ -80,7 +88,24 @@ struct BwdScores {
         rS[8 * n + 2 * i + 1] = C::Type::unpack(static_cast<uint16_t>(x[i] >> 16)) * inverse;
       }
     }
-    warp_arrive(slot.empty);
+  }
+  // The same from rows that begin anywhere.
+  __device__ __forceinline__ void read_bias_rows(const BwdWarpgroup<C>& wg, uint32_t tile) {
+    using Tile = typename C::BiasTile;
+    const uint32_t first = ptx::ld_shared_u32(tile + offsetof(typename C::BiasRowStage, shift));
+    const float inverse = wg.p.bias_scale;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int query = fragment_column() + e;
+      const uint32_t from = tile + query * Tile::kPitch +
+                            (wg.first_key() + fragment_row()) * Tile::kElementBytes +
+                            Tile::shift(first, query, wg.p.bias_strides.row);
+#pragma unroll
+      for (int i = 0; i < C::kBlockQ / 4; ++i) {
+        const uint32_t at = i / 2 * 8 * Tile::kPitch + i % 2 * 8 * Tile::kElementBytes;
+        rS[2 * i + e] = Tile::read(from + at) * inverse;
+      }
+    }
   }
 
   // S^T = K Q^T, or dP^T = V dO^T; kAdd: added to what is there.

@@ -399,6 +399,12 @@ std::string lacks_for_bias(const AttentionPlan& plan) {
     if (!has_neighbouring_keys(plan)) return "takes an fp32 bias of neighbouring keys alone";
     if (sums) return "does not sum the gradient of a shared fp32 bias";
   }
+  if (input != kBiasByTma && p.grad_bias && !sums) {
+    const TensorSpec& grad = *p.grad_bias;
+    if ((grad.size(-1) > 1 && grad.step(-1) != 1) || grad.step(-2) > INT32_MAX) {
+      return "stores the gradient of such a bias to rows of neighbouring keys alone";
+    }
+  }
   if (input == kBiasByTma) {
     if (copies_much_bias(plan)) return "would copy a large bias to aligned rows";
     if (bias_matrices(plan) > kMaxGridYZ) return "cannot copy so many matrices of a bias";

@@ -25,7 +25,10 @@ __device__ __forceinline__ void cp_async_cg_16_part(uint32_t shared, const void*
                "r"(bytes));
 }
 
-// The same for 8 bytes, which pass through the first-level cache.
+// 8 bytes, which pass through the first-level cache.
+__device__ __forceinline__ void cp_async_ca_8(uint32_t shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared), "l"(global));
+}
 __device__ __forceinline__ void cp_async_ca_8_part(uint32_t shared, const void* global, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared), "l"(global),
                "r"(bytes));

@@ -55,35 +55,50 @@ struct BiasRowTile {
   static __device__ __forceinline__ void load(uint32_t shared, const char* from, int64_t stride,
                                               int rows, int keys) {
     constexpr int kStep = kThreads / kChunks;  // rows at once
-    int thread = ptx::opaque_thread() - kFirst;
     const int64_t row_bytes = stride * kElementBytes;
-    const int bytes = min(keys, kKeys) * kElementBytes;
-    const char* at = from + thread / kChunks * row_bytes;
+    const int thread = ptx::opaque_thread() - kFirst, chunk = thread % kChunks;
+    const char* at = from + thread / kChunks * row_bytes + chunk * kChunkBytes;
+    uint32_t to = shared + thread / kChunks * kPitch + chunk * kChunkBytes;
+    if (rows >= kRows && keys >= kKeys) {
+#pragma unroll 2
+      for (int row = thread / kChunks; row < kRows;
+           row += kStep, at += kStep * row_bytes, to += kStep * kPitch) {
+        copy(to, at - shift(at));
+      }
+    } else {
+      const int bytes = min(keys, kKeys) * kElementBytes - chunk * kChunkBytes;
 #pragma unroll 1
-    for (int row = thread / kChunks; row < kRows; row += kStep, at += kStep * row_bytes) {
-      copy(shared, at, row, thread % kChunks, row < rows ? bytes : -kChunkBytes);
+      for (int row = thread / kChunks; row < kRows;
+           row += kStep, at += kStep * row_bytes, to += kStep * kPitch) {
+        copy(to, at - shift(at), row < rows ? bytes + static_cast<int>(shift(at)) : 0);
+      }
     }
-    // The last chunks, of which a row without a shift has none.
-    thread = ptx::opaque_thread() - kFirst;
-    at = from + thread * row_bytes;
+    // The last chunks: what the shift leaves of them, up to the tile's last number.
+    const int first = ptx::opaque_thread() - kFirst;
+    at = from + first * row_bytes + kChunks * kChunkBytes;
+    const int bytes = min(keys - kKeys, 0) * kElementBytes;
 #pragma unroll 1
-    for (int row = thread; row < kRows; row += kThreads, at += kThreads * row_bytes) {
-      copy(shared, at, row, kChunks, row < rows && shift(at) ? bytes : -kChunkBytes);
+    for (int row = first; row < kRows; row += kThreads, at += kThreads * row_bytes) {
+      copy(shared + row * kPitch + kChunks * kChunkBytes, at - shift(at),
+           row < rows ? bytes + static_cast<int>(shift(at)) : 0);
     }
   }
 
  private:
-  // Copies a chunk of a row of which `bytes` bytes exist, counted from its first number.
-  static __device__ __forceinline__ void copy(uint32_t shared, const char* row_begin, int row,
-                                              int chunk, int bytes) {
-    const int before = static_cast<int>(shift(row_begin));
-    const char* const from = row_begin - before + chunk * kChunkBytes;
-    const uint32_t to = shared + row * kPitch + chunk * kChunkBytes;
-    const int left = min(max(before + bytes - chunk * kChunkBytes, 0), kChunkBytes);
+  static __device__ __forceinline__ void copy(uint32_t to, const char* from) {
     if constexpr (kChunkBytes == 16) {
-      ptx::cp_async_cg_16_part(to, from, left);
+      ptx::cp_async_cg_16(to, from, true);
     } else {
-      ptx::cp_async_ca_8_part(to, from, left);
+      ptx::cp_async_ca_8(to, from);
+    }
+  }
+  // The first `bytes` bytes of a chunk, or none; zeros for the others.
+  static __device__ __forceinline__ void copy(uint32_t to, const char* from, int bytes) {
+    bytes = min(max(bytes, 0), kChunkBytes);
+    if constexpr (kChunkBytes == 16) {
+      ptx::cp_async_cg_16_part(to, from, bytes);
+    } else {
+      ptx::cp_async_ca_8_part(to, from, bytes);
     }
   }
 };

@@ -103,7 +103,7 @@ __device__ __forceinline__ void store_ds_numbers(uint32_t from, const BiasRows& 
 }
 
 // dS of a tile of queries from the consumer's registers; number(i) is that of accumulator i, a
-// Number.
+// Number. Keys are neighbours in memory, and the stride of rows fits in 32 bits.
 template <class C, class Number, class F>
 __device__ __forceinline__ void store_ds_registers(const BwdWarpgroup<C>& wg, const BwdTask& task,
                                                    const F& number) {
@@ -111,18 +111,20 @@ __device__ __forceinline__ void store_ds_registers(const BwdWarpgroup<C>& wg, co
   if (!p.grad_bias) return;
   const int first = wg.first_query(), query = first + fragment_column();
   const int key = task.first_key + wg.first_key() + fragment_row();
-  const int64_t row = p.grad_bias_strides.row, column = p.grad_bias_column;
-  Number* to = static_cast<Number*>(p.grad_bias) + task.grad_bias +
-               wg.head() * p.grad_bias_strides.head + query * row + key * column;
+  const int row = static_cast<int>(p.grad_bias_strides.row);
+  Number* const to = static_cast<Number*>(p.grad_bias) + task.grad_bias +
+                     wg.head() * p.grad_bias_strides.head + int64_t{query} * row + key;
   const auto store = [&](auto whole) {
 #pragma unroll
-    for (int i = 0; i < C::kBlockQ / 8; ++i, to += 8 * row) {
+    for (int i = 0; i < C::kBlockQ / 8; ++i) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         // Accumulator 4 i + j is of query 8 i + j % 2 and key j / 2 * 8.
         const bool exists = 8 * i + j % 2 < p.len_q - query && j / 2 * 8 < p.len_k - key;
         if (decltype(whole)::value || exists)
-          to[j % 2 * row + j / 2 * 8 * column] = number(4 * i + j);
+          {
+          to[int64_t{row} * (8 * i + j % 2) + j / 2 * 8] = number(4 * i + j);
+        }
       }
     }
   };

@@ -185,7 +185,8 @@ struct BwdScores {
   }
 
   // dS = P (dP - delta) in place of dP. P is taken as it was rounded to 16 bits: in fp32 it would
-  // be 64 registers more at D = 64.
+  // be 64 registers more at D = 64. But where the bias and so its gradient are fp32, tiles have 64
+  // queries, and there is room for 32.
   __device__ __forceinline__ void differentiate(const BwdWarpgroup<C>& wg,
                                                 const PackedTile<C>& rP) {
     const uint32_t lse_delta = wg.stage_lse_delta();
@@ -195,7 +196,8 @@ struct BwdScores {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const uint32_t both = rP[i / 2][i % 2 * 2 + j / 2];
-        const float p = C::Type::unpack(static_cast<uint16_t>(j % 2 ? both >> 16 : both));
+        const float rounded = C::Type::unpack(static_cast<uint16_t>(j % 2 ? both >> 16 : both));
+        const float p = C::kFloatBias ? rS[4 * i + j] : rounded;
         rdP[4 * i + j] = (rdP[4 * i + j] - (j % 2 ? delta.y : delta.x)) * p;
         if (C::kTile.general_score && wg.p.softcap_scale) {
           const uint32_t two = slopes[i / 2][i % 2 * 2 + j / 2];

@@ -109,11 +109,15 @@ class Listed:
 TABLES = {
     "kFwd": ("fwd", "fwd"),
     "kFwdBias": ("fwd_bias", "fwd_bias"),
+    "kFwdBiasRows": ("fwd_bias_rows", "fwd_bias_rows"),
+    "kFwdBiasFloat": ("fwd_bias_float", "fwd_bias_rows"),
     "kFwdGeneral": ("fwd_general", "fwd"),
     "kFwdPacked": ("fwd_packed", "fwd_packed"),
     "kBwdPacked": ("bwd_packed", "bwd_packed"),
     "kBwd": ("bwd", "bwd"),
     "kBwdBias": ("bwd_bias", "bwd_bias"),
+    "kBwdBiasRows": ("bwd_bias_rows", "bwd_bias_rows"),
+    "kBwdBiasFloat": ("bwd_bias_float", "bwd_bias_rows"),
     "kBwdGeneral": ("bwd_general", "bwd"),
     "kBiasSum": ("bwd_bias_sum", "bwd_bias"),
 }
@@ -152,7 +156,7 @@ def listed_kernels() -> dict[str, Listed]:
                     warps = 4 * ((q // 64 if kind == "Sm90FwdTile" else 2) + 1)
                     ctas = numbers[4] if kind == "Sm90FwdTile" and len(numbers) > 4 else 1
                 image = f"{family}_attention_{image}_{dtype}_d{d}"
-                role = "attention_" + re.sub("_(?:general|packed)$", "", name)
+                role = "attention_" + re.sub("_(?:general|packed|rows|float)$", "", name)
                 tile = f"{dtype}_d{d}_{q}x{k}"
                 found[f"{family}_attention_{name}_{tile}"] = Listed(
                     image, role, (d, q, k), warps, ctas
@@ -334,6 +338,8 @@ def strange_code(kernel: str, chip: str, opcodes: Counter[str]) -> list[str]:
     packed = "_packed_" in kernel
     instructions = PACKED if packed else family.instructions
     wanted = [re.escape(prefix) for prefix in instructions if products]
+    if re.search("_bias_(?:rows|float)_", kernel):  # in chunks, in the background
+        wanted.append(r"LDGSTS\.E.*\.ZFILL")
     hopper = CATALOGUE[kernel]["family"] == "sm90"
     if hopper and products:  # the copy engine stores, but for sums, which are single numbers
         wanted += [r"UTMASTG"] if role != BIAS_SUM else []

@@ -155,7 +155,7 @@ class Lister {
     kernel.dq_accum_dim = tile.head_dim;
     if constexpr (requires { tile.dq_accum_dim(); }) kernel.dq_accum_dim = tile.dq_accum_dim();
     if constexpr (requires { tile.converts_dq(); }) kernel.converts_dq = tile.converts_dq();
-    if constexpr (requires { tile.bias; }) kernel.bias_by_tma = tile.bias;
+    if constexpr (requires { tile.bias; }) kernel.bias_input = tile.bias;
     if constexpr (requires { Tile::kPacked; }) {
       kernel.packed = Tile::kPacked;
       kernel.heads_of_box = tile.heads();
@@ -207,10 +207,16 @@ std::vector<Kernel> list_kernels() {
   list.add("sm90", both, Role::kForward, "fwd", "fwd", sm90::kFwd);
   list.add("sm90", both, Role::kForward, "fwd_general", "fwd", sm90::kFwdGeneral);
   list.add("sm90", both, Role::kForwardBias, "fwd_bias", "fwd_bias", sm90::kFwdBias);
+  list.add("sm90", both, Role::kForwardBias, "fwd_bias_rows", "fwd_bias_rows", sm90::kFwdBiasRows);
+  list.add("sm90", both, Role::kForwardBias, "fwd_bias_float", "fwd_bias_rows",
+           sm90::kFwdBiasFloat);
   list.add("sm90", both, Role::kBackward, "bwd_packed", "bwd_packed", sm90::kBwdPacked);
   list.add("sm90", both, Role::kBackward, "bwd", "bwd", sm90::kBwd);
   list.add("sm90", both, Role::kBackward, "bwd_general", "bwd", sm90::kBwdGeneral);
   list.add("sm90", both, Role::kBackwardBias, "bwd_bias", "bwd_bias", sm90::kBwdBias);
+  list.add("sm90", both, Role::kBackwardBias, "bwd_bias_rows", "bwd_bias_rows", sm90::kBwdBiasRows);
+  list.add("sm90", both, Role::kBackwardBias, "bwd_bias_float", "bwd_bias_rows",
+           sm90::kBwdBiasFloat);
   list.add("sm90", both, Role::kBiasSum, "bwd_bias_sum", "bwd_bias", sm90::kBiasSum);
   list.add_small("sm90", both,
                  {Role::kRaggedBlocks, Role::kRowBounds, Role::kBiasAlign, Role::kPreprocess,
@@ -291,8 +297,8 @@ const Kernel* find_kernel(std::string_view name) {
 const Kernel* find_kernel(Role role, const Kernel& beside) {
   for (const Kernel& kernel : kernels()) {
     const bool same_tile = kernel.block_q == beside.block_q && kernel.block_k == beside.block_k;
-    if (kernel.role == role && std::string_view(kernel.id.image->name) == beside.id.image->name &&
-        (same_tile || role == Role::kBiasSum)) {
+    if (kernel.role == role && kernel.dtype == beside.dtype && kernel.head_dim == beside.head_dim &&
+        std::string_view(kernel.family) == beside.family && (same_tile || role == Role::kBiasSum)) {
       return &kernel;
     }
   }

@@ -314,7 +314,9 @@ Status fill_maps(Sm90FwdParams& p, const Call& call) {
   if (status.ok()) status = encode_queries(p.out_map, problem.out, t.out, 64, p.pack, ragged);
   if (status.ok()) status = encode_keys(p.key_map, problem.key, t.key, plan.block_k, ragged);
   if (status.ok()) status = encode_keys(p.value_map, problem.value, t.value, plan.block_k, ragged);
-  if (status.ok() && problem.bias) status = encode_bias(p.bias_map, call, p, plan.block_q);
+  if (status.ok() && main_kernel(plan).bias_input == kBiasByTma) {
+    status = encode_bias(p.bias_map, call, p, plan.block_q);
+  }
   return status;
 }
 
@@ -335,8 +337,10 @@ Status fill_maps(Sm90BwdParams& p, const Call& call) {
   if (status.ok() && p.grad_out) {
     status = map(p.grad_out_map, *problem.grad_out, t.grad_out, rows);
   }
-  if (status.ok() && problem.bias) status = encode_bias(p.bias_map, call, p, rows);
-  if (status.ok() && p.grad_bias) {
+  const BiasInput input = main_kernel(plan).bias_input;
+  p.bias_by_rows = input != kNoBias && input != kBiasByTma;
+  if (status.ok() && input == kBiasByTma) status = encode_bias(p.bias_map, call, p, rows);
+  if (status.ok() && p.grad_bias && input == kBiasByTma) {
     p.stores_grad_bias = encode_grad_bias(p.grad_bias_map, plan, p);
   }
   // Gradients leave by warpgroups, 64 rows each.
@@ -461,20 +465,34 @@ Status run_backward(const Call& call) {
 
 // What no kernel with a bias can do; the mma.sync kernels can.
 std::string lacks_for_bias(const AttentionPlan& plan) {
-  constexpr int64_t kMostDim = 128;
+  constexpr int64_t kMostDim = 128, kMostFloatDim = 64;
   const AttentionProblem& p = plan.problem;
   const Geometry g = geometry(p);
   if (p.ragged) return "takes no packed bias";
   if (plan.len_q == 1) return "takes no bias of one query";
-  if (!has_whole_bias(plan)) return "takes a 16-bit bias of all queries and keys alone";
+  if (!has_bias_of_pairs(plan)) return "takes a bias of all queries and keys alone";
   if (g.softcap > 0 || !(g.scale > 1e-6)) return "adds a bias before softcap and scale";
-  if (std::max(plan.head_dim, plan.head_dim_v) > kMostDim) {
-    return text("takes a bias up to head dim ", kMostDim);
+  const int64_t dim = std::max(plan.head_dim, plan.head_dim_v);
+  if (dim > kMostDim) return text("takes a bias up to head dim ", kMostDim);
+  const bool sums = p.grad_bias && shares_bias(plan);
+  const BiasInput input = bias_input(plan);
+  if (input == kFloatsByRows) {
+    if (dim > kMostFloatDim) return text("takes an fp32 bias up to head dim ", kMostFloatDim);
+    if (!has_neighbouring_keys(plan)) return "takes an fp32 bias of neighbouring keys alone";
+    if (sums) return "does not sum the gradient of a shared fp32 bias";
   }
-  if (copies_much_bias(plan)) return "would copy a large bias to aligned rows";
-  if (bias_matrices(plan) > kMaxGridYZ) return "cannot copy so many matrices of a bias";
-  if (bias_matrices(plan) > INT32_MAX / plan.len_q) return "cannot count the rows of the bias";
-  if (p.grad_bias && shares_bias(plan) && !find_kernel(Role::kBiasSum, "sm90", p.query.dtype)) {
+  if (input != kBiasByTma && p.grad_bias && !sums) {
+    const TensorSpec& grad = *p.grad_bias;
+    if ((grad.size(-1) > 1 && grad.step(-1) != 1) || grad.step(-2) > INT32_MAX) {
+      return "stores the gradient of such a bias to rows of neighbouring keys alone";
+    }
+  }
+  if (input == kBiasByTma) {
+    if (copies_much_bias(plan)) return "would copy a large bias to aligned rows";
+    if (bias_matrices(plan) > kMaxGridYZ) return "cannot copy so many matrices of a bias";
+    if (bias_matrices(plan) > INT32_MAX / plan.len_q) return "cannot count the rows of the bias";
+  }
+  if (sums && !find_kernel(Role::kBiasSum, "sm90", p.query.dtype)) {
     return "has no sum of a shared bias's gradient";
   }
   return {};
@@ -599,7 +617,7 @@ std::string slower(const AttentionPlan& plan, const Gpu& gpu) {
 std::string too_large(const AttentionPlan& plan, const Kernel& k, const Gpu&) {
   constexpr int64_t kSmaller = 128, kShort = 1024, kMany = 8;
   if (k.block_q <= kSmaller) return {};
-  if (k.bias_by_tma && plan.batch * plan.heads_q < kMany * bias_matrices(plan)) {
+  if (k.bias_input != kNoBias && plan.batch * plan.heads_q < kMany * bias_matrices(plan)) {
     return text("tiles of ", kSmaller, " rows are faster where fewer than ", kMany,
                 " share a bias");
   }

@@ -5,6 +5,7 @@
 
 #include "attention/problem.h"
 #include "core/text.h"
+#include "cuda/attention/bias_plan.h"
 
 namespace flashmoe::cuda {
 namespace {
@@ -109,6 +110,8 @@ const Kernel* choose_tile(AttentionPlan& plan, const Family& family, const Gpu& 
         k.head_dim < dim || (bucket && k.head_dim != bucket && !k.packed)) {
       continue;
     }
+    // Tiles that take a bias in another way say nothing about this one.
+    if (k.bias_input != kNoBias && k.bias_input != bias_input(plan)) continue;
     if (k.packed) {  // beside the tiles of a head dim, which serve where these do not
       if (!p.ragged || general_score || chosen) continue;
       const bool matches = forced && k.block_q == forced->block_q && k.block_k == forced->block_k;

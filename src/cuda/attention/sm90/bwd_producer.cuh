@@ -80,9 +80,9 @@ template <class C>
 __device__ __forceinline__ void load_bias(uint32_t smem, const tma::Ring<C::kStages>& ring,
                                           const BwdTask& task, int head, int first,
                                           const Sm90BwdParams& p) {
-  using Tile = typename C::ScoreTile;
+  using Tile = typename C::BiasTile;
   const tma::Slot slot = C::slot(smem, C::kBiasBarrier + ring.at());
-  const uint32_t to = smem + offsetof(typename C::Smem, sBias) + ring.at() * Tile::kBytes;
+  const uint32_t to = smem + offsetof(typename C::Smem, sBias) + ring.at() * sizeof(Tile);
   const int row = task.bias_row + (head - task.key_head * p.group) * task.bias_head_rows + first;
   ring.wait_empty(slot);
   ptx::mbarrier_arrive_expect_tx(slot.full, Tile::kBytes);
@@ -130,7 +130,7 @@ __device__ __forceinline__ void produce(typename C::Smem& shared, uint32_t smem,
             slot, smem + (k ? offsetof(Smem, sK) : offsetof(Smem, sV)), k ? p.key_map : p.value_map,
             token_k(rank), task.key_head, task.batch);
       };
-      if constexpr (C::kBias) load_bias<C>(smem, ring, task, head, first, p);
+      if constexpr (C::kBias && !C::kBiasRows) load_bias<C>(smem, ring, task, head, first, p);
       ring.wait_empty(grad_out);  // in all CTAs of the cluster: Q goes where a dO was
       fill_cluster<C>(q, smem + offsetof(Smem, sRows) + places.q, rank, p.query_map, token_q, head,
                       task.batch);

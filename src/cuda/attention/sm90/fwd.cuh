@@ -17,6 +17,8 @@
 // S = Q K^T of a tile is issued together with O += P V of the tile before, and consumers take turns
 // in issuing MMAs, so that the softmax of one runs under the MMAs of another. (Both are
 // FlashAttention-3's.) P stays in registers.
+// A bias comes by TMA as well; in rows that begin anywhere, or in fp32, the other warps of
+// warpgroup 0 bring it (bias_rows.cuh).
 //
 // Registers of a thread: producer 40 and consumers 232, with three consumers 32 and 160. Shared
 // memory: FwdConfig::Smem, 176.5 KB at D = 64 (192 x 128, 4 stages), 192.5 KB at D = 128, 224.5 KB
@@ -29,6 +31,7 @@
 #include <cstddef>
 #include <type_traits>
 
+#include "cuda/attention/sm90/bias_rows.cuh"
 #include "cuda/attention/sm90/fwd_consumer.cuh"
 #include "cuda/attention/sm90/fwd_producer.cuh"
 #include "cuda/attention/sm90/tiles.h"
@@ -45,25 +48,32 @@ struct FwdConfig {
   static constexpr int kDim = kTile.head_dim, kStages = kTile.stages;
   static constexpr int kBlockQ = kTile.block_q, kBlockK = kTile.block_k;
   static constexpr int kOutStages = kTile.out_stages();
-  static constexpr bool kBias = kTile.bias;
+  static constexpr bool kBias = kTile.bias != kNoBias;
+  static constexpr bool kBiasRows = kBias && kTile.bias != kBiasByTma;
+  static constexpr bool kFloatBias = kTile.bias == kFloatsByRows;
   static constexpr int kWarpgroups = kBlockQ / kWarpgroupRows;  // of consumers
   using Rows = tma::Tile<kBlockQ, kDim>;
   using Keys = tma::Tile<kBlockK, kDim>;
   using Out = tma::Tile<kBlockQ, 64>;
-  using ScoreTile = tma::Tile<kBlockQ, kBlockK>;  // the bias
+  using BiasTile = std::conditional_t<
+      kBiasRows,
+      BiasRowTile<T, kBiasRows ? kTile.bias : kBiasByRows, kBlockQ, kBlockK, kTile.kBiasChunkBytes>,
+      tma::Tile<kBlockQ, kBlockK>>;
+  static constexpr int kLoaderThreads = kWarpgroupThreads - 32;  // see FwdBiasLoader
 
   // mbarriers, each a tma::Slot with `full` and `empty`. "Producer" is its one thread, whose
   // arrival on `full` also expects the bytes of TMA.
   enum Barrier : int {
-    // [2] A task. full: the producer; consumers wait. empty: each consumer thread; the producer
-    // waits.
+    // [2] A task. full: the producer; consumers and bias loaders wait. empty: each thread of these;
+    // the producer waits.
     kTaskBarrier = 0,
     // Q. full: the producer; consumers wait. empty: each warp of the consumers; the producer waits.
     kQBarrier = 2,
     // [kStages] K, and [kStages] V. As Q.
     kKBarrier = 3,
     kVBarrier = kKBarrier + kStages,
-    // [kStages] The bias, in kernels with one. As Q.
+    // [kStages] The bias, in kernels with one. As Q; by rows each thread of the bias loaders fills
+    // it and waits for empty.
     kBiasBarrier = kVBarrier + kStages,
     kBarriers = kBiasBarrier + (kBias ? kStages : 0),
   };
@@ -86,7 +96,7 @@ struct FwdConfig {
   struct BiasSmem {
     Rows sQ;
     Keys sK[kStages], sV[kStages];
-    ScoreTile sBias[kStages];
+    BiasTile sBias[kStages];
     Out sO[kOutStages];
     FwdTask tasks[2];
     tma::Slot::Barriers barriers[kBarriers];
@@ -102,7 +112,13 @@ struct FwdConfig {
   }
   static __device__ __forceinline__ void init_barriers(uint32_t smem) {
     for (int i = 0; i < kBarriers; ++i) {
-      slot(smem, i).init(1, (i < kQBarrier ? kWarpgroupThreads : kWarpgroupWarps) * kWarpgroups);
+      const int loaders = kBiasRows ? kLoaderThreads : 0;
+      if (i < kQBarrier) {
+        slot(smem, i).init(1, kWarpgroupThreads * kWarpgroups + loaders);
+      } else {
+        slot(smem, i).init(kBiasRows && i >= kBiasBarrier ? loaders : 1,
+                           kWarpgroupWarps * kWarpgroups);
+      }
     }
     ptx::fence_mbarrier_init();
   }
@@ -131,6 +147,9 @@ __device__ __forceinline__ void attention_fwd(const Sm90FwdParams& p) {
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<C::kProducerRegisters>();
     if (threadIdx.x == 0) FwdProducer<C>(shared, smem, p).run();
+    if constexpr (C::kBiasRows) {
+      if (threadIdx.x >= 32) FwdBiasLoader<C>(shared, smem, p).run();
+    }
   } else {
     ptx::setmaxnreg_inc<C::kConsumerRegisters>();
     FwdConsumer<C>(shared, smem, warpgroup - 1, p).run();

@@ -33,10 +33,28 @@ struct FwdSoftmax {
   // take(i, bias) for the bias of each of the thread's scores of the tile.
   template <class Take>
   static __device__ __forceinline__ void read_bias(const FwdWarpgroup<C>& wg, const Take& take) {
-    using Tile = typename C::ScoreTile;
+    using Tile = typename C::BiasTile;
+    const uint32_t tile = wg.smem + offsetof(typename C::Smem, sBias) + wg.keys.at() * sizeof(Tile);
+    if constexpr (C::kBiasRows) {
+      const int row = wg.index * kWarpgroupRows + fragment_row();
+      const uint32_t from = tile + row * Tile::kPitch + fragment_column() * Tile::kElementBytes +
+                            Tile::shift(wg.reload(wg.task().bias_row), row, wg.p.bias_strides.row);
+#pragma unroll
+      for (int i = 0; i < C::kBlockK / 2; ++i) {
+        take(i, Tile::read(from + i % 4 / 2 * 8 * Tile::kPitch +
+                           (i / 4 * 8 + i % 2) * Tile::kElementBytes));
+      }
+    } else {
+      read_bias_matrices(tile, wg.index, take);
+    }
+  }
+  template <class Take>
+  static __device__ __forceinline__ void read_bias_matrices(uint32_t tile, int index,
+                                                            const Take& take) {
+    using Tile = typename C::BiasTile;
     const uint32_t from =
-        wg.smem + offsetof(typename C::Smem, sBias) + wg.keys.at() * sizeof(Tile) +
-        Tile::at(wg.index * kWarpgroupRows + warpgroup_warp() * 16 + lane() % 16, lane() / 16 * 8);
+        tile +
+        Tile::at(index * kWarpgroupRows + warpgroup_warp() * 16 + lane() % 16, lane() / 16 * 8);
 #pragma unroll
     for (int n = 0; n < C::kBlockK / 16; ++n) {
       uint32_t x[4];  // keys 0 to 7 and 8 to 15, of each rows 0 to 7 and 8 to 15

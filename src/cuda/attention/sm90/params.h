@@ -14,8 +14,8 @@ namespace flashmoe::cuda {
 struct Sm90FwdParams : AttentionFwdParams {
   TensorMap query_map, out_map;  // (batch, heads, length, 2^pack, D)
   TensorMap key_map, value_map;  // (batch, heads, length, D); ragged: tokens are the length
-  // Kernels with a bias: (rows, len_k), the rows of all heads and batches one after the other.
-  // Those of one (batch, head) begin at row offset / bias_strides.row.
+  // Kernels with a bias by TMA: (rows, len_k), the rows of all heads and batches one after the
+  // other. Those of one (batch, head) begin at row offset / bias_strides.row.
   TensorMap bias_map;
   int32_t pack;
   int32_t query_blocks, num_tasks;
@@ -79,9 +79,10 @@ struct Sm90BwdParams : AttentionBwdParams {
   // is that of the queries, and loads begin beyond their end. Maps of gradients that are not wanted
   // are never read.
   TensorMap query_map, key_map, value_map, grad_out_map, grad_key_map, grad_value_map;
-  TensorMap bias_map;  // kernels with a bias: see Sm90FwdParams
+  TensorMap bias_map;  // kernels with a bias by TMA: see Sm90FwdParams
   // The gradient of a bias that is not shared, where TMA can store it: see stores_grad_bias.
   TensorMap grad_bias_map;
+  int32_t bias_by_rows;      // whether the bias is not for TMA: there is no bias_map then
   int32_t stores_grad_bias;  // whether it can: rows of whole chunks of 16 bytes
   int32_t key_blocks, num_tasks;
   int32_t heads_per_wave;       // (batch, key head) whose tiles of keys follow each other

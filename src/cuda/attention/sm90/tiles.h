@@ -1,6 +1,8 @@
 // Tile configurations of the sm90 family: see cuda/attention/tiles.h.
 #pragma once
 
+#include "cuda/attention/tiles.h"
+
 namespace flashmoe::cuda {
 
 // Shared memory that a CTA may have on an SM of Hopper, and what a forward kernel, or the sum of a
@@ -13,22 +15,31 @@ constexpr int registers_at_first(int warpgroups, int ctas = 1) {
   return 65536 / (ctas * warpgroups * 128) / 8 * 8;
 }
 
+// A tile of bias in shared memory. By TMA it has whole blocks; by rows each row has a chunk more,
+// of `chunk_bytes`, since it begins within one.
+constexpr int bias_tile_bytes(BiasInput input, int rows, int keys, int chunk_bytes) {
+  if (input == kNoBias) return 0;
+  const int row_bytes = keys * (input == kFloatsByRows ? 4 : 2);
+  return rows * (row_bytes + (input == kBiasByTma ? 0 : chunk_bytes));
+}
+
 struct Sm90FwdTile {
   int head_dim;
   int block_q, block_k;  // a consumer warpgroup for each 64 rows, and the producer's warpgroup
   int stages;            // of K and V in shared memory
   bool general_score;    // whether there may be a softcap, or a scale that is not positive
-  bool bias = false;     // whether a bias is added
-  int ctas = 1;          // per SM, of which each has its share of shared memory and registers
+  BiasInput bias = kNoBias;
+  int ctas = 1;  // per SM, of which each has its share of shared memory and registers
   static constexpr bool kCountsTasks = true;
 
   constexpr int threads() const { return (block_q / 64 + 1) * 128; }
   // Tiles lie in blocks of 64 columns; O leaves through one or two such blocks.
   constexpr int blocks() const { return (head_dim + 63) / 64; }
   constexpr int out_stages() const { return blocks() > 1 ? 2 : 1; }
+  static constexpr int kBiasChunkBytes = 16;
   constexpr int shared_bytes() const {
     const int tiles = block_q + 2 * stages * block_k;
-    const int bias_tiles = bias ? stages * block_q * block_k * 2 : 0;
+    const int bias_tiles = stages * bias_tile_bytes(bias, block_q, block_k, kBiasChunkBytes);
     return (tiles * blocks() + out_stages() * block_q) * 128 + bias_tiles + kBarrierBytes;
   }
 };
@@ -89,7 +100,7 @@ struct Sm90BwdTile {
   int head_dim;
   int block_q, block_k;
   bool general_score = false;  // whether there may be a softcap
-  bool bias = false;           // whether there is a bias, with a gradient
+  BiasInput bias = kNoBias;    // of a bias with a gradient
   int ctas = 1;                // per SM: one takes all shared memory and registers
 
   static constexpr bool kCountsTasks = true;
@@ -109,12 +120,20 @@ struct Sm90BwdTile {
   // Whether dV and dK have shared memory of their own on their way out, which leaves none for a
   // bias above D = 64: they leave through that of dS then.
   constexpr bool own_grads() const { return !bias || columns() == 64; }
+  // By rows: above D = 64 there is no room for chunks of 16 bytes.
+  constexpr int bias_chunk_bytes() const { return columns() > 64 ? 8 : 16; }
+  // A stage of the bias; by rows with the shift of its first row.
+  constexpr int bias_stage_bytes() const {
+    return bias_tile_bytes(bias, block_q, block_k, bias_chunk_bytes()) +
+           (bias == kBiasByRows || bias == kFloatsByRows ? 16 : 0);
+  }
   // K and V, the stages of Q and dO with lse and delta; then one CTA: two stages of dS and of the
   // bias, dQ on its way out, and dV or dK on its way out; two CTAs: dS, and what dQ takes of the
   // other CTA's K.
   constexpr int shared_bytes() const {
     const int tiles = (2 * block_k / cluster() + 2 * kStages * block_q) * columns() * 2;
-    const int ds = block_q * block_k * 2, bias_tiles = bias ? kStages * ds : 0;
+    const int ds = block_q * block_k * 2;
+    const int bias_tiles = kStages * bias_stage_bytes();
     const int leaving = block_q * dq_accum_dim() * 4 + (own_grads() ? block_k * columns() * 2 : 0);
     const int rest = two_cta() ? ds + 64 * 128 * 2 : 2 * ds + bias_tiles + leaving;
     return tiles + rest + kStages * block_q * 8 + kBwdControlBytes;

@@ -287,13 +287,20 @@ TEST(environment) {
     const Environment set("FLASHMOE_FAMILY", "cpu");
     check_refused(p, {"FLASHMOE_FAMILY is cpu", ".cpu()"});
   }
-  for (const char* tile : {"64", "64x", "x64", "64x64x64", "axb", "64x64 "}) {
+  for (const char* tile : {"64", "64x", "x64", "64x64x64", "axb", "64x64 ", "64x64,", ",64x64",
+                           "64x64,64x64,64x64", "64x64, x64"}) {
     const Environment set("FLASHMOE_TILE", tile);
     check_refused(p, {"FLASHMOE_TILE is ", tile, "QUERIESxKEYS"});
   }
   {
     const Environment set("FLASHMOE_TILE", "1x1");
     check_refused(p, {"FLASHMOE_TILE asks for 1x1; for head dim 64 there are ", "128x128"});
+  }
+  {
+    const Environment set("FLASHMOE_TILE", "1x1,2x3");
+    check_refused(p, {"FLASHMOE_TILE asks for 1x1"});
+    check_refused(cuda_problem(100, Pass::kBackward, DType::kFloat16, 64, 64, {}),
+                  {"FLASHMOE_TILE asks for 2x3"});
   }
   // On the CPU neither means anything.
   const Environment family("FLASHMOE_FAMILY", "sm80"), tile("FLASHMOE_TILE", "1x1");
@@ -314,8 +321,11 @@ TEST(every_tile_can_be_forced) {
     if (packed) sizes.heads_q = sizes.heads_k;
     AttentionProblem p = cuda_problem(cc, backward ? Pass::kBackward : Pass::kForward, k.dtype,
                                       k.head_dim, k.head_dim, sizes, packed);
-    const DType wide = k.family == "sm90" ? k.dtype : DType::kFloat32;
+    const bool rows = k.name.find("_bias_rows_") != std::string::npos;
+    const bool floats = k.name.find("_bias_float_") != std::string::npos;
+    const DType wide = k.family == "sm90" && !floats ? k.dtype : DType::kFloat32;
     if (bias) p.bias = contiguous(wide, {300, 517});
+    if (rows) p.bias = contiguous(wide, {sizes.batch, sizes.heads_q, 300, 517});
     if (k.name.find("_general_") != std::string::npos) p.options.softcap = 3;
     CHECK_EQ(plan_of(p).kernel, k.name);
   }

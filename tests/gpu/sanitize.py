@@ -255,10 +255,10 @@ SM90_CALLS = [
     Call(128, (4, 2), (65, 300), lead=(2,), bias=Bias(masked=True)),
     Call(64, (2, 1), (130, 200), bias=Bias(), needs="qkv"),
     Call(64, (2, 1), (130, 200), bias=Bias(), needs="b"),
-    # Many short sequences, packed; the backward pass is sm80's.
-    Call(16, (6, 6), ragged=SHORT, needs=""),
-    Call(32, (2, 2), ragged=SHORT, options={"window": (9, 3)}, needs=""),
-    Call(48, (4, 2), ragged=SHORT, options=CAUSAL, needs=""),
+    # Many short sequences, packed.
+    Call(16, (6, 6), ragged=SHORT),
+    Call(32, (2, 2), ragged=SHORT, options={"window": (9, 3)}),
+    Call(48, (4, 2), ragged=SHORT, options=CAUSAL),
 ]
 
 

@@ -1,8 +1,8 @@
-"""Tiles of tokens, whatever sequences these are of: the sm90 family's forward pass of many short
+"""Tiles of tokens, whatever sequences these are of: both passes of the sm90 family over many short
 sequences.
 
-FLASHMOE_TILE asks for it, so that few and small sequences are enough; test_hopper_plans.py has the
-planner's own choice.
+FLASHMOE_TILE asks for them, so that few and small sequences are enough; test_hopper_plans.py has
+the planner's own choice.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from math import inf, nan
 
 import pytest
 import torch
+from families import refusal
 from helpers import (
     DEVICE,
     OPTIONS,
@@ -26,6 +27,7 @@ from helpers import (
     on_a_gpu,
     put,
     ragged,
+    same_bits,
     tile,
 )
 from test_bad_lengths import LENGTHS, REST, judge_ragged
@@ -34,6 +36,8 @@ import flashmoe_science as fm
 import oracle
 
 pytestmark = [on_a_gpu, pytest.mark.family("sm90")]
+
+FORWARD, BACKWARD = (128, 32), (192, 32)
 
 # Head dim, value head dim, query heads, key heads: boxes that are full and that are not.
 SHAPES = [(16, 16, 8, 8), (16, 16, 6, 6), (16, 16, 1, 1), (32, 32, 4, 4), (32, 32, 3, 3)]
@@ -44,6 +48,8 @@ SEQUENCES = {
     "one": ((128, 128),),
     "single tokens": ((1, 1),) * 300,
     "edges": tuple((n, n) for n in (15, 16, 17, 31, 32, 33, 63, 64, 65, 95, 97, 127, 129)),
+    "edges of 192": tuple((n, n) for n in (191, 1, 193, 192, 383, 5)),
+    "even and odd": tuple((n, m) for n in range(1, 9) for m in range(1, 9)),
     "cross": ((150, 33), (33, 150), (1, 40), (40, 1), (0, 9), (9, 0), (2, 2), (3, 5)) * 3,
     "decoding": tuple((1, m) for m in (1, 2, 31, 32, 33, 64, 130, 0, 17)) * 20,
     "empty ends": ((0, 0), (0, 70), (5, 8), (33, 40), (0, 0), (31, 0), (0, 50)),
@@ -53,15 +59,23 @@ SEQUENCES = {
 
 @pytest.fixture(autouse=True)
 def packed(monkeypatch):
-    monkeypatch.setenv("FLASHMOE_TILE", "128x32")
+    monkeypatch.setenv("FLASHMOE_TILE", ",".join(f"{q}x{k}" for q, k in (FORWARD, BACKWARD)))
+
+
+def explain(case: oracle.Case, **more) -> str:
+    tensors, options = explained(case)
+    return fm.explain(*tensors, **options, **more)
 
 
 def case_of(lengths, shape=(64, 64, 2, 2), **more) -> oracle.Case:
     d, dv, hq, hk = shape
-    case = ragged(lengths, d=d, dv=dv, hq=hq, hk=hk, needs="", **more)
-    text = fm.explain(*(made := explained(case))[0], **made[1])
-    assert tile(text) == (128, 32) and "_fwd_packed_" in text
-    assert [name.split("_")[2:4] for name in launches(text)] == [["row", "bounds"]]
+    case = ragged(lengths, d=d, dv=dv, hq=hq, hk=hk, **more)
+    text = explain(case)
+    assert tile(text) == FORWARD and "_fwd_packed_" in text
+    assert [name.split("_", 2)[2][:-5] for name in launches(text)] == ["row_bounds"]
+    text = explain(case, backward=True)
+    assert tile(text) == BACKWARD and "_bwd_packed_" in text and "bitwise reproducible" in text
+    assert [name.split("_", 2)[2][:-5] for name in launches(text)] == ["bwd_packed_preprocess"]
     return case
 
 
@@ -104,6 +118,22 @@ def test_tokens_of_no_sequence(rest, slack, cu_dtype, dtype):
         got = check_case(case_of(SEQUENCES["cross"], shape, **more))
         end = len(got["out"]) - rest[0]
         assert got["out"][end:].eq(0).all() and got["lse"][end:].eq(-inf).all()
+        assert got["dq"][end:].eq(0).all()
+        for name in ("dk", "dv"):
+            assert got[name][len(got[name]) - rest[1] :].eq(0).all()
+
+
+@pytest.mark.parametrize("shape", [(16, 16, 6, 6), (64, 64, 4, 2), (40, 64, 2, 2)], ids=str)
+def test_what_is_not_wanted_changes_nothing(shape, dtype):
+    case = case_of(SEQUENCES["cross"], shape, dtype=dtype)
+    want = check_case(case)
+    for needs in ("q", "k", "v", "qk", "qv", "kv"):
+        got = check_case(replace(case, needs=needs))
+        assert set(got) == {"out", "lse", *(f"d{name}" for name in needs)}
+        assert all(same_bits(got[name], want[name]) for name in got)
+    check_case(replace(case, grad_lse=None))
+    check_case(replace(case, use_out=False, grad_out=torch.zeros_like(case.grad_out)))
+    check_case(replace(case, deterministic=False))
 
 
 def one_of_three(x):
@@ -126,12 +156,14 @@ def heads_outside(x):
 def test_strides(layout, dtype):
     for shape in ((16, 16, 4, 4), (64, 64, 2, 2)):
         case = case_of(SEQUENCES["edges"], shape, dtype=dtype)
-        laid = replace(case, **{name: layout(getattr(case, name)) for name in "qkv"})
-        text = fm.explain(*(made := explained(laid))[0], **made[1])
-        if "_fwd_packed_" in text:
+        laid = replace(case, **{name: layout(getattr(case, name)) for name in (*"qkv", "grad_out")})
+        tensors, options = explained(laid)
+        if shape[0] == 16 and layout is not one_of_three:  # heads of 16 share a box of 64 columns
+            assert "FLASHMOE_TILE asks for 128x32" in refusal(*tensors, **options)
+        else:
+            assert "_fwd_packed_" in explain(laid)
+            assert "_bwd_packed_" in explain(laid, backward=True)
             check_case(laid)
-        else:  # heads of 16 share a box of 64 columns
-            assert shape[0] == 16 and layout is not one_of_three
 
 
 @pytest.mark.parametrize("count", [63, 64, 65, 1023, 1024, 1025, 9000])
@@ -156,8 +188,12 @@ def test_thousands_of_sequences(count, dtype):
             cu_q=case.cu_q[part.start : part.stop + 1] - q0,
             cu_k=case.cu_k[part.start : part.stop + 1] - k0,
         )
-        oracle.accept(one, {name: x[q0:q1] for name, x in got.items()})
+        of_keys = ("dk", "dv")
+        oracle.accept(
+            one, {name: x[k0:k1] if name in of_keys else x[q0:q1] for name, x in got.items()}
+        )
     assert got["out"][-5:].eq(0).all() and got["lse"][-5:].eq(-inf).all()
+    assert got["dq"][-5:].eq(0).all() and got["dk"][-3:].eq(0).all() and got["dv"][-3:].eq(0).all()
 
 
 # NaN and infinity.
@@ -169,7 +205,7 @@ def test_nan_reaches_what_depends_on_it(options, shape, dtype):
     """Where sequences and tiles begin and end, and in the last columns."""
     clean = case_of(((70, 70), (31, 31), (60, 90), (2, 2), (17, 0)), shape, dtype=dtype,
                     rest=(3, 3), options=options)  # fmt: skip
-    for name in "qkv":
+    for name in (*"qkv", "grad_out"):
         for place in (0, 15, 69, 70, 100, 101, 127, 128, len(getattr(clean, name)) - 1):
             x = put(getattr(clean, name), (place, 0, -1), nan)
             check_containment(clean, replace(clean, **{name: x}))
@@ -179,7 +215,8 @@ def test_nan_reaches_what_depends_on_it(options, shape, dtype):
 def test_keys_and_rows_of_no_sequence_may_hold_anything(value, dtype):
     for shape in ((16, 16, 4, 4), (64, 64, 2, 2)):
         clean = case_of(((70, 60), (31, 31)), shape, dtype=dtype, rest=(40, 40))
-        dirty = {name: put(getattr(clean, name), (slice(-40, None),), value) for name in "qkv"}
+        names = (*"qkv", "grad_out")
+        dirty = {name: put(getattr(clean, name), (slice(-40, None),), value) for name in names}
         assert check_containment(clean, replace(clean, **dirty)) == 0
 
 
@@ -209,11 +246,14 @@ def test_bad_lengths(shape, dtype):
         falls = put(sound, (3,), int(sound[2]) - 1)
         got = judge_ragged(case, replace(case, **{side: falls}), [0, 1], [])
         assert got["out"][int(case.cu_q[2]) :].isnan().all()
+        assert got["dq"][int(case.cu_q[2]) :].isnan().all()
+        assert got["dk"][int(case.cu_k[2]) :].isnan().all()
         for start in (-1, -1000, 3):
             got = judge_ragged(
                 case, replace(case, **{side: put(sound, (0,), start)}), [1, 2, 3], []
             )
             assert got["out"][:70].isnan().all() and got["lse"][:70].isnan().all()
+            assert got["dq"][:70].isnan().all() and got["dv"][: int(case.cu_k[1])].isnan().all()
         for values in ([2**31 - 1] * 5, [-(2**31)] * 5, [0, -5, 2**31 - 1, 7, -(2**31)]):
             oracle.ours(replace(case, **{side: integers(*values)}))
             torch.cuda.synchronize()

@@ -301,9 +301,9 @@ def split_batch(x):
 
 
 REFUSED = {
-    "fp32 bias": (
-        lambda q, k, v: (q, k, v, torch.zeros(q.shape[-2], k.shape[-2]).to(q.device)),
-        "takes a 16-bit bias",
+    "fp32 bias of keys apart": (
+        lambda q, k, v: (q, k, v, torch.zeros(k.shape[-2], q.shape[-2]).to(q.device).mT),
+        "takes an fp32 bias of neighbouring keys",
     ),
     "bias of keys": (
         lambda q, k, v: (q, k, v, q.new_zeros(k.shape[-2])),

@@ -90,7 +90,11 @@ def beside(kernel: str, part: str) -> str:
 
 def bias_sum(kernel: str) -> str:
     """The kernel that sums the gradient of a shared bias after that one; its tile is its own."""
-    image = CATALOGUE[kernel]["image"]
-    found = [k for k, x in CATALOGUE.items() if (x["role"], x["image"]) == (BIAS_SUM, image)]
+    of_kernel = [CATALOGUE[kernel][x] for x in ("family", "dtype", "head_dim")]
+    found = [
+        name
+        for name, k in CATALOGUE.items()
+        if k["role"] == BIAS_SUM and [k[x] for x in ("family", "dtype", "head_dim")] == of_kernel
+    ]
     assert len(found) == 1, f"{kernel}: {found}"
     return found[0]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import flashmoe_science as fm
-from catalogue import CATALOGUE, TORCH_DTYPES, needs_all_families
+from catalogue import CATALOGUE, TORCH_DTYPES, bias_sum, needs_all_families
 from test_plans import HEAD_DIMS, SHAPE, problem, ragged, spec, told
 
 pytestmark = needs_all_families
@@ -71,19 +71,75 @@ def test_so_do_those_of_a_bias():
             assert plan["kernel"] == f"sm90_attention_bwd_bias_{dtype}_d{bucket}_64x{keys}"
             assert plan["before"] == [f"sm90_attention_bwd_preprocess_{dtype}"]
             assert plan["after"] == [f"sm90_attention_bwd_dq_{dtype}"]
-            # Rows that are no whole chunks are copied, up to 256 MB or where many share them.
-            for length, lead, copied in (
-                (1024, (batch, heads), True),
-                (n, (batch, heads), False),
-                (n, (heads,), False),
-                (n, (batch, 1), True),
-            ):
-                odd = spec(*lead, length, length + 1, dtype=TORCH_DTYPES[dtype])[..., :length]
-                tensors = problem(dtype, d, **LONG | {"n": length, "m": length})
-                text = fm.explain(*tensors, bias=odd, backward=True, **H200)
-                align = f"sm90_attention_bias_align_{dtype}"
-                assert (told(text)["before"][0] == align) == copied, (length, lead)
-                assert ("would copy a large bias to aligned rows" in text) != copied
+
+
+def odd_bias(*lead, length, dtype):
+    """Rows that begin anywhere."""
+    return spec(*lead, length, length + 1, dtype=dtype)[..., :length]
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+def test_a_bias_in_odd_rows_is_read_where_it_lies(dtype):
+    """But for one that many share, which is copied to whole chunks."""
+    batch, heads, wide = 2, 16, TORCH_DTYPES[dtype]
+    align = f"sm90_attention_bias_align_{dtype}"
+    for d, bucket in ((16, 32), (64, 64), (80, 96), (128, 128)):
+        for length, lead, copied in (
+            (1024, (batch, heads), False),
+            (4096, (batch, heads), False),
+            (4096, (heads,), False),
+            (4096, (batch, 1), True),
+        ):
+            tensors = problem(dtype, d, **LONG | {"n": length, "m": length})
+            bias = odd_bias(*lead, length=length, dtype=wide)
+            kind = "bias" if copied else "bias_rows"
+            text = fm.explain(*tensors, bias=bias, backward=True, **H200)
+            plan = told(text)
+            assert plan["kernel"] == f"sm90_attention_bwd_{kind}_{dtype}_d{bucket}_64x128"
+            preprocess = f"sm90_attention_bwd_preprocess_{dtype}"
+            assert plan["before"] == ([align] if copied else []) + [preprocess]
+            dq = f"sm90_attention_bwd_dq_{dtype}"
+            summed = [bias_sum(plan["kernel"])] if lead != (batch, heads) else []
+            assert plan["after"] == [dq, *summed]
+            plan = told(fm.explain(*tensors, bias=bias, **H200))
+            assert plan["kernel"].startswith(f"sm90_attention_fwd_{kind}_{dtype}_d{bucket}_")
+            assert plan["before"] == ([align] if copied else []) and plan["after"] == []
+        # Keys that are no neighbours are copied, up to 256 MB.
+        for length, family in ((1024, "sm90"), (4096, "sm80")):
+            tensors = problem(dtype, d, **LONG | {"n": length, "m": length})
+            apart = spec(batch, length, length, heads, dtype=wide).movedim(-1, 1)
+            text = fm.explain(*tensors, bias=apart, **H200)
+            assert ("would copy a large bias to aligned rows" in text) == (family == "sm80")
+            assert "bias_rows" not in told(text)["kernel"]
+            assert family == "sm80" or told(text)["before"] == [align]
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+def test_a_bias_in_fp32_has_kernels_of_its_own(dtype):
+    """Up to head dim 64, where its gradient is no sum."""
+    batch, heads, n = 2, 16, 1024
+    for length in (n, n - 1):
+        for d, bucket in ((16, 32), (32, 32), (48, 64), (64, 64)):
+            tensors = problem(dtype, d, **LONG | {"n": length, "m": length})
+            own = spec(batch, heads, length, length, dtype=torch.float32)
+            plan = told(fm.explain(*tensors, bias=own, **H200))
+            assert plan["kernel"] == f"sm90_attention_fwd_bias_float_{dtype}_d{bucket}_128x64"
+            assert plan["before"] == plan["after"] == []
+            plan = told(fm.explain(*tensors, bias=own, backward=True, **H200))
+            assert plan["kernel"] == f"sm90_attention_bwd_bias_float_{dtype}_d{bucket}_64x128"
+            assert plan["before"] == [f"sm90_attention_bwd_preprocess_{dtype}"]
+            assert plan["after"] == [f"sm90_attention_bwd_dq_{dtype}"]
+            shared = spec(heads, length, length, dtype=torch.float32)
+            plan = told(fm.explain(*tensors, bias=shared, **H200))
+            assert plan["kernel"] == f"sm90_attention_fwd_bias_float_{dtype}_d{bucket}_128x64"
+            text = fm.explain(*tensors, bias=shared, backward=True, **H200)
+            assert "does not sum the gradient of a shared fp32 bias" in text
+            apart = spec(batch, length, length, heads, dtype=torch.float32).movedim(-1, 1)
+            text = fm.explain(*tensors, bias=apart, **H200)
+            assert "takes an fp32 bias of neighbouring keys alone" in text
+        tensors = problem(dtype, 72, **LONG | {"n": length, "m": length})
+        text = fm.explain(*tensors, bias=own, **H200)
+        assert "takes an fp32 bias up to head dim 64" in text
 
 
 def test_small_dims_have_tiles_that_leave_little_empty():
@@ -167,7 +223,7 @@ def crystals(batch: int, heads_q: int, heads_k: int, d: int, dv: int = 0) -> tup
 
 
 def test_many_short_sequences_are_packed(monkeypatch):
-    """The forward pass, where sm80 has its tiles of 32 x 32; and heads that share a box."""
+    """Where sm80 has its tiles of 32 x 32; and heads that share a box."""
     for heads, d, bucket, boxes in (
         (48, 16, 16, 12),
         (6, 16, 16, 2),
@@ -180,10 +236,16 @@ def test_many_short_sequences_are_packed(monkeypatch):
         assert plan["before"] == ["sm90_attention_row_bounds_fp16"]
         tiles = math.ceil(4096 * 31 / 128)
         assert plan["grid"] == (min(tiles * boxes, 2 * 132), 1, 1)
-        assert kernel_of(*tensors, **options, backward=True)["family"] == "sm80"
+        plan = told(fm.explain(*tensors, **options, **H200, backward=True))
+        assert plan["kernel"] == f"sm90_attention_bwd_packed_fp16_d{bucket}_192x32"
+        assert plan["before"] == ["sm90_attention_bwd_packed_preprocess_fp16"]
+        tiles = math.ceil(4096 * 31 / 192)  # of queries, and of keys
+        assert plan["grid"] == (min(2 * tiles * boxes, 132), 1, 1)
     for heads_q, heads_k, d, dv in ((8, 2, 64, 0), (8, 8, 48, 0), (8, 8, 64, 8), (8, 8, 8, 64)):
         tensors, options = crystals(4096, heads_q, heads_k, d, dv)
         assert "_fwd_packed_" in kernel_of(*tensors, **options, causal=True)["name"]
+        backward = kernel_of(*tensors, **options, causal=True, backward=True)
+        assert "_bwd_packed_" in backward["name"]
     # What it does not do is sm80's still.
     for tensors, options, more in (
         (*crystals(4096, 8, 8, 64), {"softcap": 3.0}),
@@ -194,17 +256,21 @@ def test_many_short_sequences_are_packed(monkeypatch):
         (*crystals(4096, 8, 8, 32, 16), {}),
         (*crystals(65, 8, 8, 64), {}),
     ):
-        assert kernel_of(*tensors, **options, **more)["family"] == "sm80", more
+        for backward in (False, True):
+            kernel = kernel_of(*tensors, **options, **more, backward=backward)
+            assert kernel["family"] == "sm80", more
     apart = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in crystals(4096, 8, 8, 16)[0]]
     assert kernel_of(*apart, **crystals(4096, 8, 8, 16)[1])["family"] == "sm80"
     # A tile can be asked for.
     monkeypatch.setenv("FLASHMOE_FAMILY", "sm90")
-    monkeypatch.setenv("FLASHMOE_TILE", "128x32")
+    monkeypatch.setenv("FLASHMOE_TILE", "128x32,192x32")
     for d in (16, 32, 64):
         for dtype in (torch.float16, torch.bfloat16):
             tensors, options = crystals(3, 8, 8, d)
-            kernel = kernel_of(*(x.to(dtype) for x in tensors), **options)
-            assert "_fwd_packed_" in kernel["name"] and kernel["head_dim"] == d
+            for backward, name in ((False, "_fwd_packed_"), (True, "_bwd_packed_")):
+                tensors = [x.to(dtype) for x in tensors]
+                kernel = kernel_of(*tensors, **options, backward=backward)
+                assert name in kernel["name"] and kernel["head_dim"] == d
     with pytest.raises(RuntimeError, match=r"FLASHMOE_TILE asks for 128x32"):
         fm.explain(*problem(), **H200)
 
@@ -212,9 +278,13 @@ def test_many_short_sequences_are_packed(monkeypatch):
 @pytest.mark.parametrize(
     "why, tensors, options",
     [
-        ("takes a 16-bit bias of all queries and keys alone", problem(), {"bias": spec(517)}),
-        ("takes a 16-bit bias of all queries and keys alone", problem(),
+        ("takes a bias of all queries and keys alone", problem(), {"bias": spec(517)}),
+        ("takes an fp32 bias up to head dim 64", problem(d=72),
          {"bias": spec(300, 517, dtype=torch.float32)}),
+        ("takes an fp32 bias of neighbouring keys alone", problem(),
+         {"bias": spec(517, 300, dtype=torch.float32).mT}),
+        ("does not sum the gradient of a shared fp32 bias", problem(),
+         {"bias": spec(300, 517, dtype=torch.float32), "backward": True}),
         ("adds a bias before softcap and scale", problem(),
          {"bias": spec(300, 517), "softcap": 5.0}),
         ("takes a bias up to head dim 128", problem(d=192), {"bias": spec(300, 517)}),

@@ -47,6 +47,7 @@ HOPPER_ROWS = {
     "attention_row_bounds": 32,
     "attention_bias_align": 4,
     "attention_bwd_preprocess": 4,
+    "attention_bwd_packed_preprocess": 32,
     "attention_bwd_dq": 4,
 }
 # Tiles of tokens have warps that go their own ways.
@@ -108,10 +109,15 @@ class Listed:
 TABLES = {
     "kFwd": ("fwd", "fwd"),
     "kFwdBias": ("fwd_bias", "fwd_bias"),
+    "kFwdBiasRows": ("fwd_bias_rows", "fwd_bias_rows"),
+    "kFwdBiasFloat": ("fwd_bias_float", "fwd_bias_rows"),
     "kFwdGeneral": ("fwd_general", "fwd"),
     "kFwdPacked": ("fwd_packed", "fwd_packed"),
+    "kBwdPacked": ("bwd_packed", "bwd_packed"),
     "kBwd": ("bwd", "bwd"),
     "kBwdBias": ("bwd_bias", "bwd_bias"),
+    "kBwdBiasRows": ("bwd_bias_rows", "bwd_bias_rows"),
+    "kBwdBiasFloat": ("bwd_bias_float", "bwd_bias_rows"),
     "kBwdGeneral": ("bwd_general", "bwd"),
     "kBiasSum": ("bwd_bias_sum", "bwd_bias"),
 }
@@ -142,6 +148,8 @@ def listed_kernels() -> dict[str, Listed]:
                 d, q, k = numbers[:3]
                 if kind == "Sm90PackedTile":
                     warps, ctas = q // 16 + 1, numbers[4]
+                elif kind == "Sm90PackedBwdTile":
+                    warps, ctas = q // 16 + 4, numbers[4]
                 elif kind in COLUMNS:
                     warps, ctas = (numbers[column] for column in COLUMNS[kind])
                 else:  # sm90, whose warpgroups follow from the tile
@@ -150,7 +158,7 @@ def listed_kernels() -> dict[str, Listed]:
                     warps = 4 * (consumers + 1)
                     ctas = numbers[4] if kind == "Sm90FwdTile" and len(numbers) > 4 else 1
                 image = f"{family}_attention_{image}_{dtype}_d{d}"
-                role = "attention_" + re.sub("_(?:general|packed)$", "", name)
+                role = "attention_" + re.sub("_(?:general|packed|rows|float)$", "", name)
                 tile = f"{dtype}_d{d}_{q}x{k}"
                 found[f"{family}_attention_{name}_{tile}"] = Listed(
                     image, role, (d, q, k), warps, ctas
@@ -329,8 +337,11 @@ def strange_code(kernel: str, chip: str, opcodes: Counter[str]) -> list[str]:
     # Of short sequences dQ is computed after the others, and nobody adds it up.
     products = role in WITH_PRODUCTS or (short and role in FINISH)
     found = [f"has {opcode}" for opcode in some(rf".*(?:{family.foreign})")]
-    instructions = PACKED if "_fwd_packed_" in kernel else family.instructions
+    packed = "_packed_" in kernel
+    instructions = PACKED if packed else family.instructions
     wanted = [re.escape(prefix) for prefix in instructions if products]
+    if re.search("_bias_(?:rows|float)_", kernel):  # in chunks, in the background
+        wanted.append(r"LDGSTS\.E.*\.ZFILL")
     hopper = CATALOGUE[kernel]["family"] == "sm90"
     if hopper and products:  # the copy engine stores, but for sums, which are single numbers
         wanted += [r"UTMASTG"] if role != BIAS_SUM else []
@@ -339,7 +350,8 @@ def strange_code(kernel: str, chip: str, opcodes: Counter[str]) -> list[str]:
     elif role not in ("attention_combine", BIAS_SUM):  # which write single numbers
         wanted.append(r"STG\.E\.128")
     if hopper and products:  # tickets are integers; only a backward pass adds numbers
-        found += [f"has {x}" for x in some(SHARED_SUMS + r".*F32") if role not in BACKWARD]
+        adds = role in BACKWARD and not packed
+        found += [f"has {x}" for x in some(SHARED_SUMS + r".*F32") if not adds]
         # Where the compiler loses sight of warps being together, the main loop loses a tenth.
         divergent = sum(opcodes[x] for x in some(r"BRA\.DIV"))
         found += [f"has {divergent} BRA.DIV"] if role in FORWARD and divergent > 2 else []
@@ -414,17 +426,18 @@ def test_strange_code_would_be_found():
     if "sm90" in INFO["families"]:
         hopper = " ".join((*FAMILIES["sm90"].instructions, "UTMASTG.4D"))
         names = [name for name in CATALOGUE if name.startswith("sm90_")]
-        packed = next(name for name in names if "_fwd_packed_" in name)
-        plain = {CATALOGUE[name]["role"]: name for name in names if "_fwd_packed_" not in name}
+        plain = {CATALOGUE[name]["role"]: name for name in names if "_packed_" not in name}
         for role in ("attention_fwd", "attention_fwd_bias", "attention_bwd", "attention_bwd_bias"):
             kernel = plain[role]
             assert not strange_code(kernel, "sm_90", codes(hopper + 6 * " MEMBAR.ALL.GPU"))
             assert strange_code(kernel, "sm_90", codes(hopper + 7 * " MEMBAR.ALL.GPU"))
             assert strange_code(kernel, "sm_90", codes(hopper.replace("UTMASTG.4D", "")))
         tokens = " ".join((*PACKED, "UTMASTG.3D"))
-        assert not strange_code(packed, "sm_90", codes(tokens))
-        assert strange_code(packed, "sm_90", codes(hopper))
-        assert strange_code(packed, "sm_90", codes(tokens + " REDG.E.ADD.F32.FTZ.RN"))
+        for which in ("_fwd_packed_", "_bwd_packed_fp16_d16_"):
+            packed = next(name for name in names if which in name)
+            assert not strange_code(packed, "sm_90", codes(tokens))
+            assert strange_code(packed, "sm_90", codes(hopper))
+            assert strange_code(packed, "sm_90", codes(tokens + " REDG.E.ADD.F32.FTZ.RN"))
         total = plain[BIAS_SUM]
         assert not strange_code(total, "sm_90", codes("HGMMA.64x64x16.F32 UTMALDG.4D STG.E.U16"))
         assert strange_code(total, "sm_90", codes("HMMA.16816.F32 UTMALDG.4D STG.E.U16"))

@@ -566,8 +566,10 @@ def test_a_tile_can_be_forced(monkeypatch):
         tensors = problem(dtype_of(Path(kernel["image"])), kernel["head_dim"])
         if "_fwd_packed_" in name:  # of ragged batches, which test_hopper_plans.py has
             continue
-        wide = torch.float32 if kernel["family"] != "sm90" else tensors[0].dtype
-        bias = spec(300, 517, dtype=wide) if kernel["role"].endswith("_bias") else None
+        floats = kernel["family"] != "sm90" or "_bias_float_" in name
+        lead = (SHAPE["batch"], SHAPE["heads_q"]) if "_bias_rows_" in name else ()
+        wide = torch.float32 if floats else tensors[0].dtype
+        bias = spec(*lead, 300, 517, dtype=wide) if kernel["role"].endswith("_bias") else None
         softcap = 3.0 if "_fwd_general_" in name else 0.0
         plan = told(fm.explain(*tensors, bias=bias, softcap=softcap, device=chip))
         assert plan["kernel"] == name

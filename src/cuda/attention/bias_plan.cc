@@ -37,11 +37,20 @@ int64_t bias_batches(const AttentionPlan& plan) {
   return std::max<int64_t>(batches, 1);
 }
 
-bool has_whole_bias(const AttentionPlan& plan) {
+bool has_bias_of_pairs(const AttentionPlan& plan) {
   if (!plan.problem.bias || plan.problem.ragged) return false;
   const TensorSpec& bias = *plan.problem.bias;
-  return bias.dtype != DType::kFloat32 && bias.rank >= 2 && bias.size(-1) == plan.len_k &&
-         bias.size(-2) == plan.len_q && bias.size(-1) * bias.size(-2) > 1;
+  return bias.rank >= 2 && bias.size(-1) == plan.len_k && bias.size(-2) == plan.len_q &&
+         bias.size(-1) * bias.size(-2) > 1;
+}
+
+bool has_whole_bias(const AttentionPlan& plan) {
+  return has_bias_of_pairs(plan) && plan.problem.bias->dtype != DType::kFloat32;
+}
+
+bool has_neighbouring_keys(const AttentionPlan& plan) {
+  const TensorSpec& bias = *plan.problem.bias;
+  return bias.size(-1) == 1 || bias.step(-1) == 1;
 }
 
 namespace {
@@ -67,9 +76,18 @@ static bool many_share_bias(const AttentionPlan& plan) {
   return plan.batch * plan.heads_q >= kMany * bias_matrices(plan);
 }
 
+BiasInput bias_input(const AttentionPlan& plan) {
+  if (!plan.problem.bias) return kNoBias;
+  if (plan.problem.bias->dtype == DType::kFloat32) return kFloatsByRows;
+  const bool in_place = !has_bias_chunks(plan, 0) && has_neighbouring_keys(plan);
+  return in_place && !many_share_bias(plan) ? kBiasByRows : kBiasByTma;
+}
+
 bool copies_much_bias(const AttentionPlan& plan) {
   constexpr int64_t kMuch = int64_t{256} << 20;
-  if (many_share_bias(plan) || has_bias_chunks(plan, 0)) return false;
+  if (many_share_bias(plan) || has_bias_chunks(plan, 0) || bias_input(plan) != kBiasByTma) {
+    return false;
+  }
   const int64_t row_bytes = aligned_bias_pitch(plan) * dtype_bytes(plan.problem.bias->dtype);
   return bias_matrices(plan) * plan.len_q > kMuch / row_bytes;
 }
@@ -78,7 +96,8 @@ bool aligns_bias(const AttentionPlan& plan) {
   if (!has_whole_bias(plan) || bias_matrices(plan) > kMaxGridYZ) return false;
   const bool many = many_share_bias(plan);
   // TMA takes the rows of all matrices for those of one.
-  if (main_kernel(plan).bias_by_tma) return !has_bias_chunks(plan, 0);
+  const BiasInput input = main_kernel(plan).bias_input;
+  if (input != kNoBias) return input == kBiasByTma && !has_bias_chunks(plan, 0);
   return many && !has_bias_chunks(plan, 8);
 }
 

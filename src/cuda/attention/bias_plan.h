@@ -1,6 +1,7 @@
 // What surrounds a bias: whether it is copied first, and how the sum of its gradient is launched.
 #pragma once
 
+#include "cuda/attention/tiles.h"
 #include "flashmoe/attention.h"
 
 namespace flashmoe::cuda {
@@ -13,15 +14,23 @@ int64_t bias_matrices(const AttentionPlan& plan);
 // How many batches that follow each other share a bias.
 int64_t bias_batches(const AttentionPlan& plan);
 
-// Whether a dense 16-bit bias has a number for every query and key of a head.
+// Whether a dense bias has a number for every query and key of a head; and of 16 bits.
+bool has_bias_of_pairs(const AttentionPlan& plan);
 bool has_whole_bias(const AttentionPlan& plan);
+
+// Whether the keys of its rows are neighbours in memory.
+bool has_neighbouring_keys(const AttentionPlan& plan);
+
+// How kernels that have several ways to read a bias of pairs would read this one. By TMA, one whose
+// rows are no whole chunks is copied first.
+BiasInput bias_input(const AttentionPlan& plan);
 
 // Whether the bias is first copied to rows of whole 16-byte chunks, and how large the copy is.
 bool aligns_bias(const AttentionPlan& plan);
 inline int64_t aligned_bias_pitch(const AttentionPlan& plan) { return (plan.len_k + 7) / 8 * 8; }
 int64_t aligned_bias_bytes(const AttentionPlan& plan);
-// Whether a kernel that takes a bias in aligned rows would copy one that few share, and much of it:
-// the copy is as large as the bias itself.
+// Whether a kernel that reads a bias by TMA would copy one that few share, and much of it: the copy
+// is as large as the bias itself.
 bool copies_much_bias(const AttentionPlan& plan);
 
 // Whether the packed bias of a ragged batch is copied, a slice's heads at a time, from (pairs,

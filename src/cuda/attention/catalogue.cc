@@ -56,6 +56,7 @@ int shared_bytes(Role role, const BwdTile& tile) {
 int shared_bytes(Role, const BiasSumTile& tile) { return tile.shared_bytes(); }
 int shared_bytes(Role, const Sm90FwdTile& tile) { return tile.shared_bytes(); }
 int shared_bytes(Role, const Sm90PackedTile& tile) { return tile.shared_bytes(); }
+int shared_bytes(Role, const Sm90PackedBwdTile& tile) { return tile.shared_bytes(); }
 int shared_bytes(Role, const Sm90BwdTile& tile) { return tile.shared_bytes(); }
 int shared_bytes(Role, const Sm90BiasSumTile& tile) { return tile.shared_bytes(); }
 
@@ -65,6 +66,7 @@ const char* params_type(const BwdTile&) { return "AttentionBwdParams"; }
 const char* params_type(const BiasSumTile&) { return "AttentionBwdParams"; }
 const char* params_type(const Sm90FwdTile&) { return "Sm90FwdParams"; }
 const char* params_type(const Sm90PackedTile&) { return "Sm90PackedParams"; }
+const char* params_type(const Sm90PackedBwdTile&) { return "Sm90PackedBwdParams"; }
 const char* params_type(const Sm90BwdTile&) { return "Sm90BwdParams"; }
 const char* params_type(const Sm90BiasSumTile&) { return "Sm90BwdParams"; }
 
@@ -94,10 +96,11 @@ class Lister {
       for (const Role role : roles) {
         const std::string& name = keep(text(family, "_", role_name(role), "_", suffix(dtype)));
         const std::string image = text(family, "_attention_small_", suffix(dtype));
-        const bool sequences = role == Role::kRaggedBlocks || role == Role::kRowBounds;
+        const bool bounds = role == Role::kRowBounds || role == Role::kPackedPreprocess;
+        const bool sequences = role == Role::kRaggedBlocks || bounds;
         const int threads = sequences ? kRaggedThreads : kRowThreads;
         const int shared_bytes = role == Role::kRaggedBlocks    ? kRaggedSharedBytes
-                                 : role == Role::kRowBounds     ? kRowBoundsSharedBytes
+                                 : bounds                       ? kRowBoundsSharedBytes
                                  : role == Role::kBiasTranspose ? kBiasTransposeSharedBytes
                                  : role == Role::kBackwardDq    ? kConvertDqSharedBytes
                                                                 : 0;
@@ -154,7 +157,7 @@ class Lister {
     if constexpr (requires { tile.key_box(); }) kernel.key_box = tile.key_box();
     if constexpr (requires { tile.small_dim(); }) kernel.stores_dq = tile.small_dim();
     if constexpr (requires { tile.converts_dq(); }) kernel.converts_dq = tile.converts_dq();
-    if constexpr (requires { tile.bias; }) kernel.bias_by_tma = tile.bias;
+    if constexpr (requires { tile.bias; }) kernel.bias_input = tile.bias;
     if constexpr (requires { tile.teams(); }) {
       kernel.teams = tile.teams();
       kernel.bias_keys = tile.bias_tiles * tile.block_k;
@@ -210,13 +213,20 @@ std::vector<Kernel> list_kernels() {
   list.add("sm90", both, Role::kForward, "fwd", "fwd", sm90::kFwd);
   list.add("sm90", both, Role::kForward, "fwd_general", "fwd", sm90::kFwdGeneral);
   list.add("sm90", both, Role::kForwardBias, "fwd_bias", "fwd_bias", sm90::kFwdBias);
+  list.add("sm90", both, Role::kForwardBias, "fwd_bias_rows", "fwd_bias_rows", sm90::kFwdBiasRows);
+  list.add("sm90", both, Role::kForwardBias, "fwd_bias_float", "fwd_bias_rows",
+           sm90::kFwdBiasFloat);
+  list.add("sm90", both, Role::kBackward, "bwd_packed", "bwd_packed", sm90::kBwdPacked);
   list.add("sm90", both, Role::kBackward, "bwd", "bwd", sm90::kBwd);
   list.add("sm90", both, Role::kBackward, "bwd_general", "bwd", sm90::kBwdGeneral);
   list.add("sm90", both, Role::kBackwardBias, "bwd_bias", "bwd_bias", sm90::kBwdBias);
+  list.add("sm90", both, Role::kBackwardBias, "bwd_bias_rows", "bwd_bias_rows", sm90::kBwdBiasRows);
+  list.add("sm90", both, Role::kBackwardBias, "bwd_bias_float", "bwd_bias_rows",
+           sm90::kBwdBiasFloat);
   list.add("sm90", both, Role::kBiasSum, "bwd_bias_sum", "bwd_bias", sm90::kBiasSum);
   list.add_small("sm90", both,
                  {Role::kRaggedBlocks, Role::kRowBounds, Role::kBiasAlign, Role::kPreprocess,
-                  Role::kBackwardDq});
+                  Role::kPackedPreprocess, Role::kBackwardDq});
 
   const auto add_mma_sync = [&](const char* family, const std::initializer_list<DType>& dtypes,
                                 const auto& fwd, const auto& fwd_bias, const auto& bwd,
@@ -259,6 +269,8 @@ const char* role_name(Role role) {
       return "attention_combine";
     case Role::kPreprocess:
       return "attention_bwd_preprocess";
+    case Role::kPackedPreprocess:
+      return "attention_bwd_packed_preprocess";
     case Role::kBackward:
       return "attention_bwd";
     case Role::kBackwardBias:
@@ -291,8 +303,8 @@ const Kernel* find_kernel(std::string_view name) {
 const Kernel* find_kernel(Role role, const Kernel& beside) {
   for (const Kernel& kernel : kernels()) {
     const bool same_tile = kernel.block_q == beside.block_q && kernel.block_k == beside.block_k;
-    if (kernel.role == role && std::string_view(kernel.id.image->name) == beside.id.image->name &&
-        (same_tile || role == Role::kBiasSum)) {
+    if (kernel.role == role && kernel.dtype == beside.dtype && kernel.head_dim == beside.head_dim &&
+        std::string_view(kernel.family) == beside.family && (same_tile || role == Role::kBiasSum)) {
       return &kernel;
     }
   }

@@ -6,6 +6,7 @@
 #include <string_view>
 #include <vector>
 
+#include "cuda/attention/tiles.h"
 #include "cuda/runtime/launch.h"
 #include "flashmoe/tensor.h"
 
@@ -18,8 +19,9 @@ enum class Role {
   kBiasTranspose,  // before either pass with the bias of a ragged batch, and for its gradient after
   kForward,
   kForwardBias,
-  kCombine,     // after a forward pass that was split over keys
-  kPreprocess,  // before the backward pass
+  kCombine,           // after a forward pass that was split over keys
+  kPreprocess,        // before the backward pass
+  kPackedPreprocess,  // before that over packed tokens
   kBackward,
   kBackwardBias,
   kBackwardDq,  // after it: dQ
@@ -37,20 +39,20 @@ struct Kernel {
   int head_dim = 0, block_q = 0, block_k = 0;
   int threads = 0;
   int shared_bytes = 0;
-  int ctas = 0;               // that the registers of an SM hold
-  bool for_short = false;     // for thousands of short sequences
-  bool general_score = true;  // takes a softcap, and a scale that is not positive
-  int cluster = 1;            // CTAs that share a block of keys
-  int dq_accum_dim = 0;       // backward: columns of the accumulator of dQ
-  int key_box = 0;            // backward, by TMA: rows of K and V that are loaded at once
-  bool converts_dq = false;   // backward: converts dQ from its accumulator itself
-  bool stores_dq = false;     // backward: stores dQ where one tile has all keys
-  bool bias_by_tma = false;   // takes a bias in rows of whole 16-byte chunks, of one matrix
-  int bias_keys = 0;          // forward: whose bias stays in shared memory; more it does not take
-  int teams = 1;              // forward: tasks at once, which share out block_q
-  bool packed = false;        // tiles are tokens, whatever sequences these are of
-  int heads_of_box = 1;       // packed: heads that must lie side by side
-  bool counts_tasks = false;  // gives out its tasks by a counter, not by the grid
+  int ctas = 0;                    // that the registers of an SM hold
+  bool for_short = false;          // for thousands of short sequences
+  bool general_score = true;       // takes a softcap, and a scale that is not positive
+  int cluster = 1;                 // CTAs that share a block of keys
+  int dq_accum_dim = 0;            // backward: columns of the accumulator of dQ
+  int key_box = 0;                 // backward, by TMA: rows of K and V that are loaded at once
+  bool converts_dq = false;        // backward: converts dQ from its accumulator itself
+  bool stores_dq = false;          // backward: stores dQ where one tile has all keys
+  BiasInput bias_input = kNoBias;  // sm90: how it reads a bias; by TMA it is one matrix
+  int bias_keys = 0;               // forward: whose bias stays in shared memory; it takes no more
+  int teams = 1;                   // forward: tasks at once, which share out block_q
+  bool packed = false;             // tiles are tokens, whatever sequences these are of
+  int heads_of_box = 1;            // packed: heads that must lie side by side
+  bool counts_tasks = false;       // gives out its tasks by a counter, not by the grid
 };
 
 // Grouped by family and role, and there best tile first.

@@ -127,7 +127,7 @@ Status plan_call(AttentionPlan& plan) {
   const Family* forced = nullptr;
   if (Status status = read_forced_family(forced); !status.ok()) return status;
   std::optional<ForcedTile> forced_tile;
-  if (Status status = read_forced_tile(forced_tile); !status.ok()) return status;
+  if (Status status = read_forced_tile(plan.problem.pass, forced_tile); !status.ok()) return status;
   if (plan.heads_q > kMaxGridYZ) {
     return unsupported("query has ", plan.heads_q, " heads; CUDA kernels take at most ", kMaxGridYZ,
                        "; move some heads into the batch, or the tensors to the CPU");

@@ -219,6 +219,14 @@ int64_t key_blocks(const AttentionPlan& plan) {
 int64_t packed_boxes(const AttentionPlan& plan) {
   return ceil_div(plan.heads_q, main_kernel(plan).heads_of_box);
 }
+// The launch of a kernel that goes through plan.work_items tasks, after the one before it.
+void add_packed_launch(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
+  const int64_t held = gpu.multiprocessors * resident_ctas(kernel, gpu.chip);
+  const int64_t ctas = std::clamp<int64_t>(plan.work_items, 1, held);
+  AttentionLaunch main = once(kernel, grid_of(ctas), Given::kCall);
+  main.overlaps = true;
+  plan.launches.push_back(main);
+}
 void lay_out_packed(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
   // Each CTA of the kernel that finds the bounds looks at all sequences before its own.
   constexpr int64_t kSequencesOfOne = 64, kMost = 256;
@@ -227,11 +235,40 @@ void lay_out_packed(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
   const int64_t shares = std::clamp<int64_t>(ceil_div(plan.batch + 1, kSequencesOfOne), 1, kMost);
   const Kernel* bounds = find_kernel(Role::kRowBounds, plan.family, p.query.dtype);
   plan.launches.push_back(once(*bounds, grid_of(shares), Given::kCall));
-  const int64_t held = gpu.multiprocessors * resident_ctas(kernel, gpu.chip);
-  AttentionLaunch main = once(kernel, grid_of(std::min(plan.work_items, held)), Given::kCall);
-  main.overlaps = true;
-  plan.launches.push_back(main);
+  add_packed_launch(plan, kernel, gpu);
   plan.workspace_bytes = forward_workspace(plan).bytes;
+}
+
+// The two sides of a packed backward pass, whose tiles are both of block_q tokens. Where no
+// gradient of a side is wanted, there are no tasks of it.
+Sm90PackedBwdParams::Side packed_side(const AttentionPlan& plan, bool keys) {
+  const AttentionProblem& p = plan.problem;
+  const int64_t tiles = ceil_div((keys ? p.key : p.query).shape[0], plan.block_q);
+  const int64_t boxes =
+      ceil_div(keys ? plan.heads_k : plan.heads_q, main_kernel(plan).heads_of_box);
+  const bool wanted = keys ? p.grad_key || p.grad_value : p.grad_query.has_value();
+  return {.rows = static_cast<int32_t>(tiles * plan.block_q),
+          .tiles = static_cast<int32_t>(tiles),
+          .boxes = static_cast<int32_t>(wanted ? boxes : 0)};
+}
+int64_t packed_bounds_ctas(const AttentionPlan& plan) {
+  constexpr int64_t kSequencesOfOne = 128, kMost = 64;
+  return std::clamp<int64_t>(ceil_div(plan.batch + 1, kSequencesOfOne), 1, kMost);
+}
+void lay_out_packed_backward(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
+  // CTAs of the kernel before that find LSE and delta: rows that each has at least, and how many
+  // there are on an SM, one after the other, so that those that end early leave room for more.
+  constexpr int64_t kRowsOfOne = 2048, kOfAnSm = 4;
+  const AttentionProblem& p = plan.problem;
+  const auto q = packed_side(plan, false), k = packed_side(plan, true);
+  plan.work_items = int64_t{q.tiles} * q.boxes + int64_t{k.tiles} * k.boxes;
+  const int64_t of_rows = std::clamp<int64_t>(ceil_div(p.query.shape[0] * plan.heads_q, kRowsOfOne),
+                                              1, kOfAnSm * gpu.multiprocessors);
+  const Kernel* preprocess = find_kernel(Role::kPackedPreprocess, plan.family, p.query.dtype);
+  plan.launches.push_back(
+      once(*preprocess, grid_of(2 * packed_bounds_ctas(plan) + of_rows), Given::kCall));
+  add_packed_launch(plan, kernel, gpu);
+  plan.workspace_bytes = backward_workspace(plan, nullptr).bytes;
 }
 
 void lay_out_forward(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
@@ -251,6 +288,7 @@ void lay_out_forward(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) 
 
 void lay_out_backward(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
   const AttentionProblem& p = plan.problem;
+  if (kernel.packed) return lay_out_packed_backward(plan, kernel, gpu);
   const Kernel* bias_sum = find_bias_sum(plan);
   cuda::lay_out_backward(plan, gpu, bias_sum);
   plan.work_items = key_blocks(plan) * (p.ragged ? 1 : plan.batch) * plan.heads_k;
@@ -293,7 +331,9 @@ Status fill_maps(Sm90FwdParams& p, const Call& call) {
   if (status.ok()) status = rows(p.out_map, problem.out, t.out, 64);
   if (status.ok()) status = keys(p.key_map, problem.key, t.key);
   if (status.ok()) status = keys(p.value_map, problem.value, t.value);
-  if (status.ok() && problem.bias) status = encode_bias(p.bias_map, call, p, rows_of_task(plan));
+  if (status.ok() && main_kernel(plan).bias_input == kBiasByTma) {
+    status = encode_bias(p.bias_map, call, p, rows_of_task(plan));
+  }
   return status;
 }
 
@@ -315,8 +355,10 @@ Status fill_maps(Sm90BwdParams& p, const Call& call) {
   if (status.ok() && p.grad_out) {
     status = map(p.grad_out_map, *problem.grad_out, t.grad_out, rows);
   }
-  if (status.ok() && problem.bias) status = encode_bias(p.bias_map, call, p, rows);
-  if (status.ok() && p.grad_bias) {
+  const BiasInput input = main_kernel(plan).bias_input;
+  p.bias_by_rows = input != kNoBias && input != kBiasByTma;
+  if (status.ok() && input == kBiasByTma) status = encode_bias(p.bias_map, call, p, rows);
+  if (status.ok() && p.grad_bias && input == kBiasByTma) {
     p.stores_grad_bias = encode_grad_bias(p.grad_bias_map, plan, p);
   }
   // Gradients leave by warpgroups, 64 rows each.
@@ -376,6 +418,50 @@ Status run_packed(const Call& call) {
   return run_launches(call, p, side);
 }
 
+Status fill_maps(Sm90PackedBwdParams& p, const Call& call) {
+  constexpr int kRowsOfWarp = 16;  // which gradients leave by
+  const AttentionPlan& plan = call.plan;
+  const AttentionProblem& problem = plan.problem;
+  const AttentionTensors& t = call.tensors;
+  const bool several = main_kernel(plan).heads_of_box > 1;
+  const int rows = static_cast<int>(plan.block_k);
+  Status status = encode_packed(p.query_map, problem.query, t.query, rows, several);
+  if (status.ok()) status = encode_packed(p.key_map, problem.key, t.key, rows, several);
+  if (status.ok()) status = encode_packed(p.value_map, problem.value, t.value, rows, several);
+  p.grad_out_map = p.query_map;
+  if (status.ok() && p.grad_out) {
+    status = encode_packed(p.grad_out_map, *problem.grad_out, t.grad_out, rows, several);
+  }
+  const auto gradient = [&](TensorMap& map, const std::optional<TensorSpec>& spec, void* data) {
+    if (status.ok() && data) status = encode_packed(map, *spec, data, kRowsOfWarp, several);
+  };
+  gradient(p.grad_query_map, problem.grad_query, p.grad_query);
+  gradient(p.grad_key_map, problem.grad_key, p.grad_key);
+  gradient(p.grad_value_map, problem.grad_value, p.grad_value);
+  return status;
+}
+
+Status run_packed_backward(const Call& call) {
+  const AttentionPlan& plan = call.plan;
+  Sm90PackedBwdParams p{};
+  fill_backward(p, call, 1);
+  const auto bounds = [&](size_t offset) {
+    return reinterpret_cast<RowBounds*>(call.workspace + offset);
+  };
+  p.lse_delta = reinterpret_cast<float*>(call.workspace + call.backward.lse_delta);
+  p.query_bounds = bounds(call.backward.query_bounds);
+  p.key_bounds = bounds(call.backward.key_bounds);
+  p.query_side = packed_side(plan, false);
+  p.key_side = packed_side(plan, true);
+  p.stored_heads = static_cast<int32_t>(round_up(plan.heads_q, main_kernel(plan).heads_of_box));
+  p.bounds_ctas = static_cast<int32_t>(packed_bounds_ctas(plan));
+  p.num_tasks = static_cast<int32_t>(plan.work_items);
+  const SideParams side = fill_side_params(call, p, false);
+  p.ragged = side.ragged;
+  if (Status status = fill_maps(p, call); !status.ok()) return status;
+  return run_launches(call, p, side);
+}
+
 Status run_backward(const Call& call) {
   const AttentionPlan& plan = call.plan;
   Sm90BwdParams p{};
@@ -400,20 +486,34 @@ Status run_backward(const Call& call) {
 
 // What no kernel with a bias can do; the mma.sync kernels can.
 std::string lacks_for_bias(const AttentionPlan& plan) {
-  constexpr int64_t kMostDim = 128;
+  constexpr int64_t kMostDim = 128, kMostFloatDim = 64;
   const AttentionProblem& p = plan.problem;
   const Geometry g = geometry(p);
   if (p.ragged) return "takes no packed bias";
   if (plan.len_q == 1) return "takes no bias of one query";
-  if (!has_whole_bias(plan)) return "takes a 16-bit bias of all queries and keys alone";
+  if (!has_bias_of_pairs(plan)) return "takes a bias of all queries and keys alone";
   if (g.softcap > 0 || !(g.scale > 1e-6)) return "adds a bias before softcap and scale";
-  if (std::max(plan.head_dim, plan.head_dim_v) > kMostDim) {
-    return text("takes a bias up to head dim ", kMostDim);
+  const int64_t dim = std::max(plan.head_dim, plan.head_dim_v);
+  if (dim > kMostDim) return text("takes a bias up to head dim ", kMostDim);
+  const bool sums = p.grad_bias && shares_bias(plan);
+  const BiasInput input = bias_input(plan);
+  if (input == kFloatsByRows) {
+    if (dim > kMostFloatDim) return text("takes an fp32 bias up to head dim ", kMostFloatDim);
+    if (!has_neighbouring_keys(plan)) return "takes an fp32 bias of neighbouring keys alone";
+    if (sums) return "does not sum the gradient of a shared fp32 bias";
   }
-  if (copies_much_bias(plan)) return "would copy a large bias to aligned rows";
-  if (bias_matrices(plan) > kMaxGridYZ) return "cannot copy so many matrices of a bias";
-  if (bias_matrices(plan) > INT32_MAX / plan.len_q) return "cannot count the rows of the bias";
-  if (p.grad_bias && shares_bias(plan) && !find_kernel(Role::kBiasSum, "sm90", p.query.dtype)) {
+  if (input != kBiasByTma && p.grad_bias && !sums) {
+    const TensorSpec& grad = *p.grad_bias;
+    if ((grad.size(-1) > 1 && grad.step(-1) != 1) || grad.step(-2) > INT32_MAX) {
+      return "stores the gradient of such a bias to rows of neighbouring keys alone";
+    }
+  }
+  if (input == kBiasByTma) {
+    if (copies_much_bias(plan)) return "would copy a large bias to aligned rows";
+    if (bias_matrices(plan) > kMaxGridYZ) return "cannot copy so many matrices of a bias";
+    if (bias_matrices(plan) > INT32_MAX / plan.len_q) return "cannot count the rows of the bias";
+  }
+  if (sums && !find_kernel(Role::kBiasSum, "sm90", p.query.dtype)) {
     return "has no sum of a shared bias's gradient";
   }
   return {};
@@ -465,6 +565,19 @@ std::string cannot_pack(const AttentionPlan& plan, const Kernel& kernel) {
   if (std::max(p.query.shape[0], p.key.shape[0]) > kMostTokens) {
     return text("takes at most ", kMostTokens, " tokens");
   }
+  const bool backward = p.pass == Pass::kBackward;
+  const auto maybe = [](const std::optional<TensorSpec>& spec) { return spec ? &*spec : nullptr; };
+  const std::pair<const char*, const TensorSpec*> tensors[] = {{"query", &p.query},
+                                                               {"key", &p.key},
+                                                               {"value", &p.value},
+                                                               {"out", backward ? nullptr : &p.out},
+                                                               {"grad_out", maybe(p.grad_out)},
+                                                               {"grad_query", maybe(p.grad_query)},
+                                                               {"grad_key", maybe(p.grad_key)},
+                                                               {"grad_value", maybe(p.grad_value)}};
+  // Of the others lacks() knows that a tensor map describes them.
+  TensorSpec four;
+  if (p.grad_query && !four_dimensions(*p.grad_query, true, four)) return "grad_query is broadcast";
   const int64_t dim = std::max(plan.head_dim, plan.head_dim_v);
   if (kernel.heads_of_box == 1) {
     return dim > kShared ? "" : text("made for head dims above ", kShared);
@@ -473,10 +586,8 @@ std::string cannot_pack(const AttentionPlan& plan, const Kernel& kernel) {
     return text("takes head dim ", kernel.head_dim, " alone");
   }
   if (plan.heads_q != plan.heads_k) return "takes no heads that share their keys";
-  const std::pair<const char*, const TensorSpec*> tensors[] = {
-      {"query", &p.query}, {"key", &p.key}, {"value", &p.value}, {"out", &p.out}};
   for (const auto& [name, spec] : tensors) {
-    if (spec->shape[1] > 1 && spec->stride[1] != dim) {
+    if (spec && spec->shape[1] > 1 && spec->stride[1] != dim) {
       return text("the heads of ", name, " do not lie side by side");
     }
   }
@@ -487,11 +598,10 @@ std::string cannot_pack(const AttentionPlan& plan, const Kernel& kernel) {
 static bool can_pack(const AttentionPlan& plan) {
   const AttentionProblem& p = plan.problem;
   const Geometry g = geometry(p);
-  if (!p.ragged || p.pass == Pass::kBackward || p.bias || g.softcap > 0 || !(g.scale > 0)) {
-    return false;
-  }
+  if (!p.ragged || p.bias || g.softcap > 0 || !(g.scale > 0)) return false;
+  const Role role = p.pass == Pass::kBackward ? Role::kBackward : Role::kForward;
   return std::any_of(kernels().begin(), kernels().end(), [&](const Kernel& k) {
-    return k.packed && k.dtype == p.query.dtype &&
+    return k.packed && k.role == role && k.dtype == p.query.dtype &&
            k.head_dim >= std::max(plan.head_dim, plan.head_dim_v) && cannot_pack(plan, k).empty();
   });
 }
@@ -553,7 +663,7 @@ std::string too_large(const AttentionPlan& plan, const Kernel& k, const Gpu& gpu
   if (plan.problem.pass == Pass::kBackward) return too_many_keys(plan, k);
   if (k.bias_keys > 0) return cannot_keep_bias(plan, k, gpu);
   if (k.block_q <= kSmaller) return {};
-  if (k.bias_by_tma && plan.batch * plan.heads_q < kMany * bias_matrices(plan)) {
+  if (k.bias_input != kNoBias && plan.batch * plan.heads_q < kMany * bias_matrices(plan)) {
     return text("tiles of ", kSmaller, " rows are faster where fewer than ", kMany,
                 " share a bias");
   }
@@ -581,8 +691,11 @@ void lay_out(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
 }
 
 Status run(const Call& call) {
-  if (call.plan.problem.pass == Pass::kBackward) return run_backward(call);
-  return main_kernel(call.plan).packed ? run_packed(call) : run_forward(call);
+  const bool packed = main_kernel(call.plan).packed;
+  if (call.plan.problem.pass == Pass::kBackward) {
+    return packed ? run_packed_backward(call) : run_backward(call);
+  }
+  return packed ? run_packed(call) : run_forward(call);
 }
 
 }  // namespace sm90

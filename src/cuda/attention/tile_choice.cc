@@ -5,6 +5,7 @@
 
 #include "attention/problem.h"
 #include "core/text.h"
+#include "cuda/attention/bias_plan.h"
 
 namespace flashmoe::cuda {
 namespace {
@@ -64,15 +65,25 @@ int64_t mean_length(const AttentionPlan& plan) {
   return std::max(p.query.shape[0], p.key.shape[0]) / std::max<int64_t>(plan.batch, 1);
 }
 
-Status read_forced_tile(std::optional<ForcedTile>& tile) {
+Status read_forced_tile(Pass pass, std::optional<ForcedTile>& tile) {
   const char* value = std::getenv("FLASHMOE_TILE");
   if (!value || !*value) return {};
-  ForcedTile read;
-  int end = 0;
-  if (std::sscanf(value, "%dx%d%n", &read.block_q, &read.block_k, &end) != 2 || value[end]) {
-    return invalid("FLASHMOE_TILE is ", value, "; it must be QUERIESxKEYS, like 128x64");
+  ForcedTile both[2];  // forward, backward
+  const auto read = [](const char*& at, ForcedTile& tile) {
+    int end = 0;
+    if (std::sscanf(at, "%dx%d%n", &tile.block_q, &tile.block_k, &end) != 2) return false;
+    at += end;
+    return true;
+  };
+  const char* at = value;
+  bool sound = read(at, both[0]);
+  both[1] = both[0];
+  if (sound && *at == ',') sound = read(++at, both[1]);
+  if (!sound || *at) {
+    return invalid("FLASHMOE_TILE is ", value, "; it must be QUERIESxKEYS, like 128x64, or two ",
+                   "such tiles, of the forward and of the backward pass: 128x64,64x128");
   }
-  tile = read;
+  tile = both[pass == Pass::kBackward];
   return {};
 }
 
@@ -99,6 +110,8 @@ const Kernel* choose_tile(AttentionPlan& plan, const Family& family, const Gpu& 
         k.head_dim < dim || (bucket && k.head_dim != bucket && !k.packed)) {
       continue;
     }
+    // Tiles that take a bias in another way say nothing about this one.
+    if (k.bias_input != kNoBias && k.bias_input != bias_input(plan)) continue;
     if (k.packed) {  // beside the tiles of a head dim, which serve where these do not
       if (!p.ragged || general_score || chosen) continue;
       const bool matches = forced && k.block_q == forced->block_q && k.block_k == forced->block_k;

@@ -8,11 +8,11 @@
 
 namespace flashmoe::cuda {
 
-// FLASHMOE_TILE=128x64: queries x keys.
+// FLASHMOE_TILE=128x64: queries x keys; 128x64,64x128: of a forward and of a backward pass.
 struct ForcedTile {
   int block_q = 0, block_k = 0;
 };
-Status read_forced_tile(std::optional<ForcedTile>& tile);
+Status read_forced_tile(Pass pass, std::optional<ForcedTile>& tile);
 
 // The best tile of the family for the problem, or null and why there is none. Better tiles that are
 // passed over leave their reasons in the plan.

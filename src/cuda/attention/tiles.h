@@ -4,6 +4,14 @@
 
 namespace flashmoe::cuda {
 
+// How a kernel reads its bias, where that is said of it.
+enum BiasInput : int {
+  kNoBias,        // there is none; mma.sync kernels find out for themselves
+  kBiasByTma,     // 16 bits, rows of whole chunks of 16 bytes
+  kBiasByRows,    // 16 bits, rows of neighbouring keys that begin anywhere
+  kFloatsByRows,  // the same in fp32
+};
+
 // Shared memory for what a CTA works on.
 inline constexpr int kTaskBytes = 256;
 

@@ -78,6 +78,20 @@ BackwardWorkspace backward_workspace(const AttentionPlan& plan, const Kernel* bi
   const int64_t block = plan.block_q;
   const int64_t heads = p.ragged ? plan.heads_q / plan.slices : plan.heads_q;  // of a slice
   BackwardWorkspace w;
+  const auto place = [&](int64_t bytes) {
+    const size_t at = w.bytes;
+    w.bytes += static_cast<size_t>(round_up(bytes, kAlignment));
+    return at;
+  };
+  if (kernel.packed) {
+    // A stage of queries may begin with the last one.
+    w.rows = round_up(p.query.shape[0], block) + plan.block_k;
+    w.lse_delta = place(round_up(heads, kernel.heads_of_box) * w.rows * 2 * sizeof(float));
+    w.query_bounds = place(round_up(p.query.shape[0], block) * 2 * sizeof(int32_t));
+    w.key_bounds = place(round_up(p.key.shape[0], block) * 2 * sizeof(int32_t));
+    w.tile_counter = place(sizeof(int32_t));
+    return w;
+  }
   if (p.ragged) {
     w.query_slots = ragged_slots(p.query.shape[0], block, plan.batch);
     w.key_slots = ragged_slots(p.key.shape[0], plan.block_k, plan.batch);
@@ -86,11 +100,6 @@ BackwardWorkspace backward_workspace(const AttentionPlan& plan, const Kernel* bi
   const int64_t sequence = round_up(plan.len_q, block);
   w.rows = p.ragged ? w.query_slots * block : plan.batch * sequence;
   w.dq_accum_rows = p.ragged ? w.rows : slice_batch(plan) * sequence;
-  const auto place = [&](int64_t bytes) {
-    const size_t at = w.bytes;
-    w.bytes += static_cast<size_t>(round_up(bytes, kAlignment));
-    return at;
-  };
   int64_t bias_sums = 0;
   if (bias_sum && plan.bias_splits > 1) {
     const BiasSumGrid grid = bias_sum_grid(plan, bias_sum->block_q, bias_sum->block_k);

@@ -59,11 +59,12 @@ struct BackwardWorkspace {
   int64_t dq_accum_rows = 0;  // of one head in a slice
   int64_t key_slots = 0, query_slots = 0, sum_slots = 0;  // ragged: of its lists of blocks
   size_t lse_delta = 0;                                   // float (heads, rows, 2)
-  size_t dq_accum = 0;      // float (heads of a slice, dq_accum_rows, dq_accum_dim)
-  size_t bias_sums = 0;     // in the place of dq_accum, whose use has ended by then
-  size_t dq_semaphore = 0;  // int32 (heads of a slice, blocks of queries)
-  size_t tile_counter = 0;  // int32 (2)
-  size_t done = 0;          // int32 (batch + 1, heads_k)
+  size_t dq_accum = 0;                      // float (heads of a slice, dq_accum_rows, dq_accum_dim)
+  size_t bias_sums = 0;                     // in the place of dq_accum, whose use has ended by then
+  size_t dq_semaphore = 0;                  // int32 (heads of a slice, blocks of queries)
+  size_t tile_counter = 0;                  // int32 (2)
+  size_t done = 0;                          // int32 (batch + 1, heads_k)
+  size_t query_bounds = 0, key_bounds = 0;  // packed: RowBounds (tokens in whole tiles)
   size_t key_blocks = 0, query_blocks = 0, sum_blocks = 0;  // ragged: RaggedBlock (slots)
   size_t aligned_bias = 0, transposed_bias = 0;
   size_t bytes = 0;

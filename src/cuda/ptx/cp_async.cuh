@@ -25,6 +25,21 @@ __device__ __forceinline__ void cp_async_cg_16_part(uint32_t shared, const void*
                "r"(bytes));
 }
 
+// 8 bytes, which pass through the first-level cache.
+__device__ __forceinline__ void cp_async_ca_8(uint32_t shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared), "l"(global));
+}
+__device__ __forceinline__ void cp_async_ca_8_part(uint32_t shared, const void* global, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared), "l"(global),
+               "r"(bytes));
+}
+
+// PTX ISA, "cp.async.mbarrier.arrive" with .noinc: one of the arrivals that `barrier` waits for, as
+// soon as the copies are complete that this thread has begun.
+__device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // PTX ISA, "cp.async.commit_group"
 __device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;"); }
 

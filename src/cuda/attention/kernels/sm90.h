@@ -12,7 +12,7 @@ namespace flashmoe::cuda::sm90 {
 // less of a tile empty. At D = 32, where MMAs are short, two CTAs on an SM fill each other's gaps.
 inline constexpr Sm90FwdTile kFwd[] = {
     // head_dim, block_q, block_k, stages, general_score
-    {32, 128, 64, 4, false, false, 2},
+    {32, 128, 64, 4, false, kNoBias, 2},
     {64, 192, 128, 4, false}, {64, 128, 128, 4, false},
     {96, 192, 96, 2, false}, {96, 128, 128, 2, false},
     {128, 128, 128, 2, false},
@@ -34,10 +34,24 @@ inline constexpr Sm90FwdTile kFwdGeneral[] = {
 // With a bias.
 inline constexpr Sm90FwdTile kFwdBias[] = {
     // head_dim, block_q, block_k, stages, general_score, bias, ctas, bias_tiles
-    {32, 256, 64, 4, false, true, 1, 8}, {32, 128, 64, 4, false, true, 2},
-    {64, 192, 128, 2, false, true}, {64, 128, 128, 2, false, true},
-    {96, 128, 64, 2, false, true},
-    {128, 128, 64, 2, false, true},
+    {32, 256, 64, 4, false, kBiasByTma, 1, 8}, {32, 128, 64, 4, false, kBiasByTma, 2},
+    {64, 192, 128, 2, false, kBiasByTma}, {64, 128, 128, 2, false, kBiasByTma},
+    {96, 128, 64, 2, false, kBiasByTma},
+    {128, 128, 64, 2, false, kBiasByTma},
+};
+// In rows that begin anywhere.
+inline constexpr Sm90FwdTile kFwdBiasRows[] = {
+    // head_dim, block_q, block_k, stages, general_score, bias, ctas
+    {32, 128, 64, 2, false, kBiasByRows, 2},
+    {64, 128, 128, 2, false, kBiasByRows},
+    {96, 128, 64, 2, false, kBiasByRows},
+    {128, 128, 64, 2, false, kBiasByRows},
+};
+// In fp32: two tiles of 128 keys would not fit.
+inline constexpr Sm90FwdTile kFwdBiasFloat[] = {
+    // head_dim, block_q, block_k, stages, general_score, bias
+    {32, 128, 64, 2, false, kFloatsByRows},
+    {64, 128, 64, 2, false, kFloatsByRows},
 };
 
 // Ragged batches of many short sequences: tiles of tokens, of several sequences. A box of 64 columns
@@ -47,6 +61,14 @@ inline constexpr Sm90PackedTile kFwdPacked[] = {
     {16, 128, 32, 8, 2},
     {32, 128, 32, 8, 2},
     {64, 128, 32, 8, 2},
+};
+
+// Their backward pass.
+inline constexpr Sm90PackedBwdTile kBwdPacked[] = {
+    // head_dim, block_q, block_k, stages, ctas
+    {16, 192, 32, 8, 1},
+    {32, 192, 32, 8, 1},
+    {64, 192, 32, 8, 1},
 };
 
 // As many queries as registers allow beside dK and dV of 64 keys; above D = 128 a warpgroup has one
@@ -73,10 +95,23 @@ inline constexpr Sm90BwdTile kBwdGeneral[] = {
 // With a bias.
 inline constexpr Sm90BwdTile kBwdBias[] = {
     // head_dim, block_q, block_k, general_score, bias
-    {32, 64, 256, false, true}, {32, 64, 192, false, true},
-    {64, 64, 128, false, true},
-    {96, 64, 128, false, true},
-    {128, 64, 128, false, true},
+    {32, 64, 256, false, kBiasByTma}, {32, 64, 192, false, kBiasByTma},
+    {64, 64, 128, false, kBiasByTma},
+    {96, 64, 128, false, kBiasByTma},
+    {128, 64, 128, false, kBiasByTma},
+};
+inline constexpr Sm90BwdTile kBwdBiasRows[] = {
+    // head_dim, block_q, block_k, general_score, bias
+    {32, 64, 128, false, kBiasByRows},
+    {64, 64, 128, false, kBiasByRows},
+    {96, 64, 128, false, kBiasByRows},
+    {128, 64, 128, false, kBiasByRows},
+};
+// In fp32, up to the head dim that two tiles of it fit beside.
+inline constexpr Sm90BwdTile kBwdBiasFloat[] = {
+    // head_dim, block_q, block_k, general_score, bias
+    {32, 64, 128, false, kFloatsByRows},
+    {64, 64, 128, false, kFloatsByRows},
 };
 
 // The sum of a shared bias's gradient: as many slots as shared memory holds.

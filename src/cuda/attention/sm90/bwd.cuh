@@ -28,7 +28,8 @@
 // accumulators (bwd_dq.cuh has the order of tiles).
 //
 // A bias comes by TMA, and S begins with it; dS leaves as its gradient by warp 3 of warpgroup 0
-// (bwd_grad_bias.cuh).
+// (bwd_grad_bias.cuh). A bias in rows that begin anywhere, or in fp32, is brought by that warp
+// (bias_rows.cuh), and consumers store its gradient from their registers.
 //
 // Registers of a thread: warpgroup 0 has 24, consumers 240; with a bias 40 and 232. Shared memory:
 // BwdConfig::OneCtaSmem, 210.5 KB at D = 64, 225.5 KB at D = 128; with a bias BiasSmem, 161.5 and
@@ -42,6 +43,7 @@
 #include <cstddef>
 #include <type_traits>
 
+#include "cuda/attention/sm90/bias_rows.cuh"
 #include "cuda/attention/sm90/bwd_consumer.cuh"
 #include "cuda/attention/sm90/bwd_convert_dq.cuh"
 #include "cuda/attention/sm90/bwd_grad_bias.cuh"
@@ -60,17 +62,28 @@ struct BwdConfig {
   using Type = T;
   static constexpr bool kBf16 = std::is_same_v<T, Bf16>;
   static constexpr Sm90BwdTile kTile = kTile_;
-  static constexpr bool kTwoCta = kTile.two_cta(), kBias = kTile.bias;
+  static constexpr bool kTwoCta = kTile.two_cta(), kBias = kTile.bias != kNoBias;
+  static constexpr bool kBiasRows = kBias && kTile.bias != kBiasByTma;
+  static constexpr bool kFloatBias = kTile.bias == kFloatsByRows;
   static constexpr bool kOwnGrads = kTile.own_grads();
   static constexpr int kDim = kTile.head_dim, kDqAccumDim = kTile.dq_accum_dim();
   static constexpr int kBlockQ = kTile.block_q, kBlockK = kTile.block_k, kStages = kTile.kStages;
   static constexpr int kCluster = kTile.cluster();
   static constexpr bool kSmallDim = kTile.small_dim();
-  static constexpr int kWarpgroups = kTile.consumers();
+  static constexpr int kWarpgroups = kTile.consumers(), kKeyBox = kTile.key_box();
   using Rows = tma::Tile<kBlockQ, kDim>;             // Q or dO
   using Keys = tma::Tile<kBlockK / kCluster, kDim>;  // K or V
-  using ScoreTile = tma::Tile<kBlockQ, kBlockK>;     // dS or bias
-  using Grads = tma::Tile<64, kDim>;                 // dK or dV of 64 keys
+  using ScoreTile = tma::Tile<kBlockQ, kBlockK>;     // dS
+  using BiasTile = std::conditional_t<kBiasRows,
+                                      BiasRowTile<T, kBiasRows ? kTile.bias : kBiasByRows, kBlockQ,
+                                                  kBlockK, kTile.bias_chunk_bytes()>,
+                                      ScoreTile>;
+  struct BiasRowStage {
+    BiasTile tile;
+    uint32_t shift[4];  // [0]: of the tile's first row
+  };
+  using BiasStage = std::conditional_t<kBiasRows, BiasRowStage, BiasTile>;
+  using Grads = tma::Tile<64, kDim>;  // dK or dV of 64 keys
   // Two CTAs: the columns of dQ that a CTA has are kDqFirst from column kDqFirst * rank on and
   // kDqSecond from column 128 + kDqSecond * rank on. PeerKeys are the blocks of 64 columns of the
   // other CTA's K that these are in.
@@ -110,9 +123,9 @@ struct BwdConfig {
     // them alone. full: warps of the consumer whose turn it is, which waits for empty; one thread.
     kDqBarrier = 8,
     // [2] dS. full: warps of both consumers; both wait. empty: warps of both, when dQ is computed;
-    // both wait. With a bias the store_grad_bias() warp waits for full, too, and its first lane
-    // arrives on empty. Small head dims: the consumer whose turn it is to compute dQ waits for full
-    // and its warps arrive on empty; all consumers wait for empty. Two CTAs: the first of them
+    // both wait. With a bias by TMA the store_grad_bias() warp waits for full, too, and its first
+    // lane arrives on empty. Small head dims: the consumer whose turn it is to compute dQ waits for
+    // full and its warps arrive on empty; all consumers wait for empty. Two CTAs: the first of them
     // alone. full: warps of consumer 0; consumer 1
     // and send_ds() wait. empty: warps of consumers 1 of both CTAs; consumer 0 waits.
     kDsBarrier = 10,
@@ -135,7 +148,8 @@ struct BwdConfig {
 
     // With a bias only.
     // [2] The bias of a tile. full: the producer; consumers wait. empty: warps of both consumers,
-    // as soon as they have read it; the producer waits.
+    // as soon as they have read it; the producer waits. By rows the load_bias_rows() warp takes the
+    // producer's place: each lane arrives when its part is there, and the first for the shift.
     kBiasBarrier = 14,
 
     kBarriers = kBias ? 16 : 14,
@@ -175,7 +189,7 @@ struct BwdConfig {
     Rows sRows[2 * kStages];  // Q and dO: see row_places()
     // dS. At D = 64 the third is where dV and dK leave from, elsewhere the first two are.
     ScoreTile sdS[kOwnGrads ? 3 : 2];
-    ScoreTile sBias[kStages];
+    BiasStage sBias[kStages];
     float sdQ[kDqParts][kDqBytes / 4];
     float lse_delta[kStages][2 * kBlockQ];
     BwdTask tasks[2];
@@ -222,8 +236,8 @@ struct BwdConfig {
       slot(smem, kNextTaskBarrier).init(1, 1);
     } else {
       for (int i = 0; i < 2; ++i) {
-        slot(smem, kDsBarrier + i).init(kBoth, (kSmallDim ? kOne : kBoth) + kBias);
-        if (kBias) slot(smem, kBiasBarrier + i).init(1, kBoth);
+        slot(smem, kDsBarrier + i).init(kBoth, (kSmallDim ? kOne : kBoth) + (kBias && !kBiasRows));
+        if (kBias) slot(smem, kBiasBarrier + i).init(kBiasRows ? 32 + 1 : 1, kBoth);
         ptx::mbarrier_init(slot(smem, kMmaBarrier + i).full, kOne);
       }
     }
@@ -261,7 +275,9 @@ __device__ __forceinline__ void attention_bwd(const Sm90BwdParams& p) {
     ptx::setmaxnreg_dec<C::kProducerRegisters>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (C::kTwoCta && warp == 3) convert_dq<C, 2>(p);
-    if constexpr (C::kBias) {
+    if constexpr (C::kBiasRows) {
+      if (warp == 3) load_bias_rows<C>(shared, smem, p);
+    } else if constexpr (C::kBias) {
       if (warp == 3) store_grad_bias<C>(shared, smem, p);
     }
     if (threadIdx.x % 32 == 0) {

@@ -28,7 +28,11 @@ class BiasSumConsumer {
     if (p_.bias_sum_last) {
       add_splits();
     } else {
-      read_bias();
+      if (p_.bias_by_rows) {
+        read_bias_rows();
+      } else {
+        read_bias();
+      }
 #pragma unroll 1
       for (bool guarded = false;; guarded = true) {
         add_steps(guarded);
@@ -82,6 +86,26 @@ class BiasSumConsumer {
       if (of_slot < C::kBlocksOfSlot - 1) continue;
       release(ring_);
       ring_ = ring_.next();
+    }
+  }
+
+  // The bias from memory to registers, where its rows begin anywhere: once for all steps.
+  __device__ __forceinline__ void read_bias_rows() {
+    const SumTile& tile = shared_.tile;
+    const int query = tile.first_query + tile_row(), key = tile.first_key + fragment_column();
+    const int64_t stride = p_.bias_strides.row;
+    const uint16_t* const from = static_cast<const uint16_t*>(p_.bias) +
+                                 offset(p_, p_.bias_strides, tile.batch, tile.head, 0) +
+                                 query * stride + key;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const int row = i % 4 / 2 * 8, column = half * C::kHalfKeys + i / 4 * 8 + i % 2;
+        const bool exists = query + row < p_.len_q && key + column < p_.len_k;
+        const uint32_t x = exists ? from[row * stride + column] : 0;
+        bias_[half][i / 2] = i % 2 ? bias_[half][i / 2] | x << 16 : x;
+      }
     }
   }
 

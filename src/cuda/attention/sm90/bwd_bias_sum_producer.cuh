@@ -62,7 +62,7 @@ class BiasSumProducer {
     const int64_t count = steps.count();
     const int begin = static_cast<int>(count * split / p_.bias_sum_splits);
     const int end = static_cast<int>(count * (split + 1) / p_.bias_sum_splits);
-    load_bias();
+    if (!p_.bias_by_rows) load_bias();
 #pragma unroll 1
     for (bool again = false;; again = true) {
       load_steps(steps, begin, end);

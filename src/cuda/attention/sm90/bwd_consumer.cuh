@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/attention/sm90/bwd_epilogue.cuh"
+#include "cuda/attention/sm90/bwd_grad_bias.cuh"
 #include "cuda/attention/sm90/bwd_guard.cuh"
 #include "cuda/attention/sm90/bwd_scores.cuh"
 
@@ -91,6 +92,17 @@ class BwdConsumer {
     store_ds<C>(wg_, rdS, wg_.first_key());
     ptx::fence_proxy_async_shared();
   }
+  // dS as the gradient of a bias by rows, from registers: in fp32 as it was before it was rounded.
+  __device__ __forceinline__ void store_bias_gradient(const BwdTask& task, const Packed& rdS) {
+    if constexpr (C::kFloatBias) {
+      store_ds_registers<C, float>(wg_, task, [&](int i) { return scores_.rdP[i]; });
+    } else if constexpr (C::kBiasRows) {
+      store_ds_registers<C, uint16_t>(wg_, task, [&](int i) {
+        const uint32_t two = rdS[i / 8][i % 8 / 2];
+        return static_cast<uint16_t>(i % 2 ? two >> 16 : two);
+      });
+    }
+  }
   // dS of the tile before, by both warpgroups.
   __device__ __forceinline__ uint32_t previous_ds() const { return wg_.ds_tile(wg_.stage + 1); }
   __device__ __forceinline__ void wait_previous_ds() const {
@@ -163,6 +175,7 @@ class BwdConsumer {
     find_ds<kMore>(rP, rdS, ds);
     publish_ds(rdS);
     warp_arrive(ds.full);
+    store_bias_gradient(task, rdS);
     if constexpr (kMore && kEarlyBias) scores_.start_from_bias(wg_, wg_.next_tile());
 
     // dV and dK of this tile and dQ of the tile before, in the warpgroup's turn.
@@ -205,13 +218,14 @@ class BwdConsumer {
   template <bool kMore>
   __device__ __forceinline__ void step_guarded(const BwdTask& task, bool first) {
     const tma::Slot q = wg_.q_slot(), grad_out = wg_.grad_out_slot(), ds = ds_slot();
-    const uint16_t* const bias = bias_of(wg_, task, wg_.head());
+    const void* const bias = bias_of(wg_, task, wg_.head());
     Packed rP, rdS;
     find_ds<kMore>(rP, rdS, ds, find_hidden(wg_, task, bias));
     add_dv_guarded<C>(wg_, rdV_, rP, task, bias);
     publish_ds(rdS);
     wg_.sync();  // the warpgroup's dS is there
     warp_arrive(ds.full);
+    store_bias_gradient(task, rdS);
     multiply_guarded<C, typename C::Rows>(
         rdK_, C::kBlockQ,
         [&](int key, int query) { return ds_at(wg_, task, query, wg_.first_key() + key, bias); },
@@ -238,7 +252,7 @@ class BwdConsumer {
   // dQ of the tile before, of head `head` (which is looked at with a bias only) from query `first`
   // on.
   __device__ __forceinline__ void find_dq_guarded(const BwdTask& task, int first, int head) {
-    const uint16_t* const bias = bias_of(wg_, task, head);
+    const void* const bias = bias_of(wg_, task, head);
     wait_previous_ds();
 #pragma unroll
     for (float& x : rdQ_) x = 0;

@@ -1,11 +1,17 @@
 // The gradient of a bias that is not shared, on its way out of the sm90 backward pass: it is dS,
 // which is in shared memory in 16 bits as an operand of dQ. One warp beside the producer sends it
 // from there, by TMA where the gradient's rows are whole chunks of 16 bytes, and else by ordinary
-// stores; and it writes what no tile of dS has.
+// stores; and it writes what no tile of dS has. Where a bias comes by rows (bias_rows.cuh) that
+// warp loads it, and consumers store dS from their registers, each number by itself: lanes have
+// eight neighbouring keys of four queries at a time, and L2 puts the parts of lines together.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/attention/bias.cuh"
+#include "cuda/attention/sm90/bias_rows.cuh"
 #include "cuda/attention/sm90/bwd_scheduler.cuh"
+#include "cuda/attention/sm90/bwd_warpgroup.cuh"
 #include "cuda/attention/sm90/warpgroup.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/tma/pipeline.cuh"
@@ -96,13 +102,58 @@ __device__ __forceinline__ void store_ds_numbers(uint32_t from, const BiasRows& 
   });
 }
 
+// dS of a tile of queries from the consumer's registers; number(i) is that of accumulator i, a
+// Number. Keys are neighbours in memory, and the stride of rows fits in 32 bits.
+template <class C, class Number, class F>
+__device__ __forceinline__ void store_ds_registers(const BwdWarpgroup<C>& wg, const BwdTask& task,
+                                                   const F& number) {
+  const Sm90BwdParams& p = wg.p;
+  if (!p.grad_bias) return;
+  const int first = wg.first_query(), query = first + fragment_column();
+  const int key = task.first_key + wg.first_key() + fragment_row();
+  const int row = static_cast<int>(p.grad_bias_strides.row);
+  Number* const to = static_cast<Number*>(p.grad_bias) + task.grad_bias +
+                     wg.head() * p.grad_bias_strides.head + int64_t{query} * row + key;
+  const auto store = [&](auto whole) {
+#pragma unroll
+    for (int i = 0; i < C::kBlockQ / 8; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        // Accumulator 4 i + j is of query 8 i + j % 2 and key j / 2 * 8.
+        const bool exists = 8 * i + j % 2 < p.len_q - query && j / 2 * 8 < p.len_k - key;
+        if (decltype(whole)::value || exists) {
+          to[int64_t{row} * (8 * i + j % 2) + j / 2 * 8] = number(4 * i + j);
+        }
+      }
+    }
+  };
+  if (first + C::kBlockQ <= p.len_q && task.first_key + C::kBlockK <= p.len_k) {
+    store(std::true_type());
+  } else {
+    store(std::false_type());
+  }
+}
+
+// Sets rows [first, end) of the task's keys, number by number.
+template <class C>
+__device__ __forceinline__ void fill_numbers(const BiasRows& grad, int first, int end,
+                                             int first_key, int keys, float value) {
+#pragma unroll 1
+  for (; first < end; first += C::kBlockQ) {
+    for_each_pair<C::kBlockQ, C::kBlockK>(grad, [&](int query, int key) {
+      if (first + query >= end || key >= keys) return;
+      write_bias<typename C::Type>(grad, first + query, first_key + key, value);
+    });
+  }
+}
+
 // Sets rows [first, end) of the task's keys.
 template <class C>
 __device__ __forceinline__ void fill_grad_bias(const BiasRows& grad, int first, int end,
-                                               int first_key, int keys, uint16_t value) {
+                                               int first_key, int keys, float value) {
   constexpr int kChunks = C::kBlockK / 8;  // of a row
-  const uint32_t two = value * 0x10001u;
   if (grad.chunks) {
+    const uint32_t two = C::Type::pack(value, value);
     const int key = lane() % kChunks * 8;
     if (key >= keys) return;
 #pragma unroll 1
@@ -111,13 +162,52 @@ __device__ __forceinline__ void fill_grad_bias(const BiasRows& grad, int first, 
     }
     return;
   }
+  fill_numbers<C>(grad, first, end, first_key, keys, value);
+}
+
+// Sets what no tile of dS has of the task's keys: queries that see none of them, or of lengths that
+// are wrong.
+template <class C>
+__device__ __forceinline__ void fill_unseen(const BwdTask& task, const Sm90BwdParams& p) {
+  if (!p.grad_bias) return;
+  const float value = task.seq.valid ? 0.f : NAN;
+  const int keys = p.len_k - task.first_key;
 #pragma unroll 1
-  for (; first < end; first += C::kBlockQ) {
-    for_each_pair<C::kBlockQ, C::kBlockK>(grad, [&](int query, int key) {
-      if (first + query >= end || key >= keys) return;
-      *reinterpret_cast<uint16_t*>(grad.at(first + query, first_key + key)) = value;
-    });
+  for (int head = task.key_head * p.group; head < (task.key_head + 1) * p.group; ++head) {
+    const int begin = min(task.query_begin, p.len_q);
+    const BiasRows grad = find_grad_bias(p, task.seq, task.batch, head);
+    fill_grad_bias<C>(grad, 0, begin, task.first_key, keys, value);
+    fill_grad_bias<C>(grad, max(task.query_end, begin), p.len_q, task.first_key, keys, value);
   }
+}
+
+// The warp that loads a bias by rows.
+template <class C>
+__device__ __forceinline__ void load_bias_rows(typename C::Smem& shared, uint32_t smem,
+                                               const Sm90BwdParams& p) {
+  using Tile = typename C::BiasTile;
+  constexpr int kFirstThread = 3 * 32;
+  tma::Ring<C::kStages> ring;
+  for_each_task<C>(shared, smem, [&](const BwdTask& task) {
+    const int64_t stride = p.bias_strides.row;
+    const int64_t batch = batch_offset(p, p.bias_strides.batch, task.batch);
+    for_each_query_tile<C>(task, p, [&](int head, int first) {
+      const tma::Slot slot = C::slot(smem, C::kBiasBarrier + ring.at());
+      const int64_t where = batch + head * p.bias_strides.head + first * stride + task.first_key;
+      const char* const from = static_cast<const char*>(p.bias) + where * Tile::kElementBytes;
+      ring.wait_empty(slot);
+      if (lane() == 0) {
+        shared.sBias[ring.at()].shift[0] = Tile::shift(from);
+        ptx::mbarrier_arrive(slot.full);
+      }
+      Tile::template load<32, kFirstThread>(
+          smem + offsetof(typename C::Smem, sBias) + ring.at() * sizeof(typename C::BiasStage),
+          from, stride, p.len_q - first, p.len_k - task.first_key);
+      ptx::cp_async_mbarrier_arrive_noinc(slot.full);
+      ring.advance();
+    });
+    fill_unseen<C>(task, p);
+  });
 }
 
 // The warp. It takes part in the turns of dS also where no gradient is wanted.
@@ -126,9 +216,6 @@ __device__ __forceinline__ void store_grad_bias(const typename C::Smem& shared, 
                                                 const Sm90BwdParams& p) {
   tma::Ring<2> tiles;
   for_each_task<C>(shared, smem, [&](const BwdTask& task) {
-    const auto rows_of_head = [&](int head) {
-      return find_grad_bias(p, task.seq, task.batch, head);
-    };
     for_each_query_tile<C>(task, p, [&](int head, int first) {
       const tma::Slot ds = C::slot(smem, C::kDsBarrier + tiles.at());
       const uint32_t from =
@@ -146,7 +233,7 @@ __device__ __forceinline__ void store_grad_bias(const typename C::Smem& shared, 
           ptx::cp_async_bulk_wait_group_read();
         }
       } else if (p.grad_bias) {
-        const BiasRows grad = rows_of_head(head);
+        const BiasRows grad = find_grad_bias(p, task.seq, task.batch, head);
         const int rows = p.len_q - first, keys = p.len_k - task.first_key;
         if (grad.column == 1) {
           store_ds_rows<C>(from, grad, first, rows, task.first_key, keys);
@@ -157,17 +244,7 @@ __device__ __forceinline__ void store_grad_bias(const typename C::Smem& shared, 
       warp_arrive(ds.empty);
       tiles.advance();
     });
-    if (!p.grad_bias) return;
-    // Queries that see none of the keys, or lengths that are wrong.
-    const uint16_t value = task.seq.valid ? 0 : C::Type::kNan;
-    const int keys = p.len_k - task.first_key;
-#pragma unroll 1
-    for (int head = task.key_head * p.group; head < (task.key_head + 1) * p.group; ++head) {
-      const int begin = min(task.query_begin, p.len_q);
-      const BiasRows grad = rows_of_head(head);
-      fill_grad_bias<C>(grad, 0, begin, task.first_key, keys, value);
-      fill_grad_bias<C>(grad, max(task.query_end, begin), p.len_q, task.first_key, keys, value);
-    }
+    fill_unseen<C>(task, p);
   });
   if (lane() == 0) ptx::cp_async_bulk_wait_group();
 }

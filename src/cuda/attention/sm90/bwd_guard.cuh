@@ -5,6 +5,7 @@
 // anywhere, so with a bias any tile in which something is not finite is.
 #pragma once
 
+#include "cuda/attention/sm90/bias_rows.cuh"
 #include "cuda/attention/sm90/bwd_scores.cuh"
 #include "cuda/attention/sm90/bwd_warpgroup.cuh"
 
@@ -76,22 +77,23 @@ __device__ __forceinline__ bool nonfinite_keys(const BwdWarpgroup<C>& wg, const 
   return ptx::bar_red_or(C::kAgreeBarrier, kThreads, bad);
 }
 
-// The bias of a head: the number of its first query and key. TMA reads rows of neighbouring keys,
-// so that is all there is to know. Null without a bias.
+// The bias of a head: the number of its first query and key. Rows have neighbouring keys, so that
+// is all there is to know. Null without a bias.
 template <class C>
-__device__ __forceinline__ const uint16_t* bias_of(const BwdWarpgroup<C>& wg, const BwdTask& task,
-                                                   int head) {
+__device__ __forceinline__ const void* bias_of(const BwdWarpgroup<C>& wg, const BwdTask& task,
+                                               int head) {
   if constexpr (!C::kBias) return nullptr;
-  return reinterpret_cast<const uint16_t*>(
-      rows_of(wg.p.bias, wg.p, wg.p.bias_strides, task.batch, head, 0));
+  return static_cast<const char*>(wg.p.bias) +
+         offset(wg.p, wg.p.bias_strides, task.batch, head, 0) * (C::kFloatBias ? 4 : 2);
 }
 // Whether a query sees a key: neither a mask nor a bias of -inf hides it.
 template <class C>
 __device__ __forceinline__ bool sees(const BwdWarpgroup<C>& wg, const BwdTask& task, int query,
-                                     int key, const uint16_t* bias) {
+                                     int key, const void* bias) {
   return key >= task.seq.begin(query, wg.p) && key < task.seq.end(query, wg.p) &&
          query < task.seq.len_q &&
-         (!C::kBias || C::Type::unpack(bias[query * wg.p.bias_strides.row + key]) != -INFINITY);
+         (!C::kBias || bias_number<typename C::Type, C::kFloatBias>(
+                           bias, query * wg.p.bias_strides.row + key) != -INFINITY);
 }
 
 // A number of P or dS, and whether the query sees the key.
@@ -104,21 +106,21 @@ struct GuardedNumber {
 template <class C>
 __device__ __forceinline__ GuardedNumber ds_at(const BwdWarpgroup<C>& wg, const BwdTask& task,
                                                int first, uint32_t tile, int query, int key,
-                                               const uint16_t* bias = nullptr) {
+                                               const void* bias = nullptr) {
   return {sees(wg, task, first + query, task.first_key + key, bias),
           C::Type::unpack(ptx::ld_shared_u16(tile + C::ScoreTile::at(query, key)))};
 }
 // From what store_ds() left of this tile of queries.
 template <class C>
 __device__ __forceinline__ GuardedNumber ds_at(const BwdWarpgroup<C>& wg, const BwdTask& task,
-                                               int query, int key, const uint16_t* bias = nullptr) {
+                                               int query, int key, const void* bias = nullptr) {
   return ds_at(wg, task, wg.first_query(), wg.ds_tile(wg.stage), query, key, bias);
 }
 
 // Which of the thread's numbers of P and dS are hidden: a bit for each. Without a bias nobody asks.
 template <class C>
 __device__ __forceinline__ uint32_t find_hidden(const BwdWarpgroup<C>& wg, const BwdTask& task,
-                                                const uint16_t* bias) {
+                                                const void* bias) {
   if constexpr (!C::kBias) return 0;
   static_assert(!C::kBias || C::kBlockQ / 2 <= 32);
   uint32_t hidden = 0;
@@ -173,7 +175,7 @@ __device__ __forceinline__ void multiply_guarded(float (&sums)[kCount], int dept
 template <class C>
 __device__ __forceinline__ void add_dv_guarded(const BwdWarpgroup<C>& wg, float (&dv)[C::kDim / 2],
                                                const PackedTile<C>& rP, const BwdTask& task,
-                                               const uint16_t* bias = nullptr) {
+                                               const void* bias = nullptr) {
   store_ds<C>(wg, rP, wg.first_key());
   wg.sync();  // P is there
   multiply_guarded<C, typename C::Rows>(

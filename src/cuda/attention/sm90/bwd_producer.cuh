@@ -82,9 +82,9 @@ template <class C>
 __device__ __forceinline__ void load_bias(uint32_t smem, const tma::Ring<C::kStages>& ring,
                                           const BwdTask& task, int head, int first,
                                           const Sm90BwdParams& p) {
-  using Tile = typename C::ScoreTile;
+  using Tile = typename C::BiasTile;
   const tma::Slot slot = C::slot(smem, C::kBiasBarrier + ring.at());
-  const uint32_t to = smem + offsetof(typename C::Smem, sBias) + ring.at() * Tile::kBytes;
+  const uint32_t to = smem + offsetof(typename C::Smem, sBias) + ring.at() * sizeof(Tile);
   const int row = task.bias_row + (head - task.key_head * p.group) * task.bias_head_rows + first;
   ring.wait_empty(slot);
   ptx::mbarrier_arrive_expect_tx(slot.full, Tile::kBytes);
@@ -130,10 +130,10 @@ __device__ __forceinline__ void produce(typename C::Smem& shared, uint32_t smem,
         const uint32_t to = smem + (k ? offsetof(Smem, sK) : offsetof(Smem, sV));
         const TensorMap& map = k ? p.key_map : p.value_map;
         ptx::mbarrier_wait(slot.empty, task.keys_parity ^ 1);
-        if constexpr (C::kSmallDim) {
+        if constexpr (C::kKeyBox == 64 && C::Keys::kBlocks == 1) {
           ptx::mbarrier_arrive_expect_tx(slot.full, C::Keys::kBytes);
 #pragma unroll
-          for (int i = 0; i < C::kWarpgroups; ++i) {
+          for (int i = 0; i < C::kBlockK / 64; ++i) {
             ptx::tma_load_evict_first(to + i * 64 * C::Keys::kRowBytes, &map, slot.full, 0,
                                       token_k(i), task.key_head, task.batch);
           }
@@ -142,7 +142,7 @@ __device__ __forceinline__ void produce(typename C::Smem& shared, uint32_t smem,
                                                       task.batch);
         }
       };
-      if constexpr (C::kBias) load_bias<C>(smem, ring, task, head, first, p);
+      if constexpr (C::kBias && !C::kBiasRows) load_bias<C>(smem, ring, task, head, first, p);
       ring.wait_empty(grad_out);  // in all CTAs of the cluster: Q goes where a dO was
       fill_cluster<C>(q, smem + offsetof(Smem, sRows) + places.q, rank, p.query_map, token_q, head,
                       task.batch);

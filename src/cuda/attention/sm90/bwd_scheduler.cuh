@@ -24,9 +24,15 @@ struct alignas(16) BwdTask {
   uint32_t first_tile, last_tile;  // tiles of queries of this task, as the CTA counts them
   uint8_t keys_parity;             // of the mbarriers of K and V
   bool last;                       // true: there is no task any more, and this is none
-  // Kernels with a bias: the row of bias_map of the group's first query, and rows from one head to
-  // the next.
-  int bias_row, bias_head_rows;
+  union {
+    // Kernels with a bias by TMA: the row of bias_map of the group's first query, and rows from one
+    // head to the next.
+    struct {
+      int bias_row, bias_head_rows;
+    };
+    // By rows: offset of the batch in the bias's gradient.
+    int64_t grad_bias;
+  };
 };
 
 // Fills in task `number` of all.
@@ -85,7 +91,9 @@ __device__ __forceinline__ void find_task(BwdTask& task, int number, const Sm90B
   task.query_begin = first / C::kBlockQ * C::kBlockQ;
   task.query_end = seen ? (last / C::kBlockQ + 1) * C::kBlockQ : task.query_begin;
   task.tiles = (task.query_end - task.query_begin) / C::kBlockQ * p.group;
-  if constexpr (C::kBias) {
+  if constexpr (C::kBiasRows) {
+    task.grad_bias = batch_offset(p, p.grad_bias_strides.batch, task.batch);
+  } else if constexpr (C::kBias) {
     const int64_t row = p.bias_strides.row;
     const int64_t batch = batch_offset(p, p.bias_strides.batch, task.batch);
     task.bias_head_rows = static_cast<int>(p.bias_strides.head / row);

@@ -65,12 +65,20 @@ struct BwdScores {
   // (q.k + bias / scale).
   __device__ __forceinline__ void start_from_bias(const BwdWarpgroup<C>& wg,
                                                   const tma::Ring<C::kStages>& tiles) {
-    using Tile = typename C::ScoreTile;
     const tma::Slot slot = wg.slot(C::kBiasBarrier + tiles.at());
-    const uint32_t from = wg.opaque_smem() + offsetof(Smem, sBias) + tiles.at() * Tile::kBytes +
-                          fragment_of_tile<C>(wg.first_key());
-    const float inverse = wg.p.bias_scale;
+    const uint32_t tile =
+        wg.opaque_smem() + offsetof(Smem, sBias) + tiles.at() * sizeof(typename C::BiasStage);
     tiles.wait_full(slot);
+    if constexpr (C::kBiasRows) {
+      read_bias_rows(wg, tile);
+    } else {
+      read_bias_matrices(wg, tile);
+    }
+    warp_arrive(slot.empty);
+  }
+  __device__ __forceinline__ void read_bias_matrices(const BwdWarpgroup<C>& wg, uint32_t tile) {
+    const uint32_t from = tile + fragment_of_tile<C>(wg.first_key());
+    const float inverse = wg.p.bias_scale;
 #pragma unroll
     for (int n = 0; n < C::kBlockQ / 16; ++n) {
       uint32_t x[4];  // keys 0 to 7 and 8 to 15, of each queries 0 to 7 and 8 to 15
@@ -81,7 +89,24 @@ struct BwdScores {
         rS[8 * n + 2 * i + 1] = C::Type::unpack(static_cast<uint16_t>(x[i] >> 16)) * inverse;
       }
     }
-    warp_arrive(slot.empty);
+  }
+  // The same from rows that begin anywhere.
+  __device__ __forceinline__ void read_bias_rows(const BwdWarpgroup<C>& wg, uint32_t tile) {
+    using Tile = typename C::BiasTile;
+    const uint32_t first = ptx::ld_shared_u32(tile + offsetof(typename C::BiasRowStage, shift));
+    const float inverse = wg.p.bias_scale;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int query = fragment_column() + e;
+      const uint32_t from = tile + query * Tile::kPitch +
+                            (wg.first_key() + fragment_row()) * Tile::kElementBytes +
+                            Tile::shift(first, query, wg.p.bias_strides.row);
+#pragma unroll
+      for (int i = 0; i < C::kBlockQ / 4; ++i) {
+        const uint32_t at = i / 2 * 8 * Tile::kPitch + i % 2 * 8 * Tile::kElementBytes;
+        rS[2 * i + e] = Tile::read(from + at) * inverse;
+      }
+    }
   }
 
   // S^T = K Q^T, or dP^T = V dO^T; kAdd: added to what is there.
@@ -161,7 +186,8 @@ struct BwdScores {
   }
 
   // dS = P (dP - delta) in place of dP. P is taken as it was rounded to 16 bits: in fp32 it would
-  // be 64 registers more at D = 64.
+  // be 64 registers more at D = 64. But where the bias and so its gradient are fp32, tiles have 64
+  // queries, and there is room for 32.
   __device__ __forceinline__ void differentiate(const BwdWarpgroup<C>& wg,
                                                 const PackedTile<C>& rP) {
     const uint32_t lse_delta = wg.stage_lse_delta();
@@ -171,7 +197,8 @@ struct BwdScores {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const uint32_t both = rP[i / 2][i % 2 * 2 + j / 2];
-        const float p = C::Type::unpack(static_cast<uint16_t>(j % 2 ? both >> 16 : both));
+        const float rounded = C::Type::unpack(static_cast<uint16_t>(j % 2 ? both >> 16 : both));
+        const float p = C::kFloatBias ? rS[4 * i + j] : rounded;
         rdP[4 * i + j] = (rdP[4 * i + j] - (j % 2 ? delta.y : delta.x)) * p;
         if (C::kTile.general_score && wg.p.softcap_scale) {
           const uint32_t two = slopes[i / 2][i % 2 * 2 + j / 2];

@@ -107,7 +107,7 @@ class BwdSmallDimConsumer {
 
   // dV and dK where a mask or the bias hides something not finite in the tile.
   __device__ __forceinline__ void add_guarded(const BwdTask& task, Packed& rP) {
-    const uint16_t* const bias = bias_of(wg_, task, wg_.head());
+    const void* const bias = bias_of(wg_, task, wg_.head());
     const uint32_t hidden = find_hidden(wg_, task, bias);
     Packed rdS;
     clear_hidden(rP, hidden);
@@ -187,7 +187,7 @@ class BwdSmallDimConsumer {
   // The same where something not finite is hidden in the tile before.
   __device__ __forceinline__ void find_dq_guarded(QuerySums& rdQ, const BwdTask& task, int first,
                                                   int head) {
-    const uint16_t* const bias = bias_of(wg_, task, head);
+    const void* const bias = bias_of(wg_, task, head);
     previous().wait_full(ds_slot(previous()));
 #pragma unroll
     for (float& x : rdQ) x = 0;

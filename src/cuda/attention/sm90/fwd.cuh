@@ -17,6 +17,8 @@
 // S = Q K^T of a tile is issued together with O += P V of the tile before, and consumers take turns
 // in issuing MMAs, so that the softmax of one runs under the MMAs of another. (Both are
 // FlashAttention-3's.) P stays in registers.
+// A bias comes by TMA as well; in rows that begin anywhere, or in fp32, the other warps of
+// warpgroup 0 bring it (bias_rows.cuh).
 //
 // Up to head dim 32 a bias that many batches share stays in shared memory, all keys of a tile of
 // queries, while two teams, each with a producer and two consumers of its own, go through the
@@ -38,6 +40,7 @@
 #include <cstddef>
 #include <type_traits>
 
+#include "cuda/attention/sm90/bias_rows.cuh"
 #include "cuda/attention/sm90/fwd_consumer.cuh"
 #include "cuda/attention/sm90/fwd_producer.cuh"
 #include "cuda/attention/sm90/tiles.h"
@@ -55,25 +58,32 @@ struct FwdConfig {
   static constexpr int kTeams = kTile.teams(), kBlockQ = kTile.block_q / kTeams;
   static constexpr int kBlockK = kTile.block_k;
   static constexpr int kOutStages = kTile.out_stages();
-  static constexpr bool kBias = kTile.bias, kBiasStays = kTile.bias_tiles > 0;
+  static constexpr bool kBias = kTile.bias != kNoBias, kBiasStays = kTile.bias_tiles > 0;
+  static constexpr bool kBiasRows = kBias && kTile.bias != kBiasByTma;
+  static constexpr bool kFloatBias = kTile.bias == kFloatsByRows;
   static constexpr int kWarpgroups = kBlockQ / kWarpgroupRows;  // of consumers, of a team
   using Rows = tma::Tile<kBlockQ, kDim>;
   using Keys = tma::Tile<kBlockK, kDim>;
-  using Out = tma::Tile < kBlockQ, kDim<64 ? kDim : 64>;
-  using ScoreTile = tma::Tile<kBlockQ, kBlockK>;  // the bias
+  using Out = tma::Tile<kBlockQ, (kDim < 64 ? kDim : 64)>;
+  using BiasTile = std::conditional_t<
+      kBiasRows,
+      BiasRowTile<T, kBiasRows ? kTile.bias : kBiasByRows, kBlockQ, kBlockK, kTile.kBiasChunkBytes>,
+      tma::Tile<kBlockQ, kBlockK>>;
+  static constexpr int kLoaderThreads = kWarpgroupThreads - 32;  // see FwdBiasLoader
 
   // mbarriers, each a tma::Slot with `full` and `empty`. "Producer" is its one thread, whose
   // arrival on `full` also expects the bytes of TMA.
   enum Barrier : int {
-    // [2] A task. full: the producer; consumers wait. empty: each consumer thread; the producer
-    // waits.
+    // [2] A task. full: the producer; consumers and bias loaders wait. empty: each thread of these;
+    // the producer waits.
     kTaskBarrier = 0,
     // Q. full: the producer; consumers wait. empty: each warp of the consumers; the producer waits.
     kQBarrier = 2,
     // [kStages] K, and [kStages] V. As Q.
     kKBarrier = 3,
     kVBarrier = kKBarrier + kStages,
-    // [kStages] The bias, in kernels that load it tile by tile. As Q.
+    // [kStages] The bias, in kernels that load it tile by tile. As Q; by rows each thread of the
+    // bias loaders fills it and waits for empty.
     kBiasBarrier = kVBarrier + kStages,
     kBarriers = kBiasBarrier + (kBias && !kBiasStays ? kStages : 0),
   };
@@ -97,7 +107,7 @@ struct FwdConfig {
   struct BiasSmem {
     Rows sQ;
     Keys sK[kStages], sV[kStages];
-    ScoreTile sBias[kStages];
+    BiasTile sBias[kStages];
     Out sO[kOutStages];
     FwdTask tasks[2];
     tma::Slot::Barriers barriers[kBarriers];
@@ -106,7 +116,7 @@ struct FwdConfig {
   // Where a bias stays: the teams', kTeamBytes from each other, and what they share.
   static constexpr uint32_t kTeamBytes = offsetof(Smem, tasks) + kTeamControlBytes;
   struct SharedBias {
-    ScoreTile sBias[kBiasStays ? kTile.bias_tiles : 1];
+    BiasTile sBias[kBiasStays ? kTile.bias_tiles : 1];
     // Of a tile. The producer of team 0 arrives and expects the bytes of TMA; consumers wait, and
     // both producers, before it is loaded again.
     uint64_t full[kBiasStays ? kTile.bias_tiles : 1];
@@ -134,7 +144,13 @@ struct FwdConfig {
   }
   static __device__ __forceinline__ void init_barriers(uint32_t smem) {
     for (int i = 0; i < kBarriers; ++i) {
-      slot(smem, i).init(1, (i < kQBarrier ? kWarpgroupThreads : kWarpgroupWarps) * kWarpgroups);
+      const int loaders = kBiasRows ? kLoaderThreads : 0;
+      if (i < kQBarrier) {
+        slot(smem, i).init(1, kWarpgroupThreads * kWarpgroups + loaders);
+      } else {
+        slot(smem, i).init(kBiasRows && i >= kBiasBarrier ? loaders : 1,
+                           kWarpgroupWarps * kWarpgroups);
+      }
     }
     ptx::fence_mbarrier_init();
   }
@@ -156,8 +172,9 @@ struct FwdConfig {
   // Whether the bias is added to finished scores. That hides its way from shared memory under the
   // MMA, and takes a register for each score beside those of S; where there are none, S begins with
   // the bias.
-  static constexpr bool kPackedBias = kBias && kDim <= 32;  // see FwdSoftmax::load_bias()
-  static constexpr bool kLateBias = kBias && !kPackedBias && kWarpgroups == 2;
+  static constexpr bool kPackedBias =
+      kBias && !kBiasRows && kDim <= 32;  // see FwdSoftmax::load_bias()
+  static constexpr bool kLateBias = kBias && !kPackedBias && kWarpgroups == 2 && kTile.ctas == 1;
   static constexpr bool kEarlyBias = kBias && !kPackedBias && !kLateBias;
   // Whether consumers take turns in issuing MMAs. These are few at head dims up to 32.
   static constexpr bool kTakesTurns = kWarpgroups > 1 && kDim > 32;
@@ -178,6 +195,9 @@ __device__ __forceinline__ void attention_fwd(const Sm90FwdParams& p) {
     if (warpgroup == 0) {
       ptx::setmaxnreg_dec<C::kProducerRegisters>();
       if (threadIdx.x == 0) FwdProducer<C>(shared, smem, p).run();
+      if constexpr (C::kBiasRows) {
+        if (threadIdx.x >= 32) FwdBiasLoader<C>(shared, smem, p).run();
+      }
     } else {
       ptx::setmaxnreg_inc<C::kConsumerRegisters>();
       FwdConsumer<C>(shared, smem, warpgroup - 1, p).run();

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/attention/score.cuh"
+#include "cuda/attention/sm90/bias_rows.cuh"
 #include "cuda/attention/sm90/fwd_warpgroup.cuh"
 #include "cuda/attention/softmax.cuh"
 #include "cuda/ptx/ldmatrix.cuh"
@@ -127,8 +128,7 @@ class FwdEpilogue {
   __device__ __forceinline__ float bias_at(int query, int key) const {
     const FwdTask& task = wg_.task();
     const int64_t first = offset(p_, p_.bias_strides, task.batch, task.head, 0);
-    return Type::unpack(
-        static_cast<const uint16_t*>(p_.bias)[first + query * p_.bias_strides.row + key]);
+    return bias_number<Type, C::kFloatBias>(p_.bias, first + query * p_.bias_strides.row + key);
   }
 
   // Rows of the warp key by key, from the keys that each sees. `upper` has four bits for each of

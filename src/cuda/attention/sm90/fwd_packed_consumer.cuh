@@ -4,6 +4,7 @@
 
 #include "cuda/attention/score.cuh"
 #include "cuda/attention/sm90/fwd_packed_producer.cuh"
+#include "cuda/attention/sm90/packed_rows.cuh"
 #include "cuda/attention/sm90/warpgroup.cuh"
 #include "cuda/attention/softmax.cuh"
 #include "cuda/ptx/ldmatrix.cuh"
@@ -15,7 +16,7 @@ template <class C>
 class PackedConsumer {
   using Type = typename C::Type;
   using Smem = typename C::Smem;
-  static constexpr int kRows = 16;                       // of a warp
+  static constexpr int kRows = kPackedRows;
   static constexpr int kSteps = C::kDim / 16;            // of the depth of a head
   static constexpr int kFragments = C::kChunk / 8;       // of S
   static constexpr bool kHoldsQueries = C::kHeads == 1;  // in registers, if there are enough
@@ -57,11 +58,6 @@ class PackedConsumer {
   __device__ __forceinline__ RowBounds fragment_bounds(int half) const {
     return bounds_of(lane() / 4 + 8 * half);
   }
-  // Where this lane's row of an ldmatrix begins in 16 rows of a tile. Columns 16 s to 16 s + 15 are
-  // at that address ^ 32 s.
-  static __device__ __forceinline__ uint32_t lane_offset() {
-    return lane() % 16 * 128 + (lane() / 16 ^ lane() % 8) * 16;
-  }
   // The warp's rows of Q, and then of O.
   __device__ __forceinline__ uint32_t row_address() const {
     return smem_ + offsetof(Smem, sQ) + tasks_.at() * C::Rows::kBytes + warp_ * kRows * 128;
@@ -93,7 +89,7 @@ class PackedConsumer {
     }
   }
   __device__ __forceinline__ void load_queries(uint32_t (&q)[4], int step) const {
-    ptx::ldmatrix_x4(q, (row_address() + lane_offset()) ^ step * 32);
+    ptx::ldmatrix_x4(q, (row_address() + packed_lane_offset()) ^ step * 32);
   }
 
   // A stage of keys, of which the warp takes those that its rows see.
@@ -109,21 +105,14 @@ class PackedConsumer {
     keys_.advance();
   }
 
-  // Bit n: whether a row sees key n of a chunk, from the lane's first column on.
-  __device__ __forceinline__ uint32_t seen_keys(const RowBounds& bounds, int key) const {
-    const auto from = [](int n) { return __funnelshift_lc(0, ~0u, max(n, 0)); };
-    const uint32_t seen = from(bounds.begin() - key) & ~from(bounds.end - key);
-    return (seen & ~from(C::kChunk)) >> (lane() % 4 * 2);
-  }
-
   __device__ __forceinline__ void take_chunk(int key, uint32_t offset) {
-    const uint32_t where = smem_ + offset + lane_offset();
+    const uint32_t where = smem_ + offset + packed_lane_offset();
     uint32_t seen[2];
     bool begins = false;  // whether this is the first chunk that a row sees
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const RowBounds bounds = fragment_bounds(half);
-      seen[half] = seen_keys(bounds, key);
+      seen[half] = seen_tokens<C::kChunk>(bounds, key);
       begins |= static_cast<uint32_t>(bounds.begin() - key) < C::kChunk;
     }
     begins = __any_sync(0xffffffffu, begins);
@@ -237,7 +226,7 @@ class PackedConsumer {
   // O / sum to TMA, and lse.
   __device__ __forceinline__ void finish() const {
     const int token = task().first_row + warp_ * kRows, box = task().box;
-    const uint32_t to = row_address() + lane_offset();
+    const uint32_t to = row_address() + packed_lane_offset();
     float lse[C::kHeads][2];
     __syncwarp();  // all lanes have read Q
 #pragma unroll

@@ -1,7 +1,9 @@
 // The producer of the sm90 forward pass: one thread that loads Q, K and V by TMA as soon as a stage
-// is empty, also across tasks, and hands tasks to the consumers.
+// is empty, also across tasks, and hands tasks to the consumers. A bias that TMA cannot load is
+// loaded by the other warps of its warpgroup.
 #pragma once
 
+#include "cuda/attention/sm90/bias_rows.cuh"
 #include "cuda/attention/sm90/fwd_scheduler.cuh"
 #include "cuda/tma/pipeline.cuh"
 
@@ -39,7 +41,7 @@ class FwdProducer {
     for (const TensorMap* map : {&p_.query_map, &p_.key_map, &p_.value_map, &p_.out_map}) {
       ptx::prefetch_tensormap(map);
     }
-    if (C::kBias) ptx::prefetch_tensormap(&p_.bias_map);
+    if (C::kBias && !C::kBiasRows) ptx::prefetch_tensormap(&p_.bias_map);
   }
   __device__ __forceinline__ void load(const FwdTask& task) {
     const int key_head = task.head / p_.group, token_k = static_cast<int>(task.seq.token_k);
@@ -59,7 +61,7 @@ class FwdProducer {
                                     task.first_token(p_), task.head, task.batch);
         queries_.advance();
       }
-      if constexpr (C::kBias && !C::kBiasStays) load_bias(task, n);
+      if constexpr (C::kBias && !C::kBiasRows && !C::kBiasStays) load_bias(task, n);
       keys_.wait_empty(v);
       tma::fill<typename C::Keys>(v, smem_ + offsetof(Smem, sV) + stage, p_.value_map, row,
                                   key_head, task.batch);
@@ -123,7 +125,7 @@ class FwdProducer {
   }
   // The bias of the slab of task `number`, from the last tile of keys, which is read first.
   __device__ __forceinline__ void load_slab(int number) {
-    using Tile = typename C::ScoreTile;
+    using Tile = typename C::BiasTile;
     FwdTask task;
     FwdScheduler<C>{p_}.find_task(number, task);
 #pragma unroll 1
@@ -137,7 +139,7 @@ class FwdProducer {
 
   // The bias of tile n of keys.
   __device__ __forceinline__ void load_bias(const FwdTask& task, int n) {
-    using Tile = typename C::ScoreTile;
+    using Tile = typename C::BiasTile;
     const tma::Slot slot = C::slot(smem_, C::kBiasBarrier + keys_.at());
     const uint32_t to = smem_ + offsetof(Smem, sBias) + keys_.at() * sizeof(Tile);
     keys_.wait_empty(slot);
@@ -155,6 +157,54 @@ class FwdProducer {
   const int team_;
   tma::Ring<2> tasks_;
   tma::Ring<1> queries_;
+  tma::Ring<C::kStages> keys_;
+};
+
+// A thread of the warps that load a bias whose rows begin anywhere: see bias_rows.cuh.
+template <class C>
+class FwdBiasLoader {
+  using Smem = typename C::Smem;
+  using Tile = typename C::BiasTile;
+
+ public:
+  __device__ __forceinline__ FwdBiasLoader(const Smem& shared, uint32_t smem,
+                                           const Sm90FwdParams& p)
+      : shared_(shared), smem_(smem), p_(p) {}
+
+  __device__ __forceinline__ void run() {
+#pragma unroll 1
+    for (tma::Ring<2> tasks;; tasks.advance()) {
+      const tma::Slot slot = C::slot(smem_, C::kTaskBarrier + tasks.at());
+      tasks.wait_full(slot);
+      const FwdTask& task = shared_.tasks[tasks.at()];
+      if (!task.more) return;
+      load(task);
+      ptx::mbarrier_arrive(slot.empty);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void load(const FwdTask& task) {
+    const int64_t stride = p_.bias_strides.row;
+    const int64_t first =
+        offset(p_, p_.bias_strides, task.batch, task.head, 0) + task.first_row * stride;
+    const char* const rows = static_cast<const char*>(p_.bias) + first * Tile::kElementBytes;
+#pragma unroll 1
+    for (int n = task.key_end - 1; n >= task.key_begin; --n, keys_.advance()) {
+      const tma::Slot slot = C::slot(smem_, C::kBiasBarrier + keys_.at());
+      const int first_key = n * C::kBlockK;
+      keys_.wait_empty(slot);
+      Tile::template load<C::kLoaderThreads, 32>(
+          smem_ + offsetof(Smem, sBias) + keys_.at() * sizeof(Tile),
+          rows + first_key * Tile::kElementBytes, stride, p_.len_q - task.first_row,
+          p_.len_k - first_key);
+      ptx::cp_async_mbarrier_arrive_noinc(slot.full);
+    }
+  }
+
+  const Smem& shared_;
+  const uint32_t smem_;
+  const Sm90FwdParams& p_;
   tma::Ring<C::kStages> keys_;
 };
 

@@ -17,7 +17,9 @@ struct alignas(8) FwdTask {
   int warpgroup_end[3] = {};       // the end of those that rows of a warpgroup see
   int unmasked_begin[3] = {}, unmasked_end[3] = {};  // those that need no mask, by warpgroup
   int more = false;                                  // false: there is no task any more
-  int bias_row = 0;     // kernels with a bias: the tile's first row of bias_map
+  // Kernels with a bias: the tile's first row of bias_map; by rows, where the head's first number
+  // lies in memory, as far as its shift takes (bias_rows.cuh).
+  int bias_row = 0;
   int bias_parity = 0;  // where a bias stays: of the mbarriers of its tiles
   int64_t lse = 0;      // offset of the sequence's first lse
 
@@ -88,7 +90,12 @@ struct FwdScheduler {
     task.lse = offset(p, p.lse_strides, task.batch, task.head << p.pack, seq.token_q);
     if (C::kBias) {
       const int64_t where = offset(p, p.bias_strides, task.batch, task.head, 0);
-      task.bias_row = static_cast<int>(where / p.bias_strides.row) + first_row;
+      if constexpr (C::kBiasRows) {
+        constexpr int kBytes = C::BiasTile::kElementBytes;
+        task.bias_row = C::BiasTile::shift(static_cast<const char*>(p.bias) + where * kBytes);
+      } else {
+        task.bias_row = static_cast<int>(where / p.bias_strides.row) + first_row;
+      }
     }
     find_key_tiles(task, seq, first_row);
   }

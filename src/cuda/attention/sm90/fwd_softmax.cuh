@@ -34,7 +34,7 @@ struct FwdSoftmax {
   // take(i, two) for the bias of scores 2 i and 2 i + 1 of the thread's, from shared memory.
   template <class Take>
   static __device__ __forceinline__ void load_bias(const FwdWarpgroup<C>& wg, const Take& take) {
-    using Tile = typename C::ScoreTile;
+    using Tile = typename C::BiasTile;
     const uint32_t from =
         wg.bias_tile() +
         Tile::at(wg.index * kWarpgroupRows + warpgroup_warp() * 16 + lane() % 16, lane() / 16 * 8);
@@ -61,6 +61,17 @@ struct FwdSoftmax {
     if constexpr (C::kPackedBias) {
 #pragma unroll
       for (int i = 0; i < C::kBlockK / 4; ++i) both(i, rPacked[i]);
+    } else if constexpr (C::kBiasRows) {
+      using Tile = typename C::BiasTile;
+      const int row = wg.index * kWarpgroupRows + fragment_row();
+      const uint32_t from = wg.bias_tile() + row * Tile::kPitch +
+                            fragment_column() * Tile::kElementBytes +
+                            Tile::shift(wg.reload(wg.task().bias_row), row, wg.p.bias_strides.row);
+#pragma unroll
+      for (int i = 0; i < C::kBlockK / 2; ++i) {
+        take(i, Tile::read(from + i % 4 / 2 * 8 * Tile::kPitch +
+                           (i / 4 * 8 + i % 2) * Tile::kElementBytes));
+      }
     } else {
       load_bias(wg, both);
     }

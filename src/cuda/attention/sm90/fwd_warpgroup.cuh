@@ -32,7 +32,7 @@ struct FwdWarpgroup {
   __device__ __forceinline__ void release(const tma::Slot& slot) const { warp_arrive(slot.empty); }
   // The bias of the tile of keys that is next.
   __device__ __forceinline__ uint32_t bias_tile() const {
-    using Tile = typename C::ScoreTile;
+    using Tile = typename C::BiasTile;
     if constexpr (C::kBiasStays) {
       return C::bias_at(smem, team) + block * static_cast<uint32_t>(sizeof(Tile));
     } else if constexpr (C::kBias) {

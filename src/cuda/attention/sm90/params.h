@@ -14,8 +14,8 @@ namespace flashmoe::cuda {
 struct Sm90FwdParams : AttentionFwdParams {
   TensorMap query_map, out_map;  // (batch, heads, length, 2^pack, D)
   TensorMap key_map, value_map;  // (batch, heads, length, D); ragged: tokens are the length
-  // Kernels with a bias: (rows, len_k), the rows of all heads and batches one after the other.
-  // Those of one (batch, head) begin at row offset / bias_strides.row.
+  // Kernels with a bias by TMA: (rows, len_k), the rows of all heads and batches one after the
+  // other. Those of one (batch, head) begin at row offset / bias_strides.row.
   TensorMap bias_map;
   int32_t pack;
   int32_t query_blocks, num_tasks;
@@ -27,7 +27,8 @@ struct Sm90FwdParams : AttentionFwdParams {
 
 // The keys that a query of a ragged batch sees, as positions in K: those of its own sequence, and
 // of these what the mask leaves. Neither number falls from one query to the next, so the keys of a
-// tile of queries are those from its first query's first to its last query's last.
+// tile of queries are those from its first query's first to its last query's last. The other way
+// round, for a backward pass: the queries that see a key.
 struct alignas(8) RowBounds {
   uint32_t first;  // and kInvalid
   int32_t end;
@@ -51,6 +52,27 @@ struct Sm90PackedParams : AttentionFwdParams {
   int32_t num_tasks;
 };
 
+// A backward pass over tiles of tokens: see bwd_packed.cuh. Tasks are tiles of keys and tiles of
+// queries, of the heads of one box; tile_counter gives them out.
+struct Sm90PackedBwdParams : AttentionBwdParams {
+  // As those of Sm90PackedParams. Without grad_out its map is that of the queries, and loads begin
+  // beyond their end. Maps of gradients that are not wanted are never read.
+  TensorMap query_map, key_map, value_map, grad_out_map;
+  TensorMap grad_query_map, grad_key_map, grad_value_map;
+  RaggedParams ragged;                   // for the kernel before
+  RowBounds *query_bounds, *key_bounds;  // (rows of that side)
+  // One side of the problem: queries or keys.
+  struct Side {
+    int32_t rows;   // tokens, in whole tiles
+    int32_t tiles;  // of them
+    int32_t boxes;  // of heads: the heads of a box share a task; 0 where no gradient is wanted
+  };
+  Side query_side, key_side;
+  int32_t stored_heads;  // of lse_delta: all heads of all boxes
+  int32_t bounds_ctas;   // of the kernel before, for each side
+  int32_t num_tasks;
+};
+
 // A backward pass. The grid has as many CTAs as the chip holds at once; tile_counter[0] gives out
 // the `num_tasks` tiles of keys, deterministic or not, and tile_counter[1] the rows of dQ to
 // convert.
@@ -59,9 +81,10 @@ struct Sm90BwdParams : AttentionBwdParams {
   // is that of the queries, and loads begin beyond their end. Maps of gradients that are not wanted
   // are never read.
   TensorMap query_map, key_map, value_map, grad_out_map, grad_key_map, grad_value_map;
-  TensorMap bias_map;  // kernels with a bias: see Sm90FwdParams
+  TensorMap bias_map;  // kernels with a bias by TMA: see Sm90FwdParams
   // The gradient of a bias that is not shared, where TMA can store it: see stores_grad_bias.
   TensorMap grad_bias_map;
+  int32_t bias_by_rows;      // whether the bias is not for TMA: there is no bias_map then
   int32_t stores_grad_bias;  // whether it can: rows of whole chunks of 16 bytes
   int32_t key_blocks, num_tasks;
   int32_t heads_per_wave;       // (batch, key head) whose tiles of keys follow each other

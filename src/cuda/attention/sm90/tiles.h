@@ -1,6 +1,8 @@
 // Tile configurations of the sm90 family: see cuda/attention/tiles.h.
 #pragma once
 
+#include "cuda/attention/tiles.h"
+
 namespace flashmoe::cuda {
 
 // Shared memory that a CTA may have on an SM of Hopper, and what a forward kernel, or the sum of a
@@ -23,14 +25,22 @@ constexpr int tile_row_bytes(int head_dim) {
 // tiles begin at.
 inline constexpr int kTeamControlBytes = 1024;
 
+// A tile of bias in shared memory. By TMA it has whole blocks; by rows each row has a chunk more,
+// of `chunk_bytes`, since it begins within one.
+constexpr int bias_tile_bytes(BiasInput input, int rows, int keys, int chunk_bytes) {
+  if (input == kNoBias) return 0;
+  const int row_bytes = keys * (input == kFloatsByRows ? 4 : 2);
+  return rows * (row_bytes + (input == kBiasByTma ? 0 : chunk_bytes));
+}
+
 struct Sm90FwdTile {
   int head_dim;
   int block_q, block_k;  // a consumer warpgroup for each 64 rows, and the producer's warpgroup
   int stages;            // of K and V in shared memory
   bool general_score;    // whether there may be a softcap, or a scale that is not positive
-  bool bias = false;     // whether a bias is added
-  int ctas = 1;          // per SM, of which each has its share of shared memory and registers
-  int bias_tiles = 0;    // tiles of keys whose bias stays in shared memory: see fwd.cuh
+  BiasInput bias = kNoBias;
+  int ctas = 1;        // per SM, of which each has its share of shared memory and registers
+  int bias_tiles = 0;  // tiles of keys whose bias stays in shared memory: see fwd.cuh
   static constexpr bool kCountsTasks = true;
 
   constexpr int threads() const { return (block_q / 64 + 1) * 128; }
@@ -38,12 +48,14 @@ struct Sm90FwdTile {
   constexpr int teams() const { return bias_tiles > 0 ? 2 : 1; }
   // O leaves through one or two blocks of columns.
   constexpr int out_stages() const { return head_dim > 64 ? 2 : 1; }
+  static constexpr int kBiasChunkBytes = 16;
   constexpr int shared_bytes() const {
     const int team_q = block_q / teams();
     const int rows = team_q + 2 * stages * block_k;
     const int out_bytes = out_stages() * team_q * (head_dim <= 32 ? 64 : 128);
     const int tiles = rows * tile_row_bytes(head_dim) + out_bytes;
-    const int bias_bytes = (bias_tiles > 0 ? bias_tiles : bias ? stages : 0) * team_q * block_k * 2;
+    const int bias_bytes = (bias_tiles > 0 ? bias_tiles : stages) *
+                           bias_tile_bytes(bias, team_q, block_k, kBiasChunkBytes);
     if (bias_tiles == 0) return tiles + bias_bytes + kBarrierBytes;
     return teams() * (tiles + kTeamControlBytes) + bias_bytes + kBarrierBytes;
   }
@@ -69,6 +81,28 @@ struct Sm90PackedTile {
   }
 };
 
+// The backward pass over tiles of tokens: block_q of them, queries or keys, and the other side in
+// stages of block_k.
+struct Sm90PackedBwdTile {
+  int head_dim;
+  int block_q, block_k;
+  int stages;                  // of the other side in shared memory
+  int ctas;                    // per SM
+  bool general_score = false;  // whether there may be a softcap, or a scale that is not positive
+  static constexpr bool kCountsTasks = true, kPacked = true;
+
+  constexpr bool for_short() const { return true; }
+  constexpr int heads() const { return head_dim <= 32 ? 64 / head_dim : 1; }
+  constexpr int warps() const { return block_q / 16; }          // consumers
+  constexpr int threads() const { return warps() * 32 + 128; }  // and the producer's warpgroup
+  // Two stages of a task: two tiles, which gradients leave through, the bounds of their rows, and
+  // LSE and delta of these. The stages of the other side, with LSE and delta as well.
+  constexpr int shared_bytes() const {
+    const int rows = 2 * block_q + stages * block_k;
+    return rows * (2 * 128 + heads() * 8) + 2 * block_q * 8 + kBarrierBytes;
+  }
+};
+
 // The kernel that finds the bounds of rows: shared memory for kRaggedThreads sequences, and for the
 // sums that it shares with the kernel that lists blocks.
 inline constexpr int kRowBoundsSharedBytes = 1024 * (16 + 1);
@@ -83,21 +117,21 @@ struct Sm90BwdTile {
   int head_dim;
   int block_q, block_k;
   bool general_score = false;  // whether there may be a softcap
-  bool bias = false;           // whether there is a bias, with a gradient
+  BiasInput bias = kNoBias;    // of a bias with a gradient
   int ctas = 1;                // per SM: one takes all shared memory and registers
 
   static constexpr bool kCountsTasks = true;
   static constexpr int kStages = 2;  // of Q and dO
   // Whether a consumer does one thing after the other and others hide its waits (bwd_small_dim.cuh)
   // instead of two consumers in ping-pong.
-  constexpr bool small_dim() const { return bias && head_dim <= 32; }
+  constexpr bool small_dim() const { return bias == kBiasByTma && head_dim <= 32; }
   constexpr int consumers() const { return small_dim() ? block_k / 64 : 2; }
   constexpr int threads() const { return (consumers() + 1) * 128; }  // and the producer's warpgroup
   // Whether dK and dV of 64 keys are too many accumulators for one warpgroup: one warpgroup has dV
   // then and the other dK, and a cluster of two CTAs shares a tile of keys.
   constexpr bool two_cta() const { return head_dim > 128; }
   // Rows that TMA loads at once of K and V.
-  constexpr int key_box() const { return small_dim() ? 64 : block_k / cluster(); }
+  constexpr int key_box() const { return bias && head_dim <= 32 ? 64 : block_k / cluster(); }
   // Whether the kernel itself converts dQ, by a warp beside the consumers that has registers left.
   constexpr bool converts_dq() const { return two_cta(); }
   // CTAs that share a tile of keys: with two_cta() each has 64 of its 128.
@@ -107,15 +141,24 @@ struct Sm90BwdTile {
   // Columns of the dQ accumulator.
   constexpr int dq_accum_dim() const { return head_dim <= 32 ? 32 : columns(); }
   // Whether dV and dK have shared memory of their own on their way out, which leaves none for a
-  // bias above D = 64, or for a second CTA up to D = 32: they leave through that of dS then.
+  // bias above D = 64, or beside many keys up to D = 32: they leave through that of dS then.
   constexpr bool own_grads() const { return !bias || (columns() == 64 && !small_dim()); }
+  // By rows: above D = 64 there is no room for chunks of 16 bytes.
+  constexpr int bias_chunk_bytes() const { return columns() > 64 ? 8 : 16; }
+  // A stage of the bias; by rows with the shift of its first row.
+  constexpr int bias_stage_bytes() const {
+    return bias_tile_bytes(bias, block_q, block_k, bias_chunk_bytes()) +
+           (bias == kBiasByRows || bias == kFloatsByRows ? 16 : 0);
+  }
   // K and V, the stages of Q and dO with lse and delta; then one CTA: two stages of dS and of the
   // bias, dQ on its way out, and dV or dK on its way out; two CTAs: dS, and what dQ takes of the
   // other CTA's K.
   constexpr int shared_bytes() const {
     const int tiles = (2 * block_k / cluster() + 2 * kStages * block_q) * tile_row_bytes(head_dim);
-    const int ds = block_q * block_k * 2, bias_tiles = bias ? kStages * ds : 0;
-    const int grads = own_grads() ? block_k * tile_row_bytes(head_dim) : 0;
+    const int ds = block_q * block_k * 2;
+    const int bias_tiles = kStages * bias_stage_bytes();
+    // With a bias they have a third tile of dS.
+    const int grads = !own_grads() ? 0 : bias ? ds : block_k * tile_row_bytes(head_dim);
     const int leaving = block_q * dq_accum_dim() * 4 + grads;
     const int rest = two_cta() ? ds + 64 * 128 * 2 : 2 * ds + bias_tiles + leaving;
     return tiles + rest + kStages * block_q * 8 + kBwdControlBytes;

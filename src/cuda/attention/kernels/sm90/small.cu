@@ -3,6 +3,7 @@
 #include "cuda/attention/mma_sync/bias_align.cuh"
 #include "cuda/attention/ragged.cuh"
 #include "cuda/attention/sm90/bwd_convert_dq.cuh"
+#include "cuda/attention/sm90/bwd_packed_preprocess.cuh"
 #include "cuda/attention/sm90/bwd_preprocess.cuh"
 #include "cuda/attention/sm90/row_bounds.cuh"
 
@@ -26,6 +27,11 @@ extern "C" __global__ void __launch_bounds__(kRowThreads)
 extern "C" __global__ void __launch_bounds__(kRowThreads, 8)
     FLASHMOE_KERNEL(attention_bwd_preprocess)(const __grid_constant__ Sm90BwdParams p) {
   sm90::attention_bwd_preprocess<family::KernelType>(p);
+}
+
+extern "C" __global__ void __launch_bounds__(kRaggedThreads) FLASHMOE_KERNEL(
+    attention_bwd_packed_preprocess)(const __grid_constant__ Sm90PackedBwdParams p) {
+  sm90::attention_bwd_packed_preprocess<family::KernelType>(p);
 }
 
 extern "C" __global__ void __launch_bounds__(sm90::kConvertDqThreads)

@@ -1,0 +1,103 @@
+// A row of the packed backward pass once more, pair by pair, from the pairs that are seen: for rows
+// whose gradients are not finite. Slow, and rarely needed.
+#pragma once
+
+#include "cuda/attention/score.cuh"
+#include "cuda/attention/sm90/params.h"
+#include "cuda/attention/sm90/warpgroup.cuh"
+#include "cuda/attention/softmax.cuh"
+
+namespace flashmoe::cuda::sm90 {
+
+template <class Type, bool kKeys>
+class PackedRowGuard {
+  static constexpr int kColumns = 2;  // of a lane, 32 apart
+  // A tensor and how many columns it has.
+  struct Tensor {
+    const void* data;
+    const Strides& strides;
+    int dim;
+  };
+  using Row = float[kColumns];
+
+ public:
+  __device__ __forceinline__ explicit PackedRowGuard(const Sm90PackedBwdParams& p) : p_(p) {}
+
+  // Row `token` of a head of queries, or of keys, by the whole warp.
+  __device__ __forceinline__ void recompute(int token, int head, const RowBounds& bounds) const {
+    const int heads = kKeys ? p_.heads_q / p_.group : p_.heads_q;
+    if (token >= (kKeys ? p_.ragged.key.tokens : p_.ragged.query.tokens) || head >= heads) return;
+    const Tensor q{p_.query, p_.query_strides, p_.head_dim};
+    const Tensor k{p_.key, p_.key_strides, p_.head_dim};
+    const Tensor v{p_.value, p_.value_strides, p_.head_dim_v};
+    const Tensor dO{p_.grad_out, p_.grad_out_strides, p_.head_dim_v};
+    Row x1, x2, dx1 = {}, dx2 = {};
+    read(x1, kKeys ? k : q, token, head);
+    read(x2, kKeys ? v : dO, token, head);
+    const int rounds = kKeys ? p_.group : 1;
+#pragma unroll 1
+    for (int round = 0; round < rounds; ++round) {
+      const int other_head = kKeys ? head * p_.group + round : head / p_.group;
+      const float2* lse_delta =
+          reinterpret_cast<const float2*>(p_.lse_delta) + (kKeys ? other_head : head) * p_.rows;
+#pragma unroll 1
+      for (int other = bounds.begin(); other < bounds.end; ++other) {
+        const float2 row = lse_delta[kKeys ? other : token];
+        Row y1, y2;
+        read(y1, kKeys ? q : k, other, other_head);
+        read(y2, kKeys ? dO : v, other, other_head);
+        float s = 0, dp = 0;
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j) {
+          s += x1[j] * y1[j];
+          dp += x2[j] * y2[j];
+        }
+        s = warp_sum(s);
+        dp = warp_sum(dp) + row.y;
+        ScoreRule<Sm90PackedBwdParams>(p_).differentiate(s, dp, row.x);
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j) {
+          dx1[j] += dp * y1[j];
+          dx2[j] += s * y2[j];
+        }
+      }
+    }
+    if constexpr (kKeys) {
+      write(p_.grad_key, p_.grad_key_strides, p_.head_dim, dx1, p_.scale, token, head);
+      write(p_.grad_value, p_.grad_value_strides, p_.head_dim_v, dx2, 1, token, head);
+    } else {
+      write(p_.grad_query, p_.grad_query_strides, p_.head_dim, dx1, p_.scale, token, head);
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ int64_t offset(const Strides& strides, int64_t token,
+                                                   int head) {
+    return token * strides.row + head * strides.head;
+  }
+  // Zeros beyond the last column, and where there is no tensor.
+  static __device__ __forceinline__ void read(Row& x, const Tensor& tensor, int token, int head) {
+    const uint16_t* row =
+        static_cast<const uint16_t*>(tensor.data) + offset(tensor.strides, token, head);
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+      const int column = lane() + 32 * j;
+      x[j] = tensor.data && column < tensor.dim ? Type::unpack(row[column]) : 0.f;
+    }
+  }
+  static __device__ __forceinline__ void write(void* data, const Strides& strides, int dim,
+                                               const Row& x, float scale, int token, int head) {
+    if (!data) return;
+    uint16_t* row = static_cast<uint16_t*>(data) + offset(strides, token, head);
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+      const int column = lane() + 32 * j;
+      const uint32_t rounded = Type::pack(x[j] * scale, 0) & 0xffff;
+      if (column < dim) row[column] = static_cast<uint16_t>(rounded);
+    }
+  }
+
+  const Sm90PackedBwdParams& p_;
+};
+
+}  // namespace flashmoe::cuda::sm90

@@ -1,0 +1,96 @@
+// The kernel before the packed backward pass: the bounds of queries and of keys (row_bounds.cuh),
+// and of every query LSE in base 2 and -delta = grad_lse - out.dO.
+//
+// The first CTAs find bounds, bounds_ctas for each side. The others go through rows of out and dO,
+// bound by memory: 2 to 8 lanes share a row, and a warp has four tokens, so that it reads lines of
+// 128 bytes (whole heads side by side where these are small) and writes sectors of 32.
+#pragma once
+
+#include "cuda/attention/sm90/bwd_preprocess.cuh"
+#include "cuda/attention/sm90/row_bounds.cuh"
+
+namespace flashmoe::cuda::sm90 {
+
+// By warp `warp` of `warps`. Rows after the last token, and heads of a box that there are not, have
+// an LSE of infinity: no probability.
+template <class T>
+__device__ __forceinline__ void find_lse_delta(int64_t warp, int64_t warps,
+                                               const Sm90PackedBwdParams& p) {
+  constexpr int kTokens = 4, kAtOnce = 4;  // groups of rows of a warp, and how many at once
+  const int lanes = row_lanes(p.head_dim_v), heads = 8 / lanes;  // of a group
+  const int lane = threadIdx.x % lanes, row = threadIdx.x % 32 / lanes;
+  const int head_groups = (p.stored_heads + heads - 1) / heads;
+  const int64_t tokens = p.ragged.query.tokens, quads = p.rows / kTokens;  // of tokens
+  const auto at = [](const void* tensor, const Strides& strides, int64_t token, int head) {
+    return static_cast<const char*>(tensor) +
+           (token * strides.row + head * strides.head) * T::kBytes;
+  };
+  // Which group is next: its tokens, and its heads, which are the faster index. Dividing 64 bits
+  // takes a hundred instructions, so it is done once.
+  int64_t quad = warp / head_groups;
+  int of_quad = static_cast<int>(warp % head_groups);
+  const int64_t quad_step = warps / head_groups;
+  const int of_quad_step = static_cast<int>(warps % head_groups);
+#pragma unroll 1
+  while (quad < quads) {
+    int64_t token[kAtOnce];
+    int head[kAtOnce];
+    bool exists[kAtOnce];
+    const char *out[kAtOnce], *grad_out[kAtOnce];
+    float lse[kAtOnce], delta[kAtOnce] = {};
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      head[i] = of_quad * heads + row % heads;
+      token[i] = quad * kTokens + row / heads;
+      exists[i] = token[i] < tokens && head[i] < p.heads_q;
+      quad += quad_step;
+      of_quad += of_quad_step;
+      if (of_quad >= head_groups) {
+        of_quad -= head_groups;
+        ++quad;
+      }
+      const int64_t from = min(token[i], tokens - 1);
+      const int from_head = min(head[i], p.heads_q - 1);
+      out[i] = at(p.out, p.out_strides, from, from_head);
+      grad_out[i] = at(p.grad_out, p.grad_out_strides, from, from_head);
+      lse[i] = p.lse[from * p.lse_strides.row + from_head * p.lse_strides.head];
+    }
+    if (p.grad_out) row_products<T>(delta, out, grad_out, p.head_dim_v, lane, lanes);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      float2 result = {INFINITY, 0};
+      if (exists[i]) {
+        result.y = -delta[i];
+        if (p.grad_lse) {
+          result.y +=
+              p.grad_lse[token[i] * p.grad_lse_strides.row + head[i] * p.grad_lse_strides.head];
+        }
+        // A row that sees no key has probabilities 2^(s - inf) = 0.
+        if (lse[i] != -INFINITY) result.x = lse[i] == INFINITY ? NAN : lse[i] * kLog2e;
+      }
+      if (lane == 0 && head[i] < p.stored_heads && token[i] < p.rows) {
+        reinterpret_cast<float2*>(p.lse_delta)[head[i] * p.rows + token[i]] = result;
+      }
+    }
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void attention_bwd_packed_preprocess(const Sm90PackedBwdParams& p) {
+  ptx::griddepcontrol_launch_dependents();
+  if (blockIdx.x + threadIdx.x == 0) *p.tile_counter = 0;
+  const int number = blockIdx.x - 2 * p.bounds_ctas;
+  if (number < 0) {
+    const bool keys = blockIdx.x % 2;
+    const BoundsOf of = {.keys = keys,
+                         .bounds = keys ? p.key_bounds : p.query_bounds,
+                         .rows = keys ? p.key_side.rows : p.query_side.rows};
+    find_row_bounds(of, blockIdx.x / 2, p.bounds_ctas, p.ragged, p);
+  } else {
+    constexpr int kWarps = kRaggedThreads / 32;
+    find_lse_delta<T>(int64_t{number} * kWarps + threadIdx.x / 32,
+                      int64_t{gridDim.x - 2 * p.bounds_ctas} * kWarps, p);
+  }
+}
+
+}  // namespace flashmoe::cuda::sm90

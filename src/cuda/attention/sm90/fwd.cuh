@@ -59,7 +59,7 @@ struct FwdConfig {
   static constexpr int kWarpgroups = kBlockQ / kWarpgroupRows;  // of consumers, of a team
   using Rows = tma::Tile<kBlockQ, kDim>;
   using Keys = tma::Tile<kBlockK, kDim>;
-  using Out = tma::Tile < kBlockQ, kDim<64 ? kDim : 64>;
+  using Out = tma::Tile<kBlockQ, (kDim < 64 ? kDim : 64)>;
   using ScoreTile = tma::Tile<kBlockQ, kBlockK>;  // the bias
 
   // mbarriers, each a tma::Slot with `full` and `empty`. "Producer" is its one thread, whose

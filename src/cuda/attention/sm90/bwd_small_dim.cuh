@@ -199,9 +199,11 @@ class BwdSmallDimConsumer {
         wg_.opaque_smem() + offsetof(Smem, sK), 0);
   }
   // dQ of the tile before through shared memory to store_dq(). Its dS is freed after that: so dQ of
-  // a tile is written only when that of the tile before was.
+  // a tile is written only when that of the tile before was, of a task's last tile as well, which
+  // no dS comes after that would have waited for it.
   __device__ __forceinline__ void send_dq(const QuerySums& rdQ) {
     const tma::Slot dq = wg_.slot(C::kDqBarrier);
+    wg_.ring.wait_empty(ds_slot(tma::Ring<2>(wg_.ring.count())));
     tma::Ring<1>(previous().count()).wait_empty(dq);
     const uint32_t to = wg_.opaque_smem() + offsetof(Smem, sdQ) + warpgroup_thread() * 16;
 #pragma unroll

@@ -121,8 +121,7 @@ __device__ __forceinline__ void store_ds_registers(const BwdWarpgroup<C>& wg, co
       for (int j = 0; j < 4; ++j) {
         // Accumulator 4 i + j is of query 8 i + j % 2 and key j / 2 * 8.
         const bool exists = 8 * i + j % 2 < p.len_q - query && j / 2 * 8 < p.len_k - key;
-        if (decltype(whole)::value || exists)
-          {
+        if (decltype(whole)::value || exists) {
           to[int64_t{row} * (8 * i + j % 2) + j / 2 * 8] = number(4 * i + j);
         }
       }

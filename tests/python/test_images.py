@@ -332,7 +332,10 @@ def strange_code(kernel: str, chip: str, opcodes: Counter[str]) -> list[str]:
     short = is_short(*(CATALOGUE[kernel][x] for x in ("head_dim", "block_q", "block_k")))
     # Of short sequences dQ is computed after the others, and nobody adds it up.
     products = role in WITH_PRODUCTS or (short and role in FINISH)
-    found = [f"has {opcode}" for opcode in some(rf".*(?:{family.foreign})")]
+    foreign = some(rf".*(?:{family.foreign})")
+    if BY_ROWS.search(kernel):
+        foreign = [opcode for opcode in foreign if not opcode.startswith("LDGSTS")]
+    found = [f"has {opcode}" for opcode in foreign]
     instructions = PACKED if "_fwd_packed_" in kernel else family.instructions
     wanted = [re.escape(prefix) for prefix in instructions if products]
     if BY_ROWS.search(kernel):  # in chunks, in the background

@@ -494,13 +494,13 @@ static bool can_pack(const AttentionPlan& plan) {
 }
 
 std::string slower(const AttentionPlan& plan, const Gpu& gpu) {
-  constexpr int64_t kDim = 32, kShort = 64, kLong = 1024, kRows = 128;
+  constexpr int64_t kDim = 16, kDimShort = 256, kShort = 64, kLong = 1024, kRows = 128;
   constexpr int64_t kRaggedDim = 64, kRaggedShort = 200;  // backward
   const int64_t dim = std::max(plan.head_dim, plan.head_dim_v);
   const bool ragged = plan.problem.ragged.has_value();
   const bool backward = plan.problem.pass == Pass::kBackward;
   if (many_short_sequences(plan, gpu) && can_pack(plan)) return {};
-  if (dim <= kDim && backward && !plan.problem.bias) {
+  if (dim <= kDim && !plan.problem.bias && (backward || mean_length(plan) > kDimShort)) {
     return text("head dims up to ", kDim, " have tiles of their own in sm80");
   }
   if (mean_length(plan) <= kShort) {

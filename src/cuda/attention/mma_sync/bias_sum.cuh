@@ -449,7 +449,8 @@ __device__ __forceinline__ void attention_bwd_bias_sum(const AttentionBwdParams&
     __syncthreads();  // the tile is stored
     if (ptx::opaque_thread() == 0) ++task.number;
     __syncthreads();  // everyone knows
-  } while (task.number * C::kBlockQ < task.tile.len_q);
+    // The length is read where it came from: the first thread may already write the next task.
+  } while (task.number * C::kBlockQ < p.sum_blocks[blockIdx.x].len_q);
 }
 
 }  // namespace flashmoe::cuda

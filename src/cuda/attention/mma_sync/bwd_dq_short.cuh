@@ -73,6 +73,7 @@ __device__ __forceinline__ void store_bias_gradient(const DqScores<C>& dS, uint3
   constexpr int kChunks = C::kBlockK / 8;
   const int lane = ptx::opaque_thread() % 32, row = warp_row<C>();
   const uint32_t at = sBias + Layout::at(row + lane / 4, 0) + lane % 4 * 4;
+  __syncwarp();  // the warp has read the bias of its rows
 #pragma unroll
   for (int m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll

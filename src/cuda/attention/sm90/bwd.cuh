@@ -120,8 +120,7 @@ struct BwdConfig {
     // [2] dS. full: warps of both consumers; both wait. empty: warps of both, when dQ is computed;
     // both wait. With a bias by TMA the store_grad_bias() warp waits for full, too, and its first
     // lane arrives on empty. Two CTAs: the first of them alone. full: warps of consumer 0; consumer
-    // 1
-    // and send_ds() wait. empty: warps of consumers 1 of both CTAs; consumer 0 waits.
+    // 1 and send_ds() wait. empty: warps of consumers 1 of both CTAs; consumer 0 waits.
     kDsBarrier = 10,
 
     // One CTA only.

@@ -140,6 +140,102 @@ def test_fp32_bias(own, dtype):
     check_case(with_bias(case, broadcast(case, own), torch.float32))
 
 
+# Rows that begin anywhere: Hopper's kernels copy them chunk by chunk and read them from where they
+# begin, in both dtypes.
+
+either_width = pytest.mark.parametrize("wide", [None, torch.float32], ids=["16 bits", "fp32"])
+# Queries and keys, of which all remainders of 8 and the ends of tiles are there.
+ODD_SIZES = ((65, 129), (130, 130), (191, 131), (66, 260), (129, 133), (200, 134), (67, 135))
+ODD_SIZES += ((257, 255), (128, 127), (64, 65), (1, 200), (3, 193))
+
+
+@either_width
+@pytest.mark.parametrize("d", [16, 32, 48, 64, 96, 128], ids=lambda d: f"d{d}")
+def test_rows_that_begin_anywhere(d, wide, dtype):
+    for n, m in ODD_SIZES:
+        case = dense(n, m, d=d, dtype=dtype, hq=4, hk=2)
+        check_case(with_bias(case, full(case), wide))
+
+
+@either_width
+@either_way
+@every_option
+def test_rows_that_begin_anywhere_with_options(option, deterministic, wide, dtype):
+    for own in ((1, 1, 1, 1), (0, 1, 1, 1)):  # by itself, or shared by two
+        case = dense(197, 331, d=64, dtype=dtype, deterministic=deterministic)
+        case = replace(case, options=OPTIONS[option])
+        check_case(with_bias(case, broadcast(case, own), wide))
+
+
+@either_width
+@pytest.mark.parametrize("d", [32, 64, 128], ids=lambda d: f"d{d}")
+def test_rows_that_begin_anywhere_with_key_lengths(d, wide, dtype):
+    lengths = integers(0, 1, 65, 129, 70)
+    for causal in (False, True):
+        case = dense(70, 129, lead=(5,), d=d, dtype=dtype, key_lengths=lengths)
+        case = replace(case, options={"causal": causal})
+        check_case(with_bias(case, full(case), wide))
+
+
+@either_width
+def test_more_rows_that_begin_anywhere_than_sms(wide, dtype):
+    """Several tasks for each CTA, and heads that share their keys."""
+    for d, hk in ((32, 2), (64, 4), (128, 1)):
+        case = dense(515, 517, lead=(3, 4), hq=4, hk=hk, d=d, dtype=dtype)
+        check_case(with_bias(case, full(case), wide))
+
+
+@either_width
+@pytest.mark.parametrize("d", [32, 64, 128], ids=lambda d: f"d{d}")
+def test_rows_that_begin_anywhere_among_nan(d, wide, dtype):
+    """What lies before, between and after them is not theirs."""
+    for n, m in ((65, 131), (130, 257)):
+        case = dense(n, m, d=d, dtype=dtype)
+        for gap in (1, 2, 5, 8):
+            memory = gaps(*full(case)[:-1], m + gap, dtype=wide or dtype)
+            bias = filled(memory[..., :m], torch.randn(full(case), device=DEVICE))
+            check_case(replace(case, bias=bias, needs="qkvb"))
+
+
+@either_width
+def test_hidden_keys_of_rows_that_begin_anywhere(wide, dtype):
+    for d in (32, 64, 128):
+        case = with_bias(c := dense(130, 197, d=d, dtype=dtype), full(c), wide)
+        hidden = torch.rand(case.bias.shape, device=DEVICE) < 0.3
+        hidden[..., 5, :] = True  # rows that see no key
+        hidden[..., 70:130, 64:128] = True  # and most of a tile
+        case = replace(case, bias=case.bias.masked_fill(hidden, -inf))
+        check_case(case)
+        for name in ("q", "k", "v", "grad_out"):
+            bias = case.bias.clone()
+            if name in ("q", "grad_out"):
+                bias[1, 0, 7, 10:] = -inf
+            else:
+                bias[1, :, 20:, 7] = -inf
+            clean = replace(case, bias=bias)
+            dirty = put(getattr(case, name), (1, 0, 7, 3), nan)
+            assert check_containment(clean, replace(clean, **{name: dirty}))
+
+
+@on_a_gpu
+def test_rows_that_begin_anywhere_take_no_memory(dtype):
+    """What is made beside inputs and results: a tenth of these at most, with or without a bias."""
+    for wide in (dtype, torch.float32):
+        q, k, v = (x.requires_grad_() for x in qkv(1023, lead=(2,), hq=16, hk=16, dtype=dtype))
+        bias = torch.randn(2, 16, 1023, 1023, device=DEVICE).to(wide).requires_grad_()
+        if refused(q, k, v, bias=bias, backward=True):
+            continue
+        grad_out = torch.randn_like(q)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = fm.flash_attention(q, k, v, bias=bias)
+        grads = torch.autograd.grad(out, (q, k, v, bias), grad_out)
+        made = [out, *grads]
+        taken = torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in made)
+        assert taken < 0.1 * sum(x.nbytes for x in (q, k, v, bias, grad_out, *made))
+
+
 def test_key_lengths(dtype):
     lengths = integers(0, 1, 65, 129, 70)
     for own in ((1, 1, 1, 1), (0, 1, 1, 1), (1, 1, 0, 1)):

@@ -60,7 +60,8 @@ struct BiasRowTile {
     const char* at = from + thread / kChunks * row_bytes + chunk * kChunkBytes;
     uint32_t to = shared + thread / kChunks * kPitch + chunk * kChunkBytes;
     if (rows >= kRows && keys >= kKeys) {
-#pragma unroll 2
+      // Forward, where several warps load, a thread may have 32 registers only.
+#pragma unroll(kThreads > 32 ? 1 : 2)
       for (int row = thread / kChunks; row < kRows;
            row += kStep, at += kStep * row_bytes, to += kStep * kPitch) {
         copy(to, at - shift(at));

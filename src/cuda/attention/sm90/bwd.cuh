@@ -126,8 +126,8 @@ struct BwdConfig {
     // both wait. With a bias by TMA the store_grad_bias() warp waits for full, too, and its first
     // lane arrives on empty. Small head dims: the consumer whose turn it is to compute dQ waits for
     // full and its warps arrive on empty; all consumers wait for empty. Two CTAs: the first of them
-    // alone. full: warps of consumer 0; consumer 1
-    // and send_ds() wait. empty: warps of consumers 1 of both CTAs; consumer 0 waits.
+    // alone. full: warps of consumer 0; consumer 1 and send_ds() wait. empty: warps of consumers 1
+    // of both CTAs; consumer 0 waits.
     kDsBarrier = 10,
 
     // One CTA only, and no small head dims.

@@ -147,6 +147,46 @@ __device__ __forceinline__ void fill_numbers(const BiasRows& grad, int first, in
   }
 }
 
+// fill_numbers() where keys are neighbours in memory: first the whole chunks of 16 bytes of each
+// row, then what is left at its ends, by a lane for each row.
+template <class C>
+__device__ __forceinline__ void fill_rows(const BiasRows& grad, int first, int end, int first_key,
+                                          int keys, float value) {
+  constexpr int kBytes = C::BiasTile::kElementBytes, kChunks = C::kBlockK * kBytes / 16;
+  using Number = std::conditional_t<C::kFloatBias, float, uint16_t>;
+  const uint32_t word = C::kFloatBias ? __float_as_uint(value) : C::Type::pack(value, value);
+  const auto number = [&] {
+    if constexpr (C::kFloatBias) {
+      return value;
+    } else {
+      return static_cast<uint16_t>(word);
+    }
+  };
+  const int row_bytes = min(keys, C::kBlockK) * kBytes;
+  // Bytes before the first whole chunk of a row that begins there.
+  const auto before_chunks = [](const char* begin) {
+    return static_cast<int>(-reinterpret_cast<uintptr_t>(begin) % 16);
+  };
+#pragma unroll 1
+  for (int row = first + lane() / kChunks; row < end; row += 32 / kChunks) {
+    char* const begin = grad.at(row, first_key);
+    const int at = before_chunks(begin) + lane() % kChunks * 16;
+    if (at + 16 <= row_bytes) *reinterpret_cast<uint4*>(begin + at) = {word, word, word, word};
+  }
+#pragma unroll 1
+  for (int row = first + lane(); row < end; row += 32) {
+    char* const begin = grad.at(row, first_key);
+    const int chunks_begin = min(before_chunks(begin), row_bytes);
+    const int chunks_end = chunks_begin + (row_bytes - chunks_begin) / 16 * 16;
+    const auto fill = [&](int at, int to) {
+#pragma unroll 1
+      for (; at < to; at += kBytes) *reinterpret_cast<Number*>(begin + at) = number();
+    };
+    fill(0, chunks_begin);
+    fill(chunks_end, row_bytes);
+  }
+}
+
 // Sets rows [first, end) of the task's keys.
 template <class C>
 __device__ __forceinline__ void fill_grad_bias(const BiasRows& grad, int first, int end,
@@ -162,7 +202,11 @@ __device__ __forceinline__ void fill_grad_bias(const BiasRows& grad, int first, 
     }
     return;
   }
-  fill_numbers<C>(grad, first, end, first_key, keys, value);
+  if constexpr (C::kBiasRows) {
+    fill_rows<C>(grad, first, end, first_key, keys, value);
+  } else {
+    fill_numbers<C>(grad, first, end, first_key, keys, value);
+  }
 }
 
 // Sets what no tile of dS has of the task's keys: queries that see none of them, or of lengths that

@@ -196,7 +196,7 @@ class FwdBiasLoader {
       keys_.wait_empty(slot);
       Tile::template load<C::kLoaderThreads, 32>(
           smem_ + offsetof(Smem, sBias) + keys_.at() * sizeof(Tile),
-          rows + first_key * Tile::kElementBytes, stride, p_.len_q - task.first_row,
+          rows + int64_t{first_key} * Tile::kElementBytes, stride, p_.len_q - task.first_row,
           p_.len_k - first_key);
       ptx::cp_async_mbarrier_arrive_noinc(slot.full);
     }

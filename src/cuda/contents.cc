@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "cuda/attention/catalogue.h"
+#include "cuda/moe/catalogue.h"
 #include "cuda/runtime/families.h"
 #include "cuda/runtime/images.h"
 #include "flashmoe/device.h"
@@ -14,6 +15,11 @@ std::vector<CudaKernel> cuda_kernels() {
     list.push_back({k.id.name, k.family, k.id.image->name, k.id.symbol, cuda::chips_of(k.id),
                     cuda::role_name(k.role), k.dtype, k.head_dim, k.block_q, k.block_k, k.threads,
                     k.shared_bytes});
+  }
+  for (const cuda::moe::Kernel& k : cuda::moe::kernels()) {
+    list.push_back({k.id.name, k.family, k.id.image->name, k.id.symbol, cuda::chips_of(k.id),
+                    cuda::moe::role_name(k.role), k.dtype, 0, k.tile.block_m, k.tile.block_n,
+                    k.threads, k.shared_bytes});
   }
   return list;
 }

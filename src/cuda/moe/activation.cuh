@@ -22,7 +22,7 @@ __device__ __forceinline__ Curve activation_curve(Kind kind, float x) {
     const float below = 0.5f * (1.f + erff(kHalfRoot * x));
     return {x * below, below + x * kDensity * __expf(-0.5f * x * x)};
   }
-  return {x < 0.f ? 0.f : x, x <= 0.f ? 0.f : 1.f};
+  return {x < 0.f ? 0.f : x, x > 0.f ? 1.f : 0.f};
 }
 
 }  // namespace flashmoe::cuda::moe

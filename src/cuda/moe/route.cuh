@@ -59,7 +59,8 @@ __device__ __forceinline__ Softmax softmax_of(const TokenLogits<T>& logits) {
   return {largest, sum_of_lanes(sum)};
 }
 
-// The score of each of a token's chosen experts is scores(j), its weight scores(j) / total.
+// Of a token's chosen experts: expert j has the weight score(j) / total. In a backward pass a
+// choice outside of the experts has no score, and no part in the sum.
 template <class T>
 struct ChosenScores {
   const RouteParams& p;
@@ -71,7 +72,9 @@ struct ChosenScores {
   __device__ __forceinline__ int id(int j) const {
     return p.ids[logits.token * p.ids_row + j * p.ids_col];
   }
+  __device__ __forceinline__ bool has(int j) const { return id(j) >= 0 && id(j) < p.experts; }
   __device__ __forceinline__ float score(int j) const {
+    if (!has(j)) return 0.f;
     const float logit = logits[id(j)];
     if (p.sigmoid) return sigmoid(logit);
     if (softmax.is_nan()) return NAN;
@@ -84,7 +87,9 @@ struct ChosenScores {
     const int lane = threadIdx.x % 32;
     if (!p.sigmoid) {
       shift = -INFINITY;
-      for (int j = lane; j < p.top_k; j += 32) shift = fmaxf(shift, logits[id(j)]);
+      for (int j = lane; j < p.top_k; j += 32) {
+        if (has(j)) shift = fmaxf(shift, logits[id(j)]);
+      }
       shift = max_of_lanes(shift);
     }
     total = 0;
@@ -114,8 +119,6 @@ __device__ __forceinline__ void moe_route(const RouteParams& p) {
     float key = logits[e];
     if (p.bias) {
       key = (p.sigmoid ? sigmoid(key) : softmax.of(key)) + p.bias[e * p.bias_col];
-    } else if (softmax.is_nan()) {
-      key = NAN;
     }
     order[e] = order_of(key);
     look_at(e);
@@ -149,28 +152,30 @@ __device__ __forceinline__ void moe_route_bwd(const RouteParams& p) {
   const Softmax softmax = p.sigmoid ? Softmax{0, 1} : softmax_of(logits);
   const ChosenScores<T> chosen(p, logits, softmax);
   const auto grad_weight = [&](int j) {
-    return p.grad_weights[token * p.grad_weights_row + j * p.grad_weights_col];
+    return p.grad_weights ? p.grad_weights[token * p.grad_weights_row + j * p.grad_weights_col]
+                          : 0.f;
   };
-  const bool joined = p.normalize || !p.sigmoid;  // a weight depends on other logits, too
-  float mean = 0;                                 // sum over C of g w
-  if (joined) {
+  float mean = 0;  // sum over C of g w, where a weight depends on other logits than its own
+  if (p.normalize || !p.sigmoid) {
     for (int j = lane; j < p.top_k; j += 32) {
-      mean += grad_weight(j) * (chosen.score(j) / chosen.total);
+      if (chosen.has(j)) mean += grad_weight(j) * (chosen.score(j) / chosen.total);
     }
     mean = sum_of_lanes(mean);
   }
-  const bool all = !p.sigmoid && !p.normalize;  // every logit has a gradient
+  // A lane works on its own experts only, so nobody waits. The softmax over all gives every logit a
+  // gradient.
+  const bool all = !p.sigmoid && !p.normalize;
   for (int e = lane; e < p.experts; e += 32) {
-    gradient[e] = all ? softmax.of(logits[e]) * -mean : 0.f;
+    const float logit = logits[e];
+    const bool is_nan = p.sigmoid ? !(logit == logit) : softmax.is_nan();
+    gradient[e] = is_nan ? NAN : all ? softmax.of(logit) * -mean : 0.f;
   }
-  __syncwarp();
-  for (int j = lane; j < p.top_k; j += 32) {  // the ids of a token differ
+  for (int j = 0; j < p.top_k; ++j) {
+    if (!chosen.has(j) || chosen.id(j) % 32 != lane) continue;
     const float score = chosen.score(j);
-    float change = score / chosen.total * (grad_weight(j) - mean);
-    if (p.sigmoid) change *= 1.f - score;
-    gradient[chosen.id(j)] = change;
+    const float slope = p.sigmoid ? sigmoid(-logits[chosen.id(j)]) : 1.f;  // 1 - s, exact near 0
+    gradient[chosen.id(j)] += score / chosen.total * slope * (grad_weight(j) - (all ? 0.f : mean));
   }
-  __syncwarp();
   for (int e = lane; e < p.experts; e += 32) {
     const int64_t at = token * p.grad_logits_row + e * p.grad_logits_col;
     if (p.logits_are_fp32) {

@@ -19,12 +19,18 @@ constexpr int combine_lanes(int width) {
   while (lanes * 8 < width && lanes < kRowThreads) lanes *= 2;
   return lanes;
 }
-// The router: a warp for each token. As many as have shared memory for their scores, at most:
-inline constexpr int kRouteWarps = 8;
+// The router: a warp for each token, as many as have shared memory for their scores, and at most 8.
+inline constexpr int kRouteWarps = 8, kRouteSharedBytes = 48 * 1024;
+constexpr int route_warps(int experts) {
+  int warps = kRouteWarps;
+  while (warps > 1 && warps * experts * 4 > kRouteSharedBytes) warps /= 2;
+  return warps;
+}
 // Chunks of pairs that are sorted apart, at most.
 inline constexpr int kMaxChunks = 512;
 // The CTA that adds up the counts and lists the tiles.
 inline constexpr int kScanThreads = 1024;
+constexpr int scan_shared_bytes(int experts) { return (32 + experts + 1) * 4; }
 // CTAs that are neighbours share columns of the weights over this many tiles of rows: see
 // find_task().
 inline constexpr int kRasterRows = 8;

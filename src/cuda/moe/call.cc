@@ -109,6 +109,9 @@ ProductTiles tiles_of(const Call& call, size_t tiles, int64_t columns, int block
           static_cast<int32_t>(ceil_div(columns, block_n))};
 }
 
+// Whether rows of any operand end within a chunk of 16 bytes.
+bool has_partial_chunks(const MoePlan& plan) { return plan.width % 8 || plan.inner % 8; }
+
 // The forward pass.
 
 SortParams sort_params(const Call& call, const ForwardWorkspace& w) {
@@ -145,6 +148,7 @@ UpParams up_params(const Call& call, const ForwardWorkspace& w) {
   p.bias_col = bias.col;
   p.width = static_cast<int32_t>(plan.width);
   p.inner = static_cast<int32_t>(plan.inner);
+  p.partial = has_partial_chunks(plan);
   p.gated = has_gate(problem.activation);
   p.kind = kind_of(problem.activation);
   if (problem.pre) {
@@ -173,6 +177,7 @@ DownParams down_params(const Call& call, const ForwardWorkspace& w) {
   p.bias_expert = bias.expert;
   p.bias_col = bias.col;
   p.columns = static_cast<int32_t>(plan.width);
+  p.partial = has_partial_chunks(plan);
   if (plan.top_k == 1) {
     p.pairs = routing_of(call, w.routing, w.row_of).pairs;
     p.scale = weights_of(call);
@@ -300,6 +305,7 @@ BwdActParams act_params(const Call& call, const BackwardWorkspace& w) {
   p.weights = matrix_of(call.tensors.down, problem.down);
   p.width = static_cast<int32_t>(plan.width);
   p.inner = static_cast<int32_t>(plan.inner);
+  p.partial = has_partial_chunks(plan);
   p.gated = has_gate(problem.activation);
   p.kind = kind_of(problem.activation);
   p.scale = weights_of(call);
@@ -336,6 +342,7 @@ DownParams dx_params(const Call& call, const BackwardWorkspace& w) {
   p.depth = grad.columns;
   p.weights = matrix_of(call.tensors.gate_up, problem.gate_up);
   p.columns = static_cast<int32_t>(plan.width);
+  p.partial = has_partial_chunks(plan);
   if (plan.top_k == 1) {
     p.pairs = routing_of(call, 0, w.row_of).pairs;
     p.out = call.tensors.grad_x;
@@ -371,7 +378,8 @@ BwdWeightsParams weights_params(const Call& call, const BackwardWorkspace& w) {
   p.sliced = call.at<SlicedExpert>(w.sliced);
   p.pairs = routing_of(call, 0, w.row_of).pairs;
   p.top_k = static_cast<int32_t>(plan.top_k);
-  p.partial = call.at<float>(w.partial);
+  p.partial = has_partial_chunks(plan);
+  p.slice_sums = call.at<float>(w.slice_sums);
   if (problem.grad_gate_up) {
     const GradPre grad = grad_pre_of(plan);
     const RowOperand dh{

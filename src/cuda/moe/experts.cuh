@@ -1,9 +1,10 @@
 // What kernels of a mixture of experts share: ids, pairs, tiles of experts, their weights.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/moe/params.h"
 #include "cuda/moe/tiles.h"
-#include "cuda/tile/copy.cuh"
 
 namespace flashmoe::cuda::moe {
 
@@ -44,18 +45,30 @@ __device__ __forceinline__ Task find_task(const ProductTiles& p) {
   return {p.tiles[first + within % height], static_cast<int>(within / height)};
 }
 
-// Columns [column, column + kHalfN) of an expert's weights, as the product's B, to one half of a
-// stage; of the depth what begins at `at`. Past `columns` and `depth` there are zeros.
-//   along     weights lie as (columns, depth)
-//   across    weights lie as (depth, columns)
-template <class G, bool kAlong>
-__device__ __forceinline__ void load_weights(uint32_t shared, const char* matrix, int row_bytes,
-                                             int column, int columns, int at, int depth) {
-  const int row = kAlong ? column : at, col = kAlong ? at : column;
-  const int rows = kAlong ? columns : depth, cols = kAlong ? depth : columns;
-  const Rows from{matrix + int64_t{row} * row_bytes + col * G::T::kBytes, row_bytes};
-  load_tile<typename G::Chip, typename G::LayoutB, G::kRowsB, G::kThreads>(shared, from, 0,
-                                                                           rows - row, cols - col);
+// The loader of columns [first, first + kHalfN) of `columns` of an expert's weights, one half of a
+// product's B. Along the depth weights lie as (columns, depth), across it as (depth, columns).
+template <class G, bool kAlong, bool kPartial>
+__device__ __forceinline__ auto weight_loader(const char* matrix, int row_bytes, int first,
+                                              int columns) {
+  using Loader = typename G::template LoaderB<kPartial>;
+  if constexpr (kAlong) {
+    first = min(first, columns - 1);
+    return Loader(columns - first,
+                  [&](int i) { return matrix + (int64_t{first} + i) * row_bytes; });
+  } else {
+    return Loader(matrix, row_bytes, first, columns);
+  }
+}
+
+// Calls body(std::true_type or std::false_type): the main loop for rows that may end within a chunk
+// of 16 bytes is another one.
+template <class Body>
+__device__ __forceinline__ void with_partial(bool partial, const Body& body) {
+  if (partial) {
+    body(std::true_type());
+  } else {
+    body(std::false_type());
+  }
 }
 
 // A bias of the columns of a tile, in fp32.

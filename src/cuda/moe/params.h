@@ -17,12 +17,12 @@ struct alignas(16) ExpertTile {
   int32_t expert;  // -1: an empty slot
   int32_t first;   // row
   int32_t rows;    // at most those of a tile; 0 where an expert without rows needs a result
-  int32_t sum;     // of a slice: where its sums go in `partial`; -1: it is its expert's only one
+  int32_t sum;     // of a slice: where its sums go in `slice_sums`; -1: it is its expert's only one
 };
 // An expert whose rows were cut into several slices.
 struct alignas(16) SlicedExpert {
   int32_t expert;  // -1: an empty slot
-  int32_t first;   // of its sums in `partial`
+  int32_t first;   // of its sums in `slice_sums`
   int32_t slices;
   int32_t unused;
 };
@@ -104,6 +104,7 @@ struct UpParams {
   const void* bias;      // (E, G n), or null
   int64_t bias_expert, bias_col;
   int32_t width, inner;  // d, n
+  int32_t partial;       // whether rows of any operand end within a chunk of 16 bytes
   int32_t gated;         // G == 2
   Kind kind;
   void* pre;  // (T k, G, n), or null
@@ -122,6 +123,7 @@ struct DownParams {
   const void* bias;      // (E, columns), or null
   int64_t bias_expert, bias_col;
   int32_t columns;
+  int32_t partial;  // as in UpParams
   // k = 1: rows of the result are tokens, weighted. Otherwise rows stay sorted and as they are.
   const int32_t* pairs;  // row -> token; null: sorted
   RoutingWeights scale;
@@ -153,6 +155,7 @@ struct BwdActParams {
   int64_t grad_out_row_bytes;
   ExpertMatrix weights;  // down (E, d, n)
   int32_t width, inner;  // d, n
+  int32_t partial;       // as in UpParams
   int32_t gated;
   Kind kind;
   RoutingWeights scale;
@@ -187,7 +190,8 @@ struct BwdWeightsParams {
   const SlicedExpert* sliced;
   const int32_t* pairs;
   int32_t top_k;
-  float* partial;  // (sums of slices, tiles of both, block_m x block_n)
+  int32_t partial;    // as in UpParams
+  float* slice_sums;  // (sums of slices, tiles of both, block_m x block_n)
 };
 
 // Column sums of rows: the gradients of both biases. Parts of them for each tile of rows first, and

@@ -37,8 +37,8 @@ inline constexpr int kRasterRows = 8;
 // Columns of a bias's gradient that a CTA adds up.
 inline constexpr int kBiasThreads = 128;
 
-// Shared memory of a product beside the main loop's: where the rows of A lie, their weights, a bias
-// of the tile's columns.
+// Shared memory of a product beside the main loop's: where its rows go, their weights, a bias of
+// the tile's columns.
 constexpr int row_table_bytes(const GemmTile& tile) {
   return tile.block_m * (8 + 4) + tile.block_n * 4;
 }

@@ -136,8 +136,8 @@ BackwardWorkspace backward_workspace(const MoePlan& plan, const GemmTile& rows,
     w.slices = pieces.take(slices.slots, sizeof(ExpertTile));
     w.sliced = pieces.take(slices.sliced_slots, sizeof(SlicedExpert));
     w.first_sum = pieces.take(plan.experts, kInt);
-    w.partial = pieces.take(slices.sums * weight_tiles(plan, tokens).all() * tokens.block_m,
-                            tokens.block_n * kFloat);
+    w.slice_sums = pieces.take(slices.sums * weight_tiles(plan, tokens).all() * tokens.block_m,
+                               tokens.block_n * kFloat);
   }
   if (!p.grad_out) w.zero_row = pieces.take(pitch(plan.width), kElement);
   if (want.grad_pre) {

@@ -32,7 +32,7 @@ struct BackwardWorkspace {
   size_t weighted_act;   // (T k, n)
   size_t dx;             // (T k, d); k = 1: none
   size_t row_sums;       // (tiles of columns, T k) fp32
-  size_t partial;        // (sums of slices, tiles of weights, tile) fp32
+  size_t slice_sums;     // (sums of slices, tiles of weights, tile) fp32
   size_t bias_parts[2];  // up, down: (slots, columns) fp32
   size_t bytes;
 };

@@ -22,8 +22,8 @@
 
 #include <type_traits>
 
-#include "cuda/tile/copy.cuh"
 #include "cuda/tile/gemm_tile.h"
+#include "cuda/tile/loader.cuh"
 #include "cuda/tile/product.cuh"
 
 namespace flashmoe::cuda {
@@ -50,29 +50,40 @@ struct Gemm {
 
   using Sums = float[kM][kN][4];
 
+  // The loaders of the operands.
+  template <bool kPartial>
+  using LoaderA =
+      std::conditional_t<kAlongA, AlongLoader<Chip, LayoutA, kRowsA, kThreads, kPartial>,
+                         AcrossLoader<Chip, LayoutA, kRowsA, kThreads, kPartial>>;
+  template <bool kPartial>
+  using LoaderB =
+      std::conditional_t<kAlongB, AlongLoader<Chip, LayoutB, kRowsB, kThreads, kPartial>,
+                         AcrossLoader<Chip, LayoutB, kRowsB, kThreads, kPartial>>;
+
   // Adds up `steps` steps of the depth. load(stage, step) copies the tiles of a step: A to `stage`,
   // the halves of B to `stage` + kBytesA and kBytesB on. It is called by all threads, in the order
-  // of the steps, from step kStages - 1 on with a barrier before each. All threads are done with
-  // shared memory when it returns.
+  // of the steps, from step kStages - 1 on with a barrier before each. It is also called for up to
+  // kStages - 1 steps past the last, which must read nothing: without a branch the compiler mixes
+  // copies and MMAs. All threads are done with shared memory when it returns.
   template <class Load>
   static __device__ __forceinline__ void run(Sums& sums, uint32_t shared, int steps,
                                              const Load& load) {
     set_zero(sums);
     const uint32_t lane_a = lane_of_a(), lane_b = lane_of_b();
-    // A commit for every step, whether it copies anything or not: waits count groups.
+    // A commit for every step: waits count groups.
 #pragma unroll
     for (int step = 0; step < kStages - 1; ++step) {
-      if (step < steps) load(shared + step * kStageBytes, step);
+      load(shared + step * kStageBytes, step);
       Chip::commit();
     }
     uint32_t stage = shared, free_stage = shared + (kStages - 1) * kStageBytes;
 #pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
+    for (int next = kStages - 1; next < steps + kStages - 1; ++next) {
       Chip::template wait<kStages - 2>();
       // The step's tiles are there, every thread's part of them, and nobody reads the stage of the
       // step before any more: it is free.
       __syncthreads();
-      if (step + kStages - 1 < steps) load(free_stage, step + kStages - 1);
+      load(free_stage, next);
       Chip::commit();
       multiply_stage(sums, stage + lane_a, stage + lane_b);
       free_stage = stage;
@@ -134,27 +145,6 @@ struct Gemm {
     using A = std::conditional_t<kAlongA, AlongA<LayoutA>, AcrossA<LayoutA>>;
     using B = std::conditional_t<kAlongB, AlongB<LayoutB>, AcrossB<LayoutB>>;
     multiply<T, kDepth / 16>(sums, A{a}, B{b});
-  }
-};
-
-// Rows whose places are in a table in shared memory: bytes from `data` on.
-struct TableRows {
-  const char* data;
-  const int64_t* table;
-
-  // Looked up when it is used: the table ends with the tile.
-  struct Place {
-    const char* data;
-    const int64_t* entry;
-    __device__ __forceinline__ operator const char*() const { return data + *entry; }
-  };
-  struct Walk {
-    Place address;
-    int step;
-    __device__ __forceinline__ void next() { address.entry += step; }
-  };
-  __device__ __forceinline__ Walk walk(int row, int step, int column_bytes) const {
-    return {{data + column_bytes, table + row}, step};
   }
 };
 

@@ -23,32 +23,34 @@ template <class Chip, class T, GemmTile kTile, bool kAlong>
 __device__ __forceinline__ void moe_bwd_act(const BwdActParams& p) {
   using G = Gemm<Chip, T, kTile, true, kAlong>;
   extern __shared__ __align__(1024) char shared[];
-  int64_t* const sRows = reinterpret_cast<int64_t*>(shared + G::kSharedBytes);
-  float* const sScale = reinterpret_cast<float*>(sRows + G::kBlockM);
+  float* const sScale = reinterpret_cast<float*>(shared + G::kSharedBytes);
   const auto [tile, column] = find_task(p.tiles);
   if (tile.expert < 0) return;
 
   const int first = column * G::kBlockN;
-  for (int i = threadIdx.x; i < G::kBlockM; i += G::kThreads) {
-    const int pair = i < tile.rows ? p.pairs[tile.first + i] : 0;
-    sRows[i] = pair / p.top_k * p.grad_out_row_bytes;
-    sScale[i] = i < tile.rows ? weight_of(p.scale, pair, p.top_k) : 0.f;
+  for (int i = threadIdx.x; i < tile.rows; i += G::kThreads) {
+    sScale[i] = weight_of(p.scale, p.pairs[tile.first + i], p.top_k);
   }
-  __syncthreads();
 
   const char* const gOut = static_cast<const char*>(p.grad_out);
   const char* const gW =
       static_cast<const char*>(p.weights.data) + tile.expert * p.weights.expert_bytes;
   typename G::Sums sums;
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  G::run(sums, smem, (p.width + G::kDepth - 1) / G::kDepth, [&](uint32_t stage, int step) {
-    const int at = step * G::kDepth;
-    load_tile<Chip, typename G::LayoutA, G::kBlockM, G::kThreads>(
-        stage, TableRows{gOut + at * T::kBytes, sRows}, 0, tile.rows, p.width - at);
-    const uint32_t sB = stage + G::kBytesA;
-    load_weights<G, kAlong>(sB, gW, p.weights.row_bytes, first, p.inner, at, p.width);
-    load_weights<G, kAlong>(sB + G::kBytesB, gW, p.weights.row_bytes, first + G::kHalfN, p.inner,
-                            at, p.width);
+  with_partial(p.partial, [&](auto partial) {
+    constexpr bool kPartial = decltype(partial)::value;
+    const typename G::template LoaderA<kPartial> rows(tile.rows, [&](int i) {
+      return gOut + p.pairs[tile.first + i] / p.top_k * p.grad_out_row_bytes;
+    });
+    const auto left = weight_loader<G, kAlong, kPartial>(gW, p.weights.row_bytes, first, p.inner);
+    const auto right =
+        weight_loader<G, kAlong, kPartial>(gW, p.weights.row_bytes, first + G::kHalfN, p.inner);
+    G::run(sums, smem, (p.width + G::kDepth - 1) / G::kDepth, [&](uint32_t stage, int step) {
+      const int at = step * G::kDepth;
+      rows.load(stage, at, p.width);
+      left.load(stage + G::kBytesA, at, p.width);
+      right.load(stage + G::kBytesA + G::kBytesB, at, p.width);
+    });
   });
   float* const sSums = reinterpret_cast<float*>(shared);
   G::store(sSums, sums);

@@ -83,51 +83,56 @@ __device__ __forceinline__ void moe_bwd_weights(const BwdWeightsParams& p) {
   static_assert(kEntries <= G::kThreads);
   const bool looks_up = threadIdx.x < kEntries;
   const RowOperand& mine = threadIdx.x < G::kDepth ? w.left : w.right;
-  const auto look_up = [&](int step) -> int64_t {
+  const auto look_up = [&](int step) {  // a pair, or a row as it is
     const int i = step * G::kDepth + threadIdx.x % G::kDepth;
     if (!looks_up || i >= slice.rows) return 0;
-    const int row = slice.first + i;
-    return (mine.gathered ? p.pairs[row] / p.top_k : row) * mine.row_bytes;
+    return mine.gathered ? p.pairs[slice.first + i] : slice.first + i;
   };
   const auto entries_of = [&](int step) { return sTable + step % G::kStages * kEntries; };
+  const auto write_entry = [&](int step, int found) {
+    if (!looks_up) return;
+    entries_of(step)[threadIdx.x] = (mine.gathered ? found / p.top_k : found) * mine.row_bytes;
+  };
 #pragma unroll
-  for (int step = 0; step < G::kStages; ++step) {
-    const int64_t place = look_up(step);
-    if (looks_up) entries_of(step)[threadIdx.x] = place;
-  }
-  int64_t next = look_up(G::kStages);
+  for (int step = 0; step < G::kStages; ++step) write_entry(step, look_up(step));
+  int next = look_up(G::kStages);
   __syncthreads();
 
-  const char* const gLeft = static_cast<const char*>(w.left.data) + t.half_m * w.left.half_bytes +
-                            int64_t{t.first_m} * T::kBytes;
-  const char* const gRight = static_cast<const char*>(w.right.data) +
-                             t.half_n * w.right.half_bytes + int64_t{t.first_n} * T::kBytes;
+  const char* const gLeft = static_cast<const char*>(w.left.data) + t.half_m * w.left.half_bytes;
+  const char* const gRight = static_cast<const char*>(w.right.data) + t.half_n * w.right.half_bytes;
   typename G::Sums sums;
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  G::run(sums, smem, (slice.rows + G::kDepth - 1) / G::kDepth, [&](uint32_t stage, int step) {
-    const int64_t* const entries = entries_of(step);
-    const int rows = slice.rows - step * G::kDepth;
-    load_tile<Chip, typename G::LayoutA, G::kDepth, G::kThreads>(stage, TableRows{gLeft, entries},
-                                                                 0, rows, t.left_m);
-    const uint32_t sB = stage + G::kBytesA;
-    load_tile<Chip, typename G::LayoutB, G::kDepth, G::kThreads>(
-        sB, TableRows{gRight, entries + G::kDepth}, 0, rows, t.left_n);
-    load_tile<Chip, typename G::LayoutB, G::kDepth, G::kThreads>(
-        sB + G::kBytesB, TableRows{gRight + G::kHalfN * T::kBytes, entries + G::kDepth}, 0, rows,
-        t.left_n - G::kHalfN);
-    // The first kStages steps have their entries. From then on there is a barrier before each step:
-    // the entries of the step that this one's take the place of were read before it.
-    if (step >= G::kStages - 1) {
-      if (looks_up) entries_of(step + 1)[threadIdx.x] = next;
-      next = look_up(step + 2);
-    }
+  with_partial(p.partial, [&](auto partial) {
+    constexpr bool kPartial = decltype(partial)::value;
+    using LoaderA = TableLoader<Chip, typename G::LayoutA, G::kDepth, G::kThreads, kPartial>;
+    using LoaderB = TableLoader<Chip, typename G::LayoutB, G::kDepth, G::kThreads, kPartial>;
+    const LoaderA left(gLeft, t.first_m, w.left.columns);
+    const LoaderB right(gRight, t.first_n, w.right.columns);
+    const LoaderB far_right(gRight, t.first_n + G::kHalfN, w.right.columns);
+    G::run(sums, smem, (slice.rows + G::kDepth - 1) / G::kDepth, [&](uint32_t stage, int step) {
+      const int64_t* const entries = entries_of(step);
+      const int rows = slice.rows - step * G::kDepth;
+      typename LoaderA::Places left_rows;
+      typename LoaderB::Places right_rows;
+      left.find(left_rows, entries);
+      right.find(right_rows, entries + G::kDepth);
+      left.load(stage, left_rows, rows);
+      right.load(stage + G::kBytesA, right_rows, rows);
+      far_right.load(stage + G::kBytesA + G::kBytesB, right_rows, rows);
+      // The first kStages steps have their entries. From then on there is a barrier before each
+      // step: the entries of the step that the next one's take the place of were read before it.
+      if (step >= G::kStages - 1) {
+        write_entry(step + 1, next);
+        next = look_up(step + 2);  // needed in the next step only
+      }
+    });
   });
   float* const sSums = reinterpret_cast<float*>(shared);
   G::store(sSums, sums);
 
   constexpr int kChunks = G::kBlockN / 8;
-  float* const gPartial =
-      p.partial + (int64_t{slice.sum} * tiles + t.index) * (G::kBlockM * G::kBlockN);
+  float* const gSums =
+      p.slice_sums + (int64_t{slice.sum} * tiles + t.index) * (G::kBlockM * G::kBlockN);
 #pragma unroll 4
   for (int i = threadIdx.x; i < G::kBlockM * kChunks; i += G::kThreads) {
     const int row = i / kChunks, col = i % kChunks * 8;
@@ -136,7 +141,7 @@ __device__ __forceinline__ void moe_bwd_weights(const BwdWeightsParams& p) {
     if (slice.sum < 0) {
       store_weights<T>(p, t, slice.expert, row, col, x);
     } else {
-      float4* const to = reinterpret_cast<float4*>(gPartial + i * 8);
+      float4* const to = reinterpret_cast<float4*>(gSums + i * 8);
       to[0] = {x[0], x[1], x[2], x[3]};
       to[1] = {x[4], x[5], x[6], x[7]};
     }
@@ -153,13 +158,13 @@ __device__ __forceinline__ void moe_bwd_weights_sum(const BwdWeightsParams& p) {
   if (expert.expert < 0) return;
   const WeightTile t = find_weight_tile<kTile.block_m, kTile.block_n>(
       p, static_cast<int>(blockIdx.x) - slot * tiles);
-  const float* const gPartial = p.partial + (int64_t{expert.first} * tiles + t.index) * kTileElems;
+  const float* const gSums = p.slice_sums + (int64_t{expert.first} * tiles + t.index) * kTileElems;
   for (int i = threadIdx.x; i < kTile.block_m * kChunks; i += kRowThreads) {
     float x[8] = {};
 #pragma unroll 4
     for (int slice = 0; slice < expert.slices; ++slice) {
       const float4* const from =
-          reinterpret_cast<const float4*>(gPartial + int64_t{slice} * tiles * kTileElems + i * 8);
+          reinterpret_cast<const float4*>(gSums + int64_t{slice} * tiles * kTileElems + i * 8);
       const float4 low = from[0], high = from[1];
       x[0] += low.x, x[1] += low.y, x[2] += low.z, x[3] += low.w;
       x[4] += high.x, x[5] += high.y, x[6] += high.z, x[7] += high.w;

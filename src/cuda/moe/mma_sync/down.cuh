@@ -43,17 +43,26 @@ __device__ __forceinline__ void moe_down(const DownParams& p) {
   const int steps = (p.depth + G::kDepth - 1) / G::kDepth;  // of a half
   typename G::Sums sums;
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  G::run(sums, smem, p.halves * steps, [&](uint32_t stage, int step) {
-    const int half = step >= steps ? 1 : 0, at = (step - half * steps) * G::kDepth;
-    const Rows rows{gRows + half * p.half_bytes + at * T::kBytes, static_cast<int>(p.row_bytes)};
-    load_tile<Chip, typename G::LayoutA, G::kBlockM, G::kThreads>(stage, rows, 0, tile.rows,
-                                                                  p.depth - at);
-    const uint32_t sB = stage + G::kBytesA;
-    const int begin = half * p.depth;
-    load_weights<G, kAlong>(sB, gW, p.weights.row_bytes, first, p.columns, begin + at,
-                            begin + p.depth);
-    load_weights<G, kAlong>(sB + G::kBytesB, gW, p.weights.row_bytes, first + G::kHalfN, p.columns,
-                            begin + at, begin + p.depth);
+  with_partial(p.partial, [&](auto partial) {
+    constexpr bool kPartial = decltype(partial)::value;
+    const typename G::template LoaderA<kPartial> rows(
+        tile.rows, [&](int i) { return gRows + i * p.row_bytes; });
+    const auto left = weight_loader<G, kAlong, kPartial>(gW, p.weights.row_bytes, first, p.columns);
+    const auto right =
+        weight_loader<G, kAlong, kPartial>(gW, p.weights.row_bytes, first + G::kHalfN, p.columns);
+    G::run(sums, smem, p.halves * steps, [&](uint32_t stage, int step) {
+      int at = step * G::kDepth, depth = p.depth, row_at = at, row_depth = depth;
+      if (kPartial && step >= steps) {  // the second half: beside the first one in the weights only
+        at -= steps * G::kDepth;
+        row_at = at + static_cast<int>(p.half_bytes / T::kBytes);
+        row_depth = depth + static_cast<int>(p.half_bytes / T::kBytes);
+        at += depth;
+        depth *= p.halves;
+      }
+      rows.load(stage, row_at, row_depth);
+      left.load(stage + G::kBytesA, at, depth);
+      right.load(stage + G::kBytesA + G::kBytesB, at, depth);
+    });
   });
   float* const sSums = reinterpret_cast<float*>(shared);
   G::store(sSums, sums);

@@ -25,8 +25,7 @@ template <class Chip, class T, GemmTile kTile, bool kAlong>
 __device__ __forceinline__ void moe_up(const UpParams& p) {
   using G = Gemm<Chip, T, kTile, true, kAlong>;
   extern __shared__ __align__(1024) char shared[];
-  int64_t* const sRows = reinterpret_cast<int64_t*>(shared + G::kSharedBytes);
-  float* const sBias = reinterpret_cast<float*>(sRows + G::kBlockM);
+  float* const sBias = reinterpret_cast<float*>(shared + G::kSharedBytes);
   const auto [tile, column] = find_task(p.tiles);
   if (tile.expert < 0) return;
 
@@ -36,28 +35,29 @@ __device__ __forceinline__ void moe_up(const UpParams& p) {
   const int second = p.gated ? p.inner + first : first + G::kHalfN;
   const int columns = p.gated ? 2 * p.inner : p.inner;
   const int end = p.gated ? p.inner : columns;  // of the first half's columns
-  for (int i = threadIdx.x; i < G::kBlockM; i += G::kThreads) {
-    sRows[i] = i < tile.rows ? p.pairs[tile.first + i] / p.top_k * p.x_row_bytes : 0;
-  }
   for (int i = threadIdx.x; i < G::kBlockN; i += G::kThreads) {
     const int at = i < G::kHalfN ? first + i : second + i - G::kHalfN;
     const bool there = p.bias && at < (i < G::kHalfN ? end : columns);
     sBias[i] = there ? bias_at<T>(p.bias, tile.expert * p.bias_expert + at * p.bias_col) : 0.f;
   }
-  __syncthreads();
 
   const char* const gX = static_cast<const char*>(p.x);
   const char* const gW =
       static_cast<const char*>(p.weights.data) + tile.expert * p.weights.expert_bytes;
   typename G::Sums sums;
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  G::run(sums, smem, (p.width + G::kDepth - 1) / G::kDepth, [&](uint32_t stage, int step) {
-    const int at = step * G::kDepth;
-    load_tile<Chip, typename G::LayoutA, G::kBlockM, G::kThreads>(
-        stage, TableRows{gX + at * T::kBytes, sRows}, 0, tile.rows, p.width - at);
-    const uint32_t sB = stage + G::kBytesA;
-    load_weights<G, kAlong>(sB, gW, p.weights.row_bytes, first, end, at, p.width);
-    load_weights<G, kAlong>(sB + G::kBytesB, gW, p.weights.row_bytes, second, columns, at, p.width);
+  with_partial(p.partial, [&](auto partial) {
+    constexpr bool kPartial = decltype(partial)::value;
+    const typename G::template LoaderA<kPartial> rows(
+        tile.rows, [&](int i) { return gX + p.pairs[tile.first + i] / p.top_k * p.x_row_bytes; });
+    const auto left = weight_loader<G, kAlong, kPartial>(gW, p.weights.row_bytes, first, end);
+    const auto right = weight_loader<G, kAlong, kPartial>(gW, p.weights.row_bytes, second, columns);
+    G::run(sums, smem, (p.width + G::kDepth - 1) / G::kDepth, [&](uint32_t stage, int step) {
+      const int at = step * G::kDepth;
+      rows.load(stage, at, p.width);
+      left.load(stage + G::kBytesA, at, p.width);
+      right.load(stage + G::kBytesA + G::kBytesB, at, p.width);
+    });
   });
   float* const sSums = reinterpret_cast<float*>(shared);
   G::store(sSums, sums);

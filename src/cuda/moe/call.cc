@@ -103,10 +103,11 @@ Bias bias_of(const void* data, const std::optional<TensorSpec>& spec) {
   return {data, spec->stride[0], spec->stride[1]};
 }
 
-ProductTiles tiles_of(const Call& call, size_t tiles, int64_t columns, int block_n) {
+// `columns` are tiles.
+ProductTiles tiles_of(const Call& call, size_t tiles, int64_t columns) {
   return {call.at<ExpertTile>(tiles),
           static_cast<int32_t>(tile_slots(call.plan, call.plan.block_m)),
-          static_cast<int32_t>(ceil_div(columns, block_n))};
+          static_cast<int32_t>(columns)};
 }
 
 // Whether rows of any operand end within a chunk of 16 bytes.
@@ -137,7 +138,7 @@ UpParams up_params(const Call& call, const ForwardWorkspace& w) {
   const MoeProblem& problem = call.problem();
   const Bias bias = bias_of(call.tensors.up_bias, problem.up_bias);
   UpParams p{};
-  p.tiles = tiles_of(call, w.tiles, plan.inner, static_cast<int>(plan.block_n / halves(plan)));
+  p.tiles = tiles_of(call, w.tiles, up_columns(plan));
   p.pairs = routing_of(call, w.routing, w.row_of).pairs;
   p.top_k = static_cast<int32_t>(plan.top_k);
   p.x = call.tensors.x;
@@ -167,7 +168,7 @@ DownParams down_params(const Call& call, const ForwardWorkspace& w) {
   const int64_t element = dtype_bytes(problem.x.dtype);
   const Bias bias = bias_of(call.tensors.down_bias, problem.down_bias);
   DownParams p{};
-  p.tiles = tiles_of(call, w.tiles, plan.width, static_cast<int>(plan.block_n));
+  p.tiles = tiles_of(call, w.tiles, ceil_div(plan.width, plan.block_n));
   p.rows = call.at<char>(w.act);
   p.row_bytes = pitch(plan.inner) * element;
   p.halves = 1;
@@ -294,10 +295,10 @@ PrepareParams prepare_params(const Call& call, const BackwardWorkspace& w) {
 BwdActParams act_params(const Call& call, const BackwardWorkspace& w) {
   const MoePlan& plan = call.plan;
   const MoeProblem& problem = call.problem();
-  const Wanted want = wanted(problem);
+  const Wanted want = wanted(plan);
   const GradOut grad_out = grad_out_of(call, w);
   BwdActParams p{};
-  p.tiles = tiles_of(call, w.tiles, plan.inner, static_cast<int>(plan.block_n));
+  p.tiles = tiles_of(call, w.tiles, ceil_div(plan.inner, plan.block_n));
   p.pairs = routing_of(call, 0, w.row_of).pairs;
   p.top_k = static_cast<int32_t>(plan.top_k);
   p.grad_out = grad_out.data;
@@ -334,7 +335,7 @@ DownParams dx_params(const Call& call, const BackwardWorkspace& w) {
   const MoeProblem& problem = call.problem();
   const GradPre grad = grad_pre_of(plan);
   DownParams p{};
-  p.tiles = tiles_of(call, w.tiles, plan.width, static_cast<int>(plan.block_n));
+  p.tiles = tiles_of(call, w.tiles, ceil_div(plan.width, plan.block_n));
   p.rows = call.at<char>(w.grad_pre);
   p.row_bytes = grad.row_bytes;
   p.half_bytes = grad.half_bytes;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "core/numbers.h"
 #include "core/text.h"
@@ -16,7 +17,7 @@
 namespace flashmoe::cuda::moe {
 namespace {
 
-constexpr int64_t kMaxGrid = INT32_MAX, kMaxGridYZ = 65535;
+constexpr int64_t kMaxGridYZ = 65535;  // the second dimension of a grid is 16-bit
 
 // What no kernel of any family can do of the problem; empty when there is nothing.
 std::string missing_everywhere(const MoePlan& plan) {
@@ -112,12 +113,18 @@ Status choose_family(Plan& plan, const char* argument, const Take& take) {
                      "). The CPU backend runs it: move the tensors with .cpu()");
 }
 
+// Why the chip cannot run a kernel; empty: it can.
+std::string does_not_fit(const Kernel& kernel, const Gpu& gpu) {
+  if (static_cast<size_t>(kernel.shared_bytes) <= gpu.chip.shared_bytes) return {};
+  return text("needs ", kernel.shared_bytes, " bytes of shared memory, ",
+              chip_name(gpu.compute_capability), " has ", gpu.chip.shared_bytes);
+}
+
 // Why a smaller tile of rows is faster; empty: none is.
-std::string too_large(const MoePlan& plan, const Kernel& kernel, const Gpu& gpu) {
-  const GemmTile& tile = kernel.tile;
+std::string too_large(const MoePlan& plan, const GemmTile& tile, const Gpu& gpu) {
   const int64_t experts = std::clamp<int64_t>(plan.rows, 1, std::max<int64_t>(plan.experts, 1));
   const int64_t rows = plan.rows / experts;  // of an expert, on average
-  if (tile.block_m > 16 && rows <= tile.block_m / 4) {
+  if (rows <= (tile.block_m > 64 ? tile.block_m / 2 : tile.block_m / 4)) {
     return text(rows, rows == 1 ? " row" : " rows",
                 " an expert would leave most of the tile empty");
   }
@@ -130,6 +137,10 @@ std::string too_large(const MoePlan& plan, const Kernel& kernel, const Gpu& gpu)
   return {};
 }
 
+bool is(const ForcedTile& forced, const GemmTile& tile) {
+  return tile.block_m == forced.rows && tile.block_n == forced.columns;
+}
+
 // The best tile of rows that the family has for the problem, or null and why there is none.
 const Kernel* choose_tile(MoePlan& plan, const ChipFamily& family, const Gpu& gpu,
                           const std::optional<ForcedTile>& forced, std::string& why) {
@@ -137,40 +148,29 @@ const Kernel* choose_tile(MoePlan& plan, const ChipFamily& family, const Gpu& gp
   const Order order = order_of(forward ? plan.problem.gate_up : plan.problem.down);
   // Up multiplies along the rows of gate_up, dA across those of down.
   const bool along = (order == Order::kRows) == forward;
-  const Kernel* chosen = nullptr;
-  std::string tiles, last_reason;
+  std::vector<const Kernel*> tiles;
+  std::string names;
   for (const Kernel& k : kernels()) {
     if (k.family != std::string_view(family.name) || k.dtype != plan.problem.x.dtype ||
         k.role != (forward ? Role::kUp : Role::kBwdAct) || k.along != along) {
       continue;
     }
-    tiles += text(tiles.empty() ? "" : ", ", k.tile.block_m, "x", k.tile.block_n);
-    if (chosen) continue;
-    std::string reason;
-    if (static_cast<size_t>(k.shared_bytes) > gpu.chip.shared_bytes) {
-      reason = text("needs ", k.shared_bytes, " bytes of shared memory, ",
-                    chip_name(gpu.compute_capability), " has ", gpu.chip.shared_bytes);
-    } else if (forced) {
-      if (k.tile.block_m != forced->rows || k.tile.block_n != forced->columns) continue;
-    } else {
-      reason = too_large(plan, k, gpu);
-      if (&k == &kernels().back() || (&k)[1].role != k.role || (&k)[1].along != k.along) {
-        reason.clear();  // the smallest serves whatever the larger ones do not
-      }
-    }
-    if (reason.empty()) {
-      chosen = &k;
-    } else {
-      plan.candidates.push_back({k.id.name, "passed over: " + reason});
-    }
+    names += text(names.empty() ? "" : ", ", k.tile.block_m, "x", k.tile.block_n);
+    if (!forced || is(*forced, k.tile)) tiles.push_back(&k);
   }
-  if (!chosen && forced) {
+  if (forced && tiles.empty()) {
     why =
-        text("FLASHMOE_TILE asks for ", forced->rows, "x", forced->columns, "; there are ", tiles);
-  } else if (!chosen) {
-    why = text("no tile fits ", chip_name(gpu.compute_capability));
+        text("FLASHMOE_TILE asks for ", forced->rows, "x", forced->columns, "; there are ", names);
+    return nullptr;
   }
-  return chosen;
+  for (const Kernel* kernel : tiles) {
+    why = does_not_fit(*kernel, gpu);
+    // The smallest serves whatever the larger ones do not.
+    if (why.empty() && !forced && kernel != tiles.back()) why = too_large(plan, kernel->tile, gpu);
+    if (why.empty()) return kernel;
+    plan.candidates.push_back({kernel->id.name, "passed over: " + why});
+  }
+  return nullptr;
 }
 
 // The tile of the gradients of weights: the one that is forced where there is such a tile, else the
@@ -178,26 +178,29 @@ const Kernel* choose_tile(MoePlan& plan, const ChipFamily& family, const Gpu& gp
 const Kernel* choose_token_tile(const MoePlan& plan, const Gpu& gpu,
                                 const std::optional<ForcedTile>& forced) {
   const int64_t narrow = std::min(plan.width, plan.inner);
-  const Kernel *fitting = nullptr, *chosen = nullptr;
+  const Kernel *smallest = nullptr, *chosen = nullptr;
   for (const Kernel& k : kernels()) {
     if (k.family != plan.family || k.dtype != plan.problem.x.dtype || k.role != Role::kBwdWeights ||
-        static_cast<size_t>(k.shared_bytes) > gpu.chip.shared_bytes) {
+        !does_not_fit(k, gpu).empty()) {
       continue;
     }
-    if (forced && k.tile.block_m == forced->rows && k.tile.block_n == forced->columns) return &k;
+    if (forced && is(*forced, k.tile)) return &k;
     if (!chosen && narrow > k.tile.block_m / 2) chosen = &k;
-    fitting = &k;
+    smallest = &k;
   }
-  return chosen ? chosen : fitting;
+  return chosen ? chosen : smallest;
 }
 
-// The launches of a plan.
-struct Steps {
-  MoePlan& plan;
+// Collects the launches of a plan.
+class Launches {
+ public:
+  explicit Launches(MoePlan& plan) : plan_(plan) {}
 
+  // A launch of no CTA is none.
   void add(const Kernel& kernel, int64_t x, int64_t y, int64_t z, uint32_t shared_bytes,
-           const char* role = nullptr) const {
+           const char* role = nullptr) {
     if (x <= 0 || y <= 0 || z <= 0) return;
+    most_ = std::max(most_, x);
     LaunchStep step;
     step.kernel = kernel.id.name;
     step.role = role ? role : role_name(kernel.role);
@@ -205,33 +208,33 @@ struct Steps {
     step.threads = kernel.threads;
     step.shared_bytes = shared_bytes;
     step.handle = &kernel;
-    largest = std::max({largest, x});
-    plan.launches.push_back(step);
+    plan_.launches.push_back(step);
+    if (&kernel == plan_.handle) plan_.work_items = x;
   }
   // A kernel without a tile.
-  void add(Role role, int64_t x, uint32_t shared_bytes = 0, int64_t y = 1, int64_t z = 1) const {
-    add(*find_kernel(role, plan.family, plan.problem.x.dtype), x, y, z, shared_bytes);
+  void add(Role role, int64_t x, uint32_t shared_bytes = 0, int64_t y = 1, int64_t z = 1) {
+    add(*find_kernel(role, plan_.family, plan_.problem.x.dtype), x, y, z, shared_bytes);
   }
-  // A product of rows, `columns` wide.
-  void add_product(const Kernel& kernel, int64_t columns, const char* role = nullptr) const {
-    const GemmTile& tile = kernel.tile;
-    add(kernel, tile_slots(plan, tile.block_m) * ceil_div(columns, tile.block_n), 1, 1,
-        kernel.shared_bytes, role);
+  // A product of rows with so many tiles of columns.
+  void add_product(const Kernel& kernel, int64_t columns, const char* role = nullptr) {
+    add(kernel, tile_slots(plan_, kernel.tile.block_m) * columns, 1, 1, kernel.shared_bytes, role);
   }
-  void add_combine() const {
-    const int64_t lanes = combine_lanes(static_cast<int>(plan.width));
-    if (plan.width > 0) add(Role::kCombine, ceil_div(plan.tokens, kRowThreads / lanes));
+  void add_combine() {
+    const int64_t lanes = combine_lanes(static_cast<int>(plan_.width));
+    if (plan_.width > 0) add(Role::kCombine, ceil_div(plan_.tokens, kRowThreads / lanes));
   }
 
-  mutable int64_t largest = 0;
+  Status check() const {
+    if (most_ <= INT32_MAX) return {};
+    return unsupported("a launch of ", most_,
+                       " CTAs; a grid holds at most 2^31 - 1. Call it for a part of the tokens at "
+                       "a time");
+  }
+
+ private:
+  MoePlan& plan_;
+  int64_t most_ = 0;  // CTAs of a launch
 };
-
-Status check_grid(const Steps& steps) {
-  if (steps.largest <= kMaxGrid) return {};
-  return unsupported("a launch of ", steps.largest,
-                     " CTAs; a grid holds at most 2^31 - 1. Call it for a part of the tokens at a "
-                     "time");
-}
 
 Status lay_out_forward(MoePlan& plan, const Kernel& up) {
   const MoeProblem& p = plan.problem;
@@ -239,41 +242,36 @@ Status lay_out_forward(MoePlan& plan, const Kernel& up) {
   const int64_t chunks = sort_chunks(plan).chunks;
   const bool along = order_of(p.down) == Order::kRows;
   const Kernel& down = *find_kernel(Role::kDown, plan.family, p.x.dtype, up.tile, along);
-  const Steps steps{plan};
-  steps.add(Role::kCount, chunks, experts * 4);
-  steps.add(Role::kScan, 1, scan_shared_bytes(experts));
-  steps.add(Role::kPlace, chunks, experts * 4);
-  // With a gate a tile has half as many columns of the result.
-  steps.add_product(up, halves(plan) * round_up(plan.inner, up.tile.block_n / halves(plan)));
-  plan.work_items = plan.launches.back().grid[0];
-  steps.add_product(down, plan.width);
-  steps.add_combine();
+  Launches launches(plan);
+  launches.add(Role::kCount, chunks, experts * 4);
+  launches.add(Role::kScan, 1, scan_shared_bytes(experts));
+  launches.add(Role::kPlace, chunks, experts * 4);
+  launches.add_product(up, up_columns(plan));
+  launches.add_product(down, ceil_div(plan.width, down.tile.block_n));
+  launches.add_combine();
   plan.workspace_bytes = forward_workspace(plan, up.tile).bytes;
-  return check_grid(steps);
+  return launches.check();
 }
 
 Status lay_out_backward(MoePlan& plan, const Kernel& act, const Kernel& weights) {
   const MoeProblem& p = plan.problem;
-  const Wanted want = wanted(p);
-  const Steps steps{plan};
-  steps.add(Role::kPrepare, 1 + ceil_div(plan.rows, kScanThreads),
-            scan_shared_bytes(static_cast<int>(plan.experts)));
-  if (want.act()) {
-    steps.add_product(act, plan.inner);
-    plan.work_items = plan.launches.back().grid[0];
-  }
+  const Wanted want = wanted(plan);
+  Launches launches(plan);
+  launches.add(Role::kPrepare, 1 + ceil_div(plan.rows, kScanThreads),
+               scan_shared_bytes(static_cast<int>(plan.experts)));
+  if (want.act()) launches.add_product(act, ceil_div(plan.inner, act.tile.block_n));
   if (p.grad_x) {
     const bool along = order_of(p.gate_up) != Order::kRows;
     const Kernel& dx = *find_kernel(Role::kDown, plan.family, p.x.dtype, act.tile, along);
-    steps.add_product(dx, plan.width, "moe_bwd_x");
-    steps.add_combine();
+    launches.add_product(dx, ceil_div(plan.width, dx.tile.block_n), "moe_bwd_x");
+    launches.add_combine();
   }
   if (want.weights) {
     const Slices slices = slices_of(plan, weights.tile);
     const int64_t tiles = weight_tiles(plan, weights.tile).all();
-    steps.add(weights, slices.slots * tiles, 1, 1, weights.shared_bytes);
-    steps.add(*find_kernel(Role::kBwdWeightsSum, plan.family, p.x.dtype, weights.tile),
-              slices.sliced_slots * tiles, 1, 1, 0);
+    launches.add(weights, slices.slots * tiles, 1, 1, weights.shared_bytes);
+    launches.add(*find_kernel(Role::kBwdWeightsSum, plan.family, p.x.dtype, weights.tile),
+                 slices.sliced_slots * tiles, 1, 1, 0);
   }
   if (want.biases) {
     const int64_t columns =
@@ -283,12 +281,12 @@ Status lay_out_backward(MoePlan& plan, const Kernel& act, const Kernel& weights)
       return unsupported("a bias of ", columns, " columns; at most ", kMaxGridYZ * kBiasThreads,
                          " have a gradient on a GPU");
     }
-    steps.add(Role::kBwdBias, tile_slots(plan, act.tile.block_m), 0, blocks, 2);
-    steps.add(Role::kBwdBiasSum, plan.experts, 0, blocks, 2);
+    launches.add(Role::kBwdBias, tile_slots(plan, act.tile.block_m), 0, blocks, 2);
+    launches.add(Role::kBwdBiasSum, plan.experts, 0, blocks, 2);
   }
-  if (want.row_sums) steps.add(Role::kBwdScale, ceil_div(plan.rows, kRowThreads / 32));
+  if (want.row_sums) launches.add(Role::kBwdScale, ceil_div(plan.rows, kRowThreads / 32));
   plan.workspace_bytes = backward_workspace(plan, act.tile, weights.tile).bytes;
-  return check_grid(steps);
+  return launches.check();
 }
 
 }  // namespace

@@ -38,6 +38,10 @@ SortChunks sort_chunks(const MoePlan& plan) {
   return {chunk, ceil_div(plan.rows, chunk)};
 }
 
+int64_t up_columns(const MoePlan& plan) {
+  return ceil_div(plan.inner, plan.block_n / halves(plan));
+}
+
 int64_t tile_slots(const MoePlan& plan, int64_t block) {
   return plan.rows / block + std::min(plan.experts, plan.rows);
 }
@@ -80,12 +84,14 @@ Slices slices_of(const MoePlan& plan, const GemmTile& tile) {
   return slices;
 }
 
-Wanted wanted(const MoeProblem& p) {
+Wanted wanted(const MoePlan& plan) {
+  const MoeProblem& p = plan.problem;
   Wanted w{};
   w.grad_pre = p.grad_x || p.grad_gate_up || p.grad_up_bias;
   w.weighted_act = p.grad_down.has_value();
   w.row_sums = p.grad_weights.has_value();
-  w.weights = p.grad_gate_up || p.grad_down;
+  const bool empty = plan.experts == 0 || plan.width == 0 || plan.inner == 0;
+  w.weights = !empty && (p.grad_gate_up || p.grad_down);
   w.biases = p.grad_up_bias || p.grad_down_bias;
   return w;
 }
@@ -126,7 +132,7 @@ BackwardWorkspace backward_workspace(const MoePlan& plan, const GemmTile& rows,
   Pieces pieces;
   BackwardWorkspace w{};
   const MoeProblem& p = plan.problem;
-  const Wanted want = wanted(p);
+  const Wanted want = wanted(plan);
   const int64_t slots = tile_slots(plan, rows.block_m);
   w.row_of = pieces.take(plan.rows, kInt);
   w.tiles = pieces.take(slots, sizeof(ExpertTile));

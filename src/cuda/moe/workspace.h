@@ -49,6 +49,9 @@ struct SortChunks {
 };
 SortChunks sort_chunks(const MoePlan& plan);
 
+// Tiles of columns of up: with a gate a tile has half as many columns of the result.
+int64_t up_columns(const MoePlan& plan);
+
 // As many tiles of `block` rows as the experts may have, whatever the routing.
 int64_t tile_slots(const MoePlan& plan, int64_t block);
 
@@ -74,7 +77,7 @@ struct Wanted {
   bool weights;  // of gate_up or down
   bool biases;
 };
-Wanted wanted(const MoeProblem& problem);
+Wanted wanted(const MoePlan& plan);
 
 // Whether a tensor (E, rows, columns) lies with its rows one after the other, or with its columns.
 enum class Order { kRows, kColumns, kNone };

@@ -41,7 +41,8 @@ target_sources(flashmoe PRIVATE
   src/cuda/attention/bias_plan.cc src/cuda/attention/call.cc src/cuda/attention/catalogue.cc
   src/cuda/attention/families.cc src/cuda/attention/lay_out.cc src/cuda/attention/mma_sync.cc
   src/cuda/attention/planner.cc src/cuda/attention/sm90.cc src/cuda/attention/tile_choice.cc
-  src/cuda/attention/workspace.cc)
+  src/cuda/attention/workspace.cc
+  src/cuda/moe/planner.cc)
 target_link_libraries(flashmoe PRIVATE ${CMAKE_DL_LIBS})
 
 # Writes what to build to `result`, as family:chip.

@@ -4,6 +4,9 @@
 #include <string>
 #include <vector>
 
+#include "flashmoe/device.h"
+#include "flashmoe/plan.h"
+
 namespace flashmoe::cpu {
 
 struct TargetInfo {
@@ -15,7 +18,10 @@ struct TargetInfo {
 // Every target in this build, best first.
 std::vector<TargetInfo> target_list();
 
-// Empty unless FLASHMOE_CPU_TARGET names something that cannot be used; then why, and what can.
-std::string target_problem();
+// The targets better than the one in use, and that one.
+std::vector<Candidate> candidates();
+
+// Whether a call can run as the device says. FLASHMOE_CPU_TARGET may name what cannot be used.
+Status check_device(const Device& device);
 
 }  // namespace flashmoe::cpu

@@ -9,13 +9,15 @@
 #include <random>
 #include <vector>
 
-#include "cpu/half.h"
+#include "cpu/oracle.h"
 #include "flashmoe/tensor.h"
 
 namespace testing {
 
 using flashmoe::DType;
 using flashmoe::TensorSpec;
+using flashmoe::cpu::oracle::read;
+using flashmoe::cpu::oracle::write;
 using Random = std::mt19937_64;
 using Values = std::vector<double>;  // row-major
 
@@ -37,47 +39,6 @@ inline double unit_roundoff(DType dtype) {
       return 0x1p-11;
     default:
       return 0x1p-8;
-  }
-}
-
-inline double read(DType dtype, const void* data, int64_t offset) {
-  switch (dtype) {
-    case DType::kFloat64:
-      return static_cast<const double*>(data)[offset];
-    case DType::kFloat32:
-      return static_cast<const float*>(data)[offset];
-    case DType::kFloat16:
-      return flashmoe::cpu::Float16::to_double(static_cast<const uint16_t*>(data)[offset]);
-    case DType::kBFloat16:
-      return flashmoe::cpu::BFloat16::to_double(static_cast<const uint16_t*>(data)[offset]);
-    case DType::kInt32:
-      return static_cast<const int32_t*>(data)[offset];
-    case DType::kInt64:
-      return static_cast<double>(static_cast<const int64_t*>(data)[offset]);
-  }
-  return 0;
-}
-
-inline void write(DType dtype, void* data, int64_t offset, double x) {
-  switch (dtype) {
-    case DType::kFloat64:
-      static_cast<double*>(data)[offset] = x;
-      break;
-    case DType::kFloat32:
-      static_cast<float*>(data)[offset] = static_cast<float>(x);
-      break;
-    case DType::kFloat16:
-      static_cast<uint16_t*>(data)[offset] = flashmoe::cpu::Float16::from_double(x);
-      break;
-    case DType::kBFloat16:
-      static_cast<uint16_t*>(data)[offset] = flashmoe::cpu::BFloat16::from_double(x);
-      break;
-    case DType::kInt32:
-      static_cast<int32_t*>(data)[offset] = static_cast<int32_t>(x);
-      break;
-    case DType::kInt64:
-      static_cast<int64_t*>(data)[offset] = static_cast<int64_t>(x);
-      break;
   }
 }
 

@@ -64,15 +64,18 @@ def wants_gradient(tensors) -> bool:
     return is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def mix(run, tensors, activation, all_results=False):
-    """``run`` on the tensors, recorded for the backward pass where a gradient is wanted."""
+def mix(run, tensors, activation, keep=False, all_results=False):
+    """``run`` on the tensors, recorded for the backward pass where a gradient is wanted.
+
+    ``keep``: another level of torch.func wants what the backward pass needs.
+    """
     if forward_ad._current_level >= 0:
         _MOE.refuse_tangents(tensors)
     if wants_gradient(tensors):
         x, gate_up, down, up_bias, down_bias, ids, weights = tensors
         rest = (run, ids, activation, all_results)
         return _apply_moe(x, gate_up, down, up_bias, down_bias, weights, rest)
-    results = run(*tensors, activation, False)
+    results = run(*tensors, activation, keep)
     return results if all_results else results[0]
 
 
@@ -120,9 +123,9 @@ _route_below_autograd = below_autograd(_library.route)
 
 
 def _moe_autograd(*args):
-    *tensors, activation, _ = args  # what is kept depends on the gradients that are wanted now
+    *tensors, activation, keep = args
     with enable_single_level_autograd_function():
-        return mix(_moe_below_autograd, tensors, activation, all_results=True)
+        return mix(_moe_below_autograd, tensors, activation, keep, all_results=True)
 
 
 def _route_autograd(*args):

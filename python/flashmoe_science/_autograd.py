@@ -81,13 +81,10 @@ def attend(run, tensors, options, return_lse):
     return (out, lse) if return_lse else out
 
 
-_below_autograd = below_autograd(_library.attention)
-
-
 # Called eagerly this would cost twice what attend() does (38 us for 21 on a GPU host).
 def _attention_autograd(*args):
     with enable_single_level_autograd_function():  # torch.func wants to hear that we mean it
-        return attend(_below_autograd, *_split(args), return_lse=True)
+        return attend(below_autograd(_library.attention), *_split(args), return_lse=True)
 
 
 give_autograd("attention", _attention_autograd)

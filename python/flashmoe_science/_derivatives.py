@@ -70,10 +70,15 @@ def plain_apply(function: type[torch.autograd.Function]) -> Callable:
 
 
 def below_autograd(op) -> Callable:
-    """The op as its own autograd calls it."""
+    """The op as its own autograd calls it.
+
+    With the grad mode of now: a Function turns it off while it computes, and to the levels of
+    torch.func around this one, which the op comes by next, the result would be a constant.
+    """
+    enabled = torch.is_grad_enabled()
 
     def run(*args):
-        with torch._C._AutoDispatchBelowAutograd():
+        with torch._C._AutoDispatchBelowAutograd(), torch.set_grad_enabled(enabled):
             return op(*args)
 
     return run

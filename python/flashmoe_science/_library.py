@@ -120,7 +120,7 @@ def _route_fake(logits, bias, k, scoring, normalize):
     _check_devices("logits", logits, bias=bias)
     shape = (logits.shape[0], k)
     wide = _wide(logits.dtype)
-    return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape, dtype=wide)
+    return logits.new_empty(shape, dtype=wide), logits.new_empty(shape, dtype=torch.int32)
 
 
 @torch.library.register_fake("flashmoe::route_backward")

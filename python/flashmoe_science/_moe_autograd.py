@@ -85,14 +85,14 @@ class _Route(Function):
     @staticmethod
     def forward(ctx, logits, rest):
         run, bias, k, *ctx.options = rest
-        ids, weights = run(logits, bias, k, *ctx.options)
+        weights, ids = run(logits, bias, k, *ctx.options)
         ctx.save_for_backward(logits, ids)
         ctx.mark_non_differentiable(ids)
         ctx.set_materialize_grads(False)
-        return ids, weights
+        return weights, ids
 
     @staticmethod
-    def backward(ctx, _, grad_weights):
+    def backward(ctx, grad_weights, _):
         if grad_weights is None:
             return None, None
         saved = ctx.saved_tensors
@@ -118,19 +118,15 @@ def choose(run, logits, *rest):
     return run(logits, *rest)
 
 
-_moe_below_autograd = below_autograd(_library.moe)
-_route_below_autograd = below_autograd(_library.route)
-
-
 def _moe_autograd(*args):
     *tensors, activation, keep = args
     with enable_single_level_autograd_function():
-        return mix(_moe_below_autograd, tensors, activation, keep, all_results=True)
+        return mix(below_autograd(_library.moe), tensors, activation, keep, all_results=True)
 
 
 def _route_autograd(*args):
     with enable_single_level_autograd_function():
-        return choose(_route_below_autograd, *args)
+        return choose(below_autograd(_library.route), *args)
 
 
 give_autograd("moe", _moe_autograd)
@@ -138,16 +134,17 @@ give_autograd("route", _route_autograd)
 without_autograd("moe_forward", "moe_backward", "route_forward", "route_backward")
 
 
-def _refuse_vmap(operator: str, instead: str) -> None:
+def _refuse_vmap(operator: str, *ops: str) -> None:
     def refuse(info, dims, *args):
         raise NotImplementedError(
             f"flashmoe_science {operator} has no vmap yet, which torch.func.vmap, jacrev and "
-            f"is_grads_batched ask for. {instead}"
+            "is_grads_batched ask for. All its inputs but the experts may have any leading "
+            "dimensions: pass the batch as it is."
         )
 
-    library.register_vmap(f"flashmoe::{operator}", refuse)
-    library.register_vmap(f"flashmoe::{operator}_backward", refuse)
+    for op in ops:
+        library.register_vmap(f"flashmoe::{op}", refuse)
 
 
-_refuse_vmap("moe", "x, ids and weights may have any leading dimensions: pass the batch as it is.")
-_refuse_vmap("route", "logits may have any leading dimensions: pass the batch as it is.")
+_refuse_vmap("moe", "moe", "moe_backward", "explain_moe")
+_refuse_vmap("route", "route", "route_backward")

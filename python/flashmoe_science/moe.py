@@ -156,9 +156,9 @@ def route(
         bias = _in_wide("bias", bias, logits)
     options = (_rows(logits), bias, k, scoring, bool(normalize))
     if _traced():
-        ids, weights = _library.route(*options)
+        weights, ids = _library.route(*options)
     else:
-        ids, weights = _moe_autograd.choose(_library.route_forward, *options)
+        weights, ids = _moe_autograd.choose(_library.route_forward, *options)
     if logits.dim() == 2:
         return ids, weights
     shape = (*logits.shape[:-1], k)

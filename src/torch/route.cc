@@ -36,7 +36,7 @@ std::tuple<Tensor, Tensor> route_forward(const RouteArguments& a) {
   tensors.ids = ids.mutable_data_ptr();
   tensors.weights = weights.mutable_data_ptr();
   run_or_fail(*plan, tensors, a.logits);
-  return {ids, weights};
+  return {weights, ids};
 }
 
 std::tuple<Tensor> route_backward(const RouteBackwardArguments& a) {

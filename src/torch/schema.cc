@@ -33,12 +33,13 @@ STABLE_TORCH_LIBRARY(flashmoe, m) {
         "bool needs_down_bias, bool needs_weights) -> (Tensor grad_x, Tensor grad_gate_up, "
         "Tensor grad_down, Tensor grad_up_bias, Tensor grad_down_bias, Tensor grad_weights)");
   m.def("explain_moe(" FLASHMOE_MOE_ARGUMENTS ", bool keep, bool backward, str device) -> str");
+  // Weights first: torch.library.opcheck adds all results to the first one.
   m.def(
       "route_forward(Tensor logits, Tensor? bias, SymInt k, str scoring, bool normalize)"
-      " -> (Tensor ids, Tensor weights)");
+      " -> (Tensor weights, Tensor ids)");
   m.def(
       "route(Tensor logits, Tensor? bias, SymInt k, str scoring, bool normalize)"
-      " -> (Tensor ids, Tensor weights)");
+      " -> (Tensor weights, Tensor ids)");
   m.def(
       "route_backward(Tensor grad_weights, Tensor logits, Tensor ids, str scoring, "
       "bool normalize) -> Tensor");

@@ -296,6 +296,6 @@ def route(logits, k, scoring="softmax", normalize=True, bias=None):
     """ids (int64) and weights, every step in the dtype of the logits."""
     scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
     choice = scores.detach() if bias is None else scores.detach() + bias
-    ids = choice.sort(-1, descending=True, stable=True).indices[..., :k]
+    ids = choice.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     weights = scores.gather(-1, ids)
     return ids, weights / weights.sum(-1, keepdim=True) if normalize else weights

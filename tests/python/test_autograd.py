@@ -268,6 +268,15 @@ def gradient_of_mapped(f, inputs):
     return func.grad(loss(func.vmap(f)), everything(len(inputs)))(*samples)
 
 
+def gradient_of_value(f, inputs):
+    """The value that an inner gradient leaves behind is no constant to the outer one."""
+
+    def value(*x):
+        return func.grad_and_value(loss(f))(*x)[1]
+
+    return func.grad(value, everything(len(inputs)))(*inputs)
+
+
 def functional_call(f, inputs):
     class Module(torch.nn.Module):
         def __init__(self):
@@ -392,6 +401,7 @@ RIGHT = {
     "functional.jacobian, vectorized": lambda f, x: functional.jacobian(f, x, vectorize=True),
     "func.grad": lambda f, x: func.grad(loss(f), everything(len(x)))(*x),
     "func.grad_and_value": lambda f, x: func.grad_and_value(loss(f), everything(len(x)))(*x)[0],
+    "func.grad of func.grad_and_value's value": gradient_of_value,
     "func.functional_call": functional_call,
     "func.functionalize": lambda f, x: [func.functionalize(f)(*x)],
     "func.vjp": func_vjp,

@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT / "cmake"))
 import gpus  # noqa: E402
 
 MODULES = ["numpy", "pytest", "hypothesis", "rich", "matplotlib", "scikit_build_core"]
+MODULES += ["transformers"]
 COMMANDS = ["cmake", "ninja"]
 
 

@@ -4,6 +4,7 @@ from .attention import flash_attention, flash_attention_varlen
 from .explanation import explain
 from .moe import explain_moe, moe, route
 from .sdpa import enable_sdpa
+from .transformers import register_experts
 
 __version__ = "0.1.0"
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     "flash_attention",
     "flash_attention_varlen",
     "moe",
+    "register_experts",
     "route",
 ]

@@ -235,9 +235,11 @@ def floors(case: Case) -> dict[str, float]:
 
         dh2, dy2 = dh2 + terms(dh, len(t)), rounded(dy) + terms(dy, len(t))
         grow("dgate_up", dh2.mT @ x[t].square())
-        grow("dup_bias", dh2.sum(0))
         grow("ddown", dy.square().mT @ a2 + dy2.mT @ a.square())
-        grow("ddown_bias", dy2.sum(0))
+        # Products are sums in a row for everyone. These two PyTorch adds up in a cascade, so the
+        # floor is a row's: one unit of all terms, as attention's is.
+        grow("dup_bias", dh2.sum(0) + terms(dh.abs().sum(0)))
+        grow("ddown_bias", dy2.sum(0) + terms(dy.abs().sum(0)))
     most |= {name: max([0.0, *x.flatten().tolist()]) for name, x in per_token.items()}
     return {name: 3 * (square / 3) ** 0.5 for name, square in most.items()}
 

@@ -57,7 +57,7 @@ struct MoeProblem {
 
   // Backward only. A gradient that is not asked for costs nothing. That of an expert without
   // tokens is 0, and so is that of the weight of a pair without an expert.
-  std::optional<TensorSpec> grad_out;        // like out; absent = zero
+  std::optional<TensorSpec> grad_out;        // like out; absent: all gradients are 0
   std::optional<TensorSpec> grad_x;          // (T, d)
   std::optional<TensorSpec> grad_gate_up;    // (E, G n, d)
   std::optional<TensorSpec> grad_down;       // (E, d, n)
@@ -139,7 +139,8 @@ FLASHMOE_API std::string explain(const MoeProblem& problem);
 FLASHMOE_API Status run_reference(const MoeProblem& problem, const MoeTensors& tensors);
 
 // The router: scores of all experts, of which the k largest (of score + bias) are chosen, in
-// falling order, ties to the lower id; a NaN counts as the largest. The weights are the scores.
+// falling order, ties to the lower id; a NaN counts as the largest. Without a bias the logits are
+// compared, whose order is that of the scores. The weights are the scores.
 enum class Scoring { kSoftmax, kSigmoid };
 
 struct RouteProblem {

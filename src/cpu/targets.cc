@@ -4,7 +4,6 @@
 #include <cstring>
 
 #include "core/text.h"
-#include "cpu/attention/kernels.h"
 
 #if defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>

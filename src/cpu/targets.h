@@ -4,10 +4,20 @@
 #include <string>
 #include <vector>
 
+#include "cpu/target.h"
 #include "flashmoe/device.h"
 #include "flashmoe/plan.h"
 
 namespace flashmoe::cpu {
+
+// The best target this machine can run, or the one FLASHMOE_CPU_TARGET names. Decided once.
+const Target& target();
+
+// The kernels for tensors of that dtype.
+template <class Kernels>
+const Kernels& kernels_for(DType dtype, const Arithmetics<Kernels>& all) {
+  return dtype == DType::kFloat64 ? all.fp64 : dtype == DType::kBFloat16 ? all.bf16 : all.fp32;
+}
 
 struct TargetInfo {
   const char* name;

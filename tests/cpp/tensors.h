@@ -6,7 +6,10 @@
 #include <cstring>
 #include <memory>
 #include <numeric>
+#include <optional>
 #include <random>
+#include <sstream>
+#include <string>
 #include <vector>
 
 #include "cpu/oracle.h"
@@ -159,5 +162,45 @@ class Tensor {
   size_t bytes_ = 0;
   std::unique_ptr<std::byte[]> memory_;
 };
+
+// The same numbers, dense; absent if it is.
+inline Tensor dense_copy(const Tensor& t, DType dtype) {
+  if (!t) return Tensor();
+  Tensor result(dtype, t.shape());
+  result.set(t.values());
+  return result;
+}
+
+inline std::optional<TensorSpec> maybe_spec(const Tensor& t) {
+  return t ? std::optional<TensorSpec>(t.spec()) : std::nullopt;
+}
+
+// " query(2,4,17,8 step 544,136,8,1)"; nothing where there is no tensor.
+inline std::string describe(const char* name, const Tensor& t) {
+  if (!t) return "";
+  std::ostringstream s;
+  s << " " << name << "(";
+  for (int i = 0; i < t.spec().rank; ++i) s << (i ? "," : "") << t.spec().shape[i];
+  s << " step";
+  for (int i = 0; i < t.spec().rank; ++i) s << (i ? "," : " ") << t.spec().stride[i];
+  s << ")";
+  return s.str();
+}
+
+// " ids 1 0 7"
+inline std::string describe_integers(const char* name, const Tensor& t) {
+  if (!t) return "";
+  std::ostringstream s;
+  s << " " << name;
+  for (double x : t.values()) s << " " << x;
+  return s.str();
+}
+
+inline Values random_values(Random& random, int64_t count, double spread = 1) {
+  std::normal_distribution<double> normal(0, spread);
+  Values values(count);
+  for (double& x : values) x = normal(random);
+  return values;
+}
 
 }  // namespace testing

@@ -82,10 +82,10 @@ class MoeOracle {
     Array grad_x(x_.size()), grad_gate_up(gate_up_.size()), grad_down(down_.size());
     Array grad_up_bias(up_bias_.size()), grad_down_bias(down_bias_.size());
     Array grad_weights(s_.rows);
-    Array grad_out = load(problem_.grad_out, tensors_.grad_out);
-    grad_out.resize(s_.tokens * d);  // absent: 0
+    const Array grad_out = load(problem_.grad_out, tensors_.grad_out);
 
     for_each_row([&](int64_t, int64_t pair, int64_t e) {
+      if (!problem_.grad_out) return;  // nothing follows from nothing, whatever the inputs are
       const int64_t t = pair / s_.top_k;
       const Array h = pre_activations(pair, e), a = activations(h), y = expert_output(a, e);
       grad_weights[pair] = dot(grad_out.data() + t * d, y.data(), d);

@@ -76,7 +76,9 @@ __device__ __forceinline__ void moe_down(const DownParams& p) {
     G::sums_at(y, sSums, row, col);
 #pragma unroll
     for (int e = 0; e < 8; ++e) y[e] = sScale[row] * (y[e] + sBias[col + e]);
-    store_chunk<T>(static_cast<char*>(p.out) + sTo[row] + (first + col) * T::kBytes, y, left);
+    // Rows of the workspace have whole chunks, and are read by these.
+    store_chunk<T>(static_cast<char*>(p.out) + sTo[row] + (first + col) * T::kBytes, y,
+                   p.pairs ? left : 8);
   }
 }
 

@@ -1,5 +1,5 @@
-# One source, src/cpu/attention/kernels.cc, compiled once per CPU target. The library picks the best one that the
-# machine can run when it loads (src/cpu/targets.cc).
+# The kernels of each operator, compiled once per CPU target. The library picks the best one that the machine can run
+# when it loads (src/cpu/targets.cc).
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64)$")
   set(flashmoe_cpu_targets neon neon_bf16)
   set(flashmoe_flags_neon -march=armv8-a)
@@ -27,7 +27,8 @@ if(FLASHMOE_SANITIZE)
   set(flashmoe_optimise -O1)
 endif()
 foreach(target IN LISTS flashmoe_cpu_targets)
-  add_library(flashmoe_cpu_${target} OBJECT src/cpu/attention/kernels.cc)
+  add_library(flashmoe_cpu_${target} OBJECT
+    src/cpu/target.cc src/cpu/attention/kernels.cc src/cpu/moe/kernels.cc)
   target_include_directories(flashmoe_cpu_${target} PRIVATE include src)
   target_compile_definitions(flashmoe_cpu_${target} PRIVATE FLASHMOE_CPU_TARGET=${target})
   # Contracting a*b+c to one FMA is wanted; reordering or assuming away NaN is not.

@@ -28,8 +28,6 @@
 
 namespace flashmoe {
 
-enum class Pass { kForward, kBackward };
-
 // Ragged batches: N sequences packed along the token dimension, sequence i being the tokens
 // cu_seqlens[i] .. cu_seqlens[i + 1].
 struct Ragged {

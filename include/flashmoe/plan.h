@@ -7,6 +7,8 @@
 
 namespace flashmoe {
 
+enum class Pass { kForward, kBackward };
+
 // One way to run a problem that the planner looked at.
 struct Candidate {
   std::string name;

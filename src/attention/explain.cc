@@ -1,5 +1,6 @@
+#include "core/explain.h"
+
 #include "attention/problem.h"
-#include "core/text.h"
 
 namespace flashmoe {
 namespace {
@@ -23,24 +24,6 @@ std::string options_text(const AttentionProblem& p, const Geometry& g) {
   return line;
 }
 
-// Three digits: "0.736 MiB".
-std::string mebibytes(size_t bytes) {
-  char number[32];
-  std::snprintf(number, sizeof(number), "%.3g", static_cast<double>(bytes) / (1 << 20));
-  return text(number, " MiB");
-}
-
-// "sm80_attention_fwd_bf16_d64_128x128: grid 64 x 8 x 2, 256 threads, 65792 bytes of shared memory"
-std::string launch_text(const AttentionPlan& plan, const AttentionLaunch& step) {
-  std::string line =
-      text("\n    ", step.kernel, ": grid ", step.grid[0], " x ", step.grid[1], " x ", step.grid[2],
-           ", ", step.threads, " threads, ", step.shared_bytes, " bytes of shared memory");
-  if (step.cluster > 1) line += text(", clusters of ", step.cluster);
-  if (step.overlaps) line += ", overlaps the launch before";
-  if (step.per_slice && plan.slices > 1) line += ", for each slice";
-  return line;
-}
-
 std::string work_text(const AttentionPlan& plan) {
   if (plan.problem.device.type == DeviceType::kCuda) {
     std::string lines;
@@ -53,12 +36,14 @@ std::string work_text(const AttentionPlan& plan) {
       lines += text("splits     what shares the bias, in ", plan.bias_splits, "\n  ");
     }
     lines += text("launches   ", plan.launches.size());
-    for (const AttentionLaunch& step : plan.launches) lines += launch_text(plan, step);
+    for (const AttentionLaunch& step : plan.launches) {
+      lines += launch_text(step);
+      if (step.per_slice && plan.slices > 1) lines += ", for each slice";
+    }
     return lines;
   }
   const std::string per_head = plan.chunks > 1 ? text(" (", plan.chunks, " per head)") : "";
-  return text("work       ", plan.work_items, " items", per_head, " on ", plan.workers,
-              plan.workers == 1 ? " thread" : " threads");
+  return text("work       ", plan.work_items, " items", per_head, workers_text(plan.workers));
 }
 
 std::string reproducible_text(const AttentionPlan& plan) {
@@ -76,16 +61,14 @@ std::string explain(const AttentionProblem& problem) {
   const AttentionPlan& plan = result.value();
   const Geometry g = geometry(problem);
   const std::string value_dim = plan.head_dim_v != plan.head_dim ? text("/", plan.head_dim_v) : "";
-  std::string s =
-      text(problem.pass == Pass::kForward ? "forward" : "backward", " attention in ",
-           dtype_name(problem.query.dtype), ": batch ", plan.batch, ", heads ", plan.heads_q, "/",
-           plan.heads_k, ", ", plan.len_q, " queries x ", plan.len_k, " keys, head dim ",
-           plan.head_dim, value_dim, "\n  options    ", options_text(problem, g), "\n  kernel     ",
-           plan.kernel, "\n  tile       ", plan.block_q, " queries x ", plan.block_k, " keys\n  ",
-           work_text(plan), "\n  workspace  ", mebibytes(plan.workspace_bytes), "\n  ",
-           reproducible_text(plan), "\n  candidates\n");
-  for (const Candidate& c : plan.candidates) s += text("    ", c.name, ": ", c.verdict, "\n");
-  return s;
+  return text(problem.pass == Pass::kForward ? "forward" : "backward", " attention in ",
+              dtype_name(problem.query.dtype), ": batch ", plan.batch, ", heads ", plan.heads_q,
+              "/", plan.heads_k, ", ", plan.len_q, " queries x ", plan.len_k, " keys, head dim ",
+              plan.head_dim, value_dim, "\n  options    ", options_text(problem, g),
+              "\n  kernel     ", plan.kernel, "\n  tile       ", plan.block_q, " queries x ",
+              plan.block_k, " keys\n  ", work_text(plan), "\n  workspace  ",
+              mebibytes(plan.workspace_bytes), "\n  ", reproducible_text(plan), "\n  ",
+              candidates_text(plan.candidates));
 }
 
 }  // namespace flashmoe

@@ -1,18 +1,10 @@
 #include "attention/lengths.h"
 
+#include "core/check.h"
 #include "core/text.h"
 
 namespace flashmoe {
 namespace {
-
-int64_t element_count(const TensorSpec& spec) {
-  for (int i = 0; i < spec.rank; ++i) {
-    if (spec.shape[i] == 0) return 0;  // first: the other sizes may be anything
-  }
-  int64_t count = 1;
-  for (int i = 0; i < spec.rank; ++i) count *= spec.shape[i];
-  return count;
-}
 
 Status check_key_lengths(const AttentionProblem& problem, const void* data) {
   const TensorSpec& spec = *problem.key_lengths;

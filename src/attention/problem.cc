@@ -1,82 +1,12 @@
 #include "attention/problem.h"
 
 #include <cmath>
-#include <limits>
 
+#include "core/check.h"
 #include "core/text.h"
 
 namespace flashmoe {
 namespace {
-
-bool is_float(DType dtype) {
-  return dtype == DType::kFloat64 || dtype == DType::kFloat32 || dtype == DType::kFloat16 ||
-         dtype == DType::kBFloat16;
-}
-
-bool is_int(DType dtype) { return dtype == DType::kInt32 || dtype == DType::kInt64; }
-
-// Sizes are not negative, and the last element's offset in bytes fits 63 bits.
-Status check_extent(const char* name, const TensorSpec& spec) {
-  if (spec.rank < 0 || spec.rank > kMaxRank) {
-    return invalid(name, " has ", spec.rank, " dimensions; at most ", kMaxRank, " are supported");
-  }
-  int64_t count = dtype_bytes(spec.dtype);
-  int64_t reach = dtype_bytes(spec.dtype);
-  bool overflow = false;
-  for (int i = 0; i < spec.rank; ++i) {
-    const int64_t size = spec.shape[i];
-    if (size < 0) return invalid(name, " has shape ", shape_text(spec), ": a size is negative");
-    if (size == 0) continue;  // an empty tensor of sizes that overflow is refused all the same
-    int64_t span = 0, stride = spec.stride[i];
-    if (stride < 0)
-      stride = stride == std::numeric_limits<int64_t>::min() ? std::numeric_limits<int64_t>::max()
-                                                             : -stride;
-    overflow |= __builtin_mul_overflow(count, size, &count);
-    overflow |= __builtin_mul_overflow(size - 1, stride, &span);
-    overflow |= __builtin_mul_overflow(span, dtype_bytes(spec.dtype), &span);
-    overflow |= __builtin_add_overflow(reach, span, &reach);
-  }
-  if (overflow) {
-    return invalid(name, " of shape ", shape_text(spec), " spans more than 2^63 bytes");
-  }
-  return {};
-}
-
-// A result must not have two elements at one address. An empty one has none, whatever its strides.
-Status check_writable(const char* name, const TensorSpec& spec) {
-  if (std::find(spec.shape.begin(), spec.shape.begin() + spec.rank, 0) !=
-      spec.shape.begin() + spec.rank)
-    return {};
-  for (int i = 0; i < spec.rank; ++i) {
-    if (spec.shape[i] > 1 && spec.stride[i] == 0) {
-      return invalid(name, " has stride 0 in dimension ", i, " of size ", spec.shape[i],
-                     ": its elements share memory, so it cannot be written");
-    }
-  }
-  return {};
-}
-
-// `spec` has the shape of `like` (first `rank` dimensions), then the sizes in `tail`.
-Status check_shape(const char* name, const TensorSpec& spec, const TensorSpec& like, int rank,
-                   std::initializer_list<int64_t> tail) {
-  TensorSpec want = like;
-  want.rank = rank;
-  for (int64_t size : tail) want.shape[want.rank++] = size;
-  bool same = spec.rank == want.rank;
-  for (int i = 0; same && i < want.rank; ++i) same = spec.shape[i] == want.shape[i];
-  if (same) return {};
-  return invalid(name, " has shape ", shape_text(spec), ", expected ", shape_text(want));
-}
-
-Status check_dtype(const char* name, const TensorSpec& spec, DType want, const char* why) {
-  if (spec.dtype == want) return {};
-  return invalid(name, " is ", dtype_name(spec.dtype), ", expected ", dtype_name(want), " ", why);
-}
-
-#define FLASHMOE_RETURN_IF_ERROR(expression)                       \
-  do {                                                             \
-    if (Status status = (expression); !status.ok()) return status; \
-  } while (0)
 
 Status check_query_key_value(const AttentionProblem& p) {
   const TensorSpec &q = p.query, &k = p.key, &v = p.value;
@@ -232,33 +162,16 @@ Status check_results(const AttentionProblem& p) {
   return {};
 }
 
-Status check_gradients(const AttentionProblem& p) {
+Status check_backward(const AttentionProblem& p) {
   if (!p.lse) return invalid("lse is missing; the backward pass needs the one of the forward pass");
-  struct Gradient {
-    const char* name;
-    const std::optional<TensorSpec>* grad;
-    const TensorSpec* like;  // null when there is nothing it could be the gradient of
-    bool written;
-  };
-  const Gradient gradients[] = {
+  return check_gradients({
       {"grad_out", &p.grad_out, &p.out, false},
       {"grad_lse", &p.grad_lse, &*p.lse, false},
-      {"grad_query", &p.grad_query, &p.query, true},
-      {"grad_key", &p.grad_key, &p.key, true},
-      {"grad_value", &p.grad_value, &p.value, true},
-      {"grad_bias", &p.grad_bias, p.bias ? &*p.bias : nullptr, true},
-  };
-  for (const Gradient& g : gradients) {
-    if (!*g.grad) continue;
-    if (!g.like) return invalid(g.name, " is asked for, but the problem has no bias");
-    const TensorSpec& spec = **g.grad;
-    FLASHMOE_RETURN_IF_ERROR(check_extent(g.name, spec));
-    FLASHMOE_RETURN_IF_ERROR(
-        check_dtype(g.name, spec, g.like->dtype, "like the tensor it belongs to"));
-    FLASHMOE_RETURN_IF_ERROR(check_shape(g.name, spec, *g.like, g.like->rank, {}));
-    if (g.written) FLASHMOE_RETURN_IF_ERROR(check_writable(g.name, spec));
-  }
-  return {};
+      {"grad_query", &p.grad_query, &p.query},
+      {"grad_key", &p.grad_key, &p.key},
+      {"grad_value", &p.grad_value, &p.value},
+      {"grad_bias", &p.grad_bias, if_any(p.bias)},
+  });
 }
 
 }  // namespace
@@ -282,11 +195,9 @@ Status check(const AttentionProblem& p) {
   }
   FLASHMOE_RETURN_IF_ERROR(check_options(p.options));
   FLASHMOE_RETURN_IF_ERROR(check_results(p));
-  if (p.pass == Pass::kBackward) FLASHMOE_RETURN_IF_ERROR(check_gradients(p));
+  if (p.pass == Pass::kBackward) FLASHMOE_RETURN_IF_ERROR(check_backward(p));
   return {};
 }
-
-#undef FLASHMOE_RETURN_IF_ERROR
 
 Geometry geometry(const AttentionProblem& p) {
   Geometry g;

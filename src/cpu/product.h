@@ -75,23 +75,37 @@ void product_panel(int64_t rows, int64_t depth, const A* a, int64_t lda, const A
   }
 }
 
+// B in panels of kProductPanel columns, each `step` elements after the one before it and with rows
+// `ld` apart: a row-major matrix, or one that was packed panel by panel.
+template <class A>
+constexpr int kProductPanel = kProductVecs* kLanes<A>;
+
+template <class A>
+struct Panels {
+  const A* data;
+  int64_t ld, step = kProductPanel<A>;
+};
+
 // A and C have `rows` rows; B and C have `cols` columns, a multiple of kLanes<A>.
 template <Order kOrder, class A>
-void product(int64_t rows, int64_t cols, int64_t depth, const A* a, int64_t lda, const A* b,
-             int64_t ldb, A* c, int64_t ldc, bool accumulate) {
-  constexpr int kPanel = kProductVecs * kLanes<A>;
+void product(int64_t rows, int64_t cols, int64_t depth, const A* a, int64_t lda, const Panels<A>& b,
+             A* c, int64_t ldc, bool accumulate) {
+  constexpr int kPanel = kProductPanel<A>;
   int64_t j = 0;
-  for (; j + kPanel <= cols; j += kPanel) {
-    product_panel<kOrder, kProductVecs>(rows, depth, a, lda, b + j, ldb, c + j, ldc, accumulate);
+  const A* panel = b.data;
+  for (; j + kPanel <= cols; j += kPanel, panel += b.step) {
+    product_panel<kOrder, kProductVecs>(rows, depth, a, lda, panel, b.ld, c + j, ldc, accumulate);
   }
   if constexpr (kProductVecs > 2) {
     constexpr int kHalfPanel = 2 * kLanes<A>;
-    for (; j + kHalfPanel <= cols; j += kHalfPanel) {
-      product_panel<kOrder, 2>(rows, depth, a, lda, b + j, ldb, c + j, ldc, accumulate);
+    if (j + kHalfPanel <= cols) {
+      product_panel<kOrder, 2>(rows, depth, a, lda, panel, b.ld, c + j, ldc, accumulate);
+      j += kHalfPanel;
+      panel += kHalfPanel;
     }
   }
-  for (; j < cols; j += kLanes<A>) {
-    product_panel<kOrder, 1>(rows, depth, a, lda, b + j, ldb, c + j, ldc, accumulate);
+  if (j < cols) {
+    product_panel<kOrder, 1>(rows, depth, a, lda, panel, b.ld, c + j, ldc, accumulate);
   }
 }
 

@@ -11,7 +11,7 @@
 // transposed: 16 x 16 pairs of bf16.
 #pragma once
 
-#include "cpu/attention/tile.h"
+#include "cpu/tile.h"
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
 #define FLASHMOE_CPU_HAS_BF16_PRODUCT 1
@@ -117,6 +117,7 @@ inline void pack_rows(const Matrix& m, int64_t first, int64_t rows, int64_t dept
 }
 
 // Packs the columns of a bf16 tensor: `depth` rows of it lie along the depth.
+template <Side kSide>
 inline void pack_cols(const Matrix& m, int64_t first, int64_t depth, int64_t cols,
                       uint16_t* packed) {
   pack_tiles(cols, depth, packed, [&](Tile& tile, int64_t j, int64_t k) {
@@ -128,6 +129,7 @@ inline void pack_cols(const Matrix& m, int64_t first, int64_t depth, int64_t col
       const __m512i low = _mm512_castsi256_si512(row(k + 2 * r));
       tile[r] = pair_up(_mm512_inserti64x4(low, row(k + 2 * r + 1), 1));
     }
+    if (kSide == Side::kLeft) transpose(tile);
   });
 }
 

@@ -8,7 +8,7 @@
 //   [rows / 2][depth / 4][2][4]
 #pragma once
 
-#include "cpu/attention/tile.h"
+#include "cpu/tile.h"
 
 #if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define FLASHMOE_CPU_HAS_BF16_PRODUCT 1
@@ -49,6 +49,7 @@ inline void pack_rows(const Matrix& m, int64_t first, int64_t rows, int64_t dept
 }
 
 // Packs the columns of a bf16 tensor: `depth` rows of it lie along the depth.
+template <Side>
 inline void pack_cols(const Matrix& m, int64_t first, int64_t depth, int64_t cols,
                       uint16_t* packed) {
   const int64_t quads = round_up(depth, 4) / 4;

@@ -1,4 +1,4 @@
-// The matrix products of attention in two arithmetics. A pass brings its operands into the form
+// The matrix products of all operators in two arithmetics. A pass brings its operands into the form
 // that the arithmetic wants, under one set of names, and multiplies:
 //
 //   rows(x)         A = x                 a tensor's rows against the depth
@@ -7,17 +7,22 @@
 //   block(b)        B = b                 the same, from accumulators in scratch
 //   tile(t)         A = t                 a tile of scores (keys x queries) in scratch
 //   tile_cols(t)    A = t^T
+//   left(m)         A = m                 a matrix of any strides: unit stride along the rows or
+//   the right(m)        B = m                 columns is fast, whichever it is
 //
 //   multiply        C = A B, or C += A B, in the accumulator's type
 #pragma once
 
-#include "cpu/attention/tile.h"
 #include "cpu/product.h"
 #include "cpu/product_amx.h"
 #include "cpu/product_bfmmla.h"
+#include "cpu/tile.h"
 
 namespace flashmoe::cpu {
 namespace {
+
+// Whether a matrix is better read row by row than column by column.
+inline bool by_rows(const Matrix& m) { return m.col == 1 || m.row != 1; }
 
 // In the accumulator's own type: fp32 (for fp16 and bf16 too) or fp64.
 template <class T>
@@ -25,6 +30,7 @@ struct ExactProducts {
   using A = T;
   // 80 x 80 keeps a tile of scores and the operands of a product in the second-level cache.
   static constexpr int64_t kBlock = 80, kKeyStep = kProductRows;
+  static constexpr int64_t kPanel = kProductPanel<A>;
   struct Rows {
     const A* data;
     int64_t ld;
@@ -34,6 +40,12 @@ struct ExactProducts {
     int64_t ld;
   };
   using Right = Block<A>;
+  struct Left {
+    const A* data;
+    int64_t ld;
+    Order order;
+  };
+  using Element = A;  // what left() and right() take without converting it
 
   // Scratch for an operand of this size, whichever way it lies.
   static int64_t operand_bytes(int64_t rows, int64_t cols) {
@@ -59,13 +71,69 @@ struct ExactProducts {
   static Rows tile(const A* tile, int64_t ld, int64_t, int64_t, void*) { return {tile, ld}; }
   static Cols tile_cols(const A* tile, int64_t ld, int64_t, int64_t, void*) { return {tile, ld}; }
 
+  static int64_t left_bytes(int64_t rows, int64_t depth) {
+    return rows * depth * static_cast<int64_t>(sizeof(A));
+  }
+  // Whole panels, and rows on their way into one.
+  static int64_t right_bytes(int64_t depth, int64_t cols) {
+    return (round_up(cols, kPanel) + kPanel) * depth * static_cast<int64_t>(sizeof(A));
+  }
+  static Left left(const Matrix& m, int64_t rows, int64_t depth, void* scratch) {
+    auto* const lines = static_cast<A*>(scratch);
+    if (by_rows(m)) {
+      const Block<A> block = load_lines(m, rows, depth, lines);
+      return {block.data, block.ld, Order::kRowMajor};
+    }
+    const Block<A> block = load_lines(flipped(m), depth, rows, lines);
+    return {block.data, block.ld, Order::kColMajor};
+  }
+  // `uses` is the number of rows on the left: a copy in panels pays when there are many.
+  static Panels<A> right(const Matrix& m, int64_t depth, int64_t cols, int64_t uses,
+                         void* scratch) {
+    const bool as_it_lies = m.dtype == kDTypeOf<A> && m.col == 1;
+    if (as_it_lies && uses <= 2 * kProductRows && cols % kLanes<A> == 0) {
+      return {reinterpret_cast<const A*>(m.data), m.row};
+    }
+    auto* const panels = static_cast<A*>(scratch);
+    A* const lines = panels + round_up(cols, kPanel) * depth;
+    for (int64_t j = 0; j < cols; j += kPanel) {
+      A* const panel = panels + j * depth;
+      const int64_t width = smaller(kPanel, cols - j), padded = round_up(width, kLanes<A>);
+      if (!by_rows(m)) {
+        const Block<A> block = load_lines(part(flipped(m), j, 0), width, depth, lines);
+        transpose(block.data, block.ld, width, depth, panel, kPanel);
+        continue;
+      }
+      for (int64_t k = 0; k < depth; ++k) {
+        load_row(m.dtype, element(m, k, j), m.col, width, panel + k * kPanel);
+        for (int64_t i = width; i < padded; ++i) panel[k * kPanel + i] = 0;
+      }
+    }
+    return {panels, kPanel, kPanel * depth};
+  }
+
+  // A panel of B as deep as kDepth stays in the first-level cache while A passes by.
+  static void multiply(const Left& a, const Panels<A>& b, int64_t rows, int64_t cols, int64_t depth,
+                       A* c, int64_t ldc, bool accumulate) {
+    constexpr int64_t kDepth = 256;
+    const bool by_rows = a.order == Order::kRowMajor;
+    const auto run = by_rows ? product<Order::kRowMajor, A> : product<Order::kColMajor, A>;
+    int64_t k = 0;
+    do {
+      run(rows, cols, smaller(kDepth, depth - k), a.data + k * (by_rows ? 1 : a.ld), a.ld,
+          Panels<A>{b.data + k * b.ld, b.ld, b.step}, c, ldc, accumulate || k > 0);
+      k += kDepth;
+    } while (k < depth);
+  }
   static void multiply(const Rows& a, const Right& b, int64_t rows, int64_t cols, int64_t depth,
                        A* c, int64_t ldc, bool accumulate) {
-    product<Order::kRowMajor>(rows, cols, depth, a.data, a.ld, b.data, b.ld, c, ldc, accumulate);
+    product<Order::kRowMajor>(rows, cols, depth, a.data, a.ld, Panels<A>{b.data, b.ld}, c, ldc,
+                              accumulate);
   }
   static void multiply(const Cols& a, const Right& b, int64_t rows, int64_t cols, int64_t depth,
                        A* c, int64_t ldc, bool accumulate) {
-    product<Order::kColMajor>(rows, cols, depth, a.data, a.ld, b.data, b.ld, c, ldc, accumulate);
+    product<Order::kColMajor>(rows, cols, depth, a.data, a.ld, Panels<A>{b.data, b.ld}, c, ldc,
+                              accumulate);
   }
 };
 
@@ -79,6 +147,7 @@ struct Bf16Products {
   using Packed = const uint16_t*;
   using Rows = Packed;
   using Right = Packed;
+  using Element = uint16_t;
 
   static int64_t operand_bytes(int64_t rows, int64_t cols) {
     return packed_elems(rows, cols) * static_cast<int64_t>(sizeof(uint16_t));
@@ -95,7 +164,7 @@ struct Bf16Products {
     return static_cast<Packed>(scratch);
   }
   static Packed plain(const Matrix& m, int64_t first, int64_t depth, int64_t cols, void* scratch) {
-    pack_cols(m, first, depth, cols, static_cast<uint16_t*>(scratch));
+    pack_cols<Side::kRight>(m, first, depth, cols, static_cast<uint16_t*>(scratch));
     return static_cast<Packed>(scratch);
   }
   static Packed block(const Block<A>& block, int64_t depth, int64_t cols, void* scratch) {
@@ -111,6 +180,27 @@ struct Bf16Products {
     return static_cast<Packed>(scratch);
   }
 
+  static int64_t left_bytes(int64_t rows, int64_t depth) { return operand_bytes(rows, depth); }
+  static int64_t right_bytes(int64_t depth, int64_t cols) { return operand_bytes(cols, depth); }
+  static Packed left(const Matrix& m, int64_t rows, int64_t depth, void* scratch) {
+    auto* const to = static_cast<uint16_t*>(scratch);
+    if (by_rows(m)) {
+      pack_rows<Side::kLeft>(m, 0, rows, depth, to);
+    } else {
+      pack_cols<Side::kLeft>(flipped(m), 0, depth, rows, to);
+    }
+    return to;
+  }
+  static Packed right(const Matrix& m, int64_t depth, int64_t cols, int64_t, void* scratch) {
+    auto* const to = static_cast<uint16_t*>(scratch);
+    if (by_rows(m)) {
+      pack_cols<Side::kRight>(m, 0, depth, cols, to);
+    } else {
+      pack_rows<Side::kRight>(flipped(m), 0, cols, depth, to);
+    }
+    return to;
+  }
+
   static void multiply(Packed a, Packed b, int64_t rows, int64_t cols, int64_t depth, A* c,
                        int64_t ldc, bool accumulate) {
     product_bf16(rows, cols, depth, a, b, c, ldc, accumulate);
@@ -119,43 +209,6 @@ struct Bf16Products {
 #else
 using Bf16Products = ExactProducts<float>;
 #endif
-
-// A tile of scores as the left side of a product: the numbers, and the probabilities that tell
-// which of them are masked; element (i, k) of both at i * i_step + k * k_step.
-template <class A>
-struct TileView {
-  const A* data;
-  const A* probability;
-  int64_t i_step, k_step;
-};
-
-// C = A B or C += A B, A being a tile of scores and B rows of a tensor, such that a NaN or infinity
-// in B meets unmasked terms only: in an ordinary product a masked 0 times NaN would reach results
-// that may not see it. All finite results have the bits they would have had with a 0 in its place.
-template <class M, class Left, class A = typename M::A>
-void multiply_contained(const Left& left, const TileView<A>& tile, const Matrix& b, int64_t first,
-                        int64_t rows, int64_t cols, int64_t depth, A* c, int64_t ldc,
-                        bool accumulate, A* line, void* scratch) {
-  const int64_t ld = round_up(cols, kLanes<A>);
-  for (int64_t k = 0; k < depth; ++k) {
-    load_row(b.dtype, element(b, first + k, 0), b.col, cols, line + k * ld);
-    for (int64_t j = 0; j < ld; ++j) {
-      if (j >= cols || !is_finite(line[k * ld + j])) line[k * ld + j] = 0;
-    }
-  }
-  M::multiply(left, M::block({line, ld}, depth, cols, scratch), rows, ld, depth, c, ldc,
-              accumulate);
-  for (int64_t k = 0; k < depth; ++k) {
-    load_row(b.dtype, element(b, first + k, 0), b.col, cols, line);
-    for (int64_t j = 0; j < cols; ++j) {
-      if (is_finite(line[j])) continue;
-      for (int64_t i = 0; i < rows; ++i) {
-        const int64_t at = i * tile.i_step + k * tile.k_step;
-        if (!is_masked(tile.probability[at])) c[i * ldc + j] += tile.data[at] * line[j];
-      }
-    }
-  }
-}
 
 }  // namespace
 }  // namespace flashmoe::cpu

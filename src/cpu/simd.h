@@ -3,7 +3,9 @@
 // intrinsics.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <utility>
 
 #if defined(__ARM_NEON)
 #include <arm_neon.h>
@@ -68,6 +70,26 @@ inline To bits_as(From from) {
   To to;
   __builtin_memcpy(&to, &from, sizeof(To));
   return to;
+}
+
+// The transpose of a square of vectors: a perfect shuffle of its rows, as often as it halves them.
+template <class V, size_t... kLane>
+inline void interleave(V a, V b, V* low, V* high, std::index_sequence<kLane...>) {
+  constexpr int n = sizeof...(kLane);
+  *low = __builtin_shufflevector(a, b, (kLane % 2 * n + kLane / 2)...);
+  *high = __builtin_shufflevector(a, b, (kLane % 2 * n + n / 2 + kLane / 2)...);
+}
+template <class A>
+inline void transpose(Vec<A> (&rows)[kLanes<A>]) {
+  constexpr int n = kLanes<A>;
+  for (int step = 1; step < n; step *= 2) {
+    Vec<A> next[n];
+    for (int i = 0; i < n / 2; ++i) {
+      interleave(rows[i], rows[i + n / 2], &next[2 * i], &next[2 * i + 1],
+                 std::make_index_sequence<n>());
+    }
+    for (int i = 0; i < n; ++i) rows[i] = next[i];
+  }
 }
 
 constexpr double kLog2e = 1.4426950408889634;

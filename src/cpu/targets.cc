@@ -4,8 +4,6 @@
 #include <cstring>
 
 #include "core/text.h"
-#include "cpu/attention/kernels.h"
-#include "flashmoe/attention.h"
 
 #if defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
@@ -112,12 +110,33 @@ const Choice& choice() {
 
 const Target& target() { return *choice().target; }
 
-std::string target_problem() { return choice().problem; }
-
 std::vector<TargetInfo> target_list() {
   std::vector<TargetInfo> list;
   for (const Entry& e : entries()) list.push_back({e.target->name, e.runnable, e.needs});
   return list;
+}
+
+std::vector<Candidate> candidates() {
+  std::vector<Candidate> list;
+  for (const Entry& entry : entries()) {
+    const bool chosen = entry.target == &target();
+    std::string verdict = "chosen: the best this CPU can run";
+    if (!chosen) {
+      verdict = entry.runnable ? "passed over: FLASHMOE_CPU_TARGET asks for another"
+                               : text("passed over: this CPU lacks ", entry.needs);
+    }
+    list.push_back({text("cpu_", entry.target->name), std::move(verdict)});
+    if (chosen) break;
+  }
+  return list;
+}
+
+Status check_device(const Device& device) {
+  if (device.num_threads < 0) {
+    return invalid("device.num_threads is ", device.num_threads, "; it must be at least 0");
+  }
+  if (!choice().problem.empty()) return invalid(choice().problem);
+  return {};
 }
 
 }  // namespace flashmoe::cpu

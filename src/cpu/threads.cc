@@ -166,4 +166,19 @@ int pool_threads() {
 
 ParallelFor pool() { return run_on_pool; }
 
+int workers_for(const Device& device, int64_t items) {
+  const int threads = device.num_threads ? device.num_threads : pool_threads();
+  return static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(threads, items)));
+}
+
+void run_items(int64_t items, int workers, const Launch& launch,
+               const std::function<void(int64_t, int)>& item) {
+  if (items <= 0) return;
+  const ParallelFor parallel = launch.parallel ? launch.parallel : pool();
+  std::atomic<int64_t> next{0};
+  parallel(static_cast<int>(std::min<int64_t>(workers, items)), [&](int worker) {
+    for (int64_t i = next++; i < items; i = next++) item(i, worker);
+  });
+}
+
 }  // namespace flashmoe::cpu

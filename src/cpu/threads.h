@@ -1,7 +1,10 @@
-// The library's own threads, for callers that bring none.
+// Who does a call's work items: the caller's threads, or else the library's own.
 #pragma once
 
-#include "flashmoe/attention.h"
+#include <cstdint>
+#include <functional>
+
+#include "flashmoe/device.h"
 
 namespace flashmoe::cpu {
 
@@ -13,5 +16,12 @@ int pool_threads();
 // busy, from another thread or from inside a task, runs on its caller alone, so nothing ever waits
 // in a queue or deadlocks. Tasks must not throw.
 ParallelFor pool();
+
+// How many of `items` are in flight at once, at least 1.
+int workers_for(const Device& device, int64_t items);
+
+// Runs item(0, worker) .. item(items - 1, worker), each on whichever worker is free next.
+void run_items(int64_t items, int workers, const Launch& launch,
+               const std::function<void(int64_t, int)>& item);
 
 }  // namespace flashmoe::cpu

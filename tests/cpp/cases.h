@@ -32,9 +32,6 @@ struct Case {
   bool ragged() const { return static_cast<bool>(cu_seqlens_q); }
 
   AttentionProblem problem(Pass pass, int num_threads = 1) const {
-    const auto maybe = [](const Tensor& t) {
-      return t ? std::optional<TensorSpec>(t.spec()) : std::nullopt;
-    };
     AttentionProblem p;
     p.options = options;
     p.pass = pass;
@@ -42,20 +39,20 @@ struct Case {
     p.query = query.spec();
     p.key = key.spec();
     p.value = value.spec();
-    p.bias = maybe(bias);
-    p.key_lengths = maybe(key_lengths);
+    p.bias = maybe_spec(bias);
+    p.key_lengths = maybe_spec(key_lengths);
     if (ragged()) {
       p.ragged = {cu_seqlens_q.spec(), cu_seqlens_k.spec(), max_seqlen_q, max_seqlen_k};
     }
     p.out = out.spec();
-    p.lse = maybe(lse);
+    p.lse = maybe_spec(lse);
     if (pass == Pass::kForward) return p;
-    p.grad_out = maybe(grad_out);
-    p.grad_lse = maybe(grad_lse);
-    p.grad_query = maybe(grad_query);
-    p.grad_key = maybe(grad_key);
-    p.grad_value = maybe(grad_value);
-    p.grad_bias = maybe(grad_bias);
+    p.grad_out = maybe_spec(grad_out);
+    p.grad_lse = maybe_spec(grad_lse);
+    p.grad_query = maybe_spec(grad_query);
+    p.grad_key = maybe_spec(grad_key);
+    p.grad_value = maybe_spec(grad_value);
+    p.grad_bias = maybe_spec(grad_bias);
     return p;
   }
 
@@ -96,41 +93,19 @@ struct Case {
 // "float16 (2, 4, 17, 8) keys (2, 2, 33, 8) ..." enough to rebuild it by hand.
 inline std::string describe(const Case& c) {
   std::ostringstream s;
-  const auto shape = [&](const char* name, const Tensor& t) {
-    if (!t) return;
-    s << " " << name << "(";
-    for (int i = 0; i < t.spec().rank; ++i) s << (i ? "," : "") << t.spec().shape[i];
-    s << " step";
-    for (int i = 0; i < t.spec().rank; ++i) s << (i ? "," : " ") << t.spec().stride[i];
-    s << ")";
-  };
   s << flashmoe::dtype_name(c.dtype());
-  shape("query", c.query);
-  shape("key", c.key);
-  shape("value", c.value);
-  shape("bias", c.bias);
+  s << describe("query", c.query) << describe("key", c.key) << describe("value", c.value);
+  s << describe("bias", c.bias);
   if (c.bias) s << " bias " << flashmoe::dtype_name(c.bias.spec().dtype);
-  const auto integers = [&](const char* name, const Tensor& t) {
-    if (!t) return;
-    s << " " << name;
-    for (double x : t.values()) s << " " << x;
-  };
-  integers("key_lengths", c.key_lengths);
-  integers("cu_seqlens_q", c.cu_seqlens_q);
-  integers("cu_seqlens_k", c.cu_seqlens_k);
+  s << describe_integers("key_lengths", c.key_lengths);
+  s << describe_integers("cu_seqlens_q", c.cu_seqlens_q);
+  s << describe_integers("cu_seqlens_k", c.cu_seqlens_k);
   if (c.options.causal) s << " causal";
   s << " window " << c.options.window_left << " " << c.options.window_right;
   if (c.options.scale) s << " scale " << *c.options.scale;
   if (c.options.softcap > 0) s << " softcap " << c.options.softcap;
   s << (c.grad_out ? "" : " no") << " grad_out" << (c.grad_lse ? "" : " no") << " grad_lse";
   return s.str();
-}
-
-inline Values random_values(Random& random, int64_t count, double spread = 1) {
-  std::normal_distribution<double> normal(0, spread);
-  Values values(count);
-  for (double& x : values) x = normal(random);
-  return values;
 }
 
 // The way a case is made: which lengths to draw, and how large a case may become.
@@ -342,32 +317,26 @@ inline Case random_case(Random& random, const CaseRules& rules = {}) {
 // The same problem in float64 and dense, with every result asked for. Integers are shared by
 // copying.
 inline Case float64_twin(const Case& c) {
-  const auto copy = [](const Tensor& t, DType dtype) {
-    if (!t) return Tensor();
-    Tensor result(dtype, t.shape());
-    result.set(t.values());
-    return result;
-  };
   const DType f64 = DType::kFloat64;
   Case twin;
   twin.options = c.options;
   twin.max_seqlen_q = c.max_seqlen_q;
   twin.max_seqlen_k = c.max_seqlen_k;
-  twin.query = copy(c.query, f64);
-  twin.key = copy(c.key, f64);
-  twin.value = copy(c.value, f64);
-  twin.bias = copy(c.bias, f64);
-  if (c.key_lengths) twin.key_lengths = copy(c.key_lengths, DType::kInt64);
+  twin.query = dense_copy(c.query, f64);
+  twin.key = dense_copy(c.key, f64);
+  twin.value = dense_copy(c.value, f64);
+  twin.bias = dense_copy(c.bias, f64);
+  if (c.key_lengths) twin.key_lengths = dense_copy(c.key_lengths, DType::kInt64);
   if (c.ragged()) {
-    twin.cu_seqlens_q = copy(c.cu_seqlens_q, DType::kInt64);
-    twin.cu_seqlens_k = copy(c.cu_seqlens_k, DType::kInt64);
+    twin.cu_seqlens_q = dense_copy(c.cu_seqlens_q, DType::kInt64);
+    twin.cu_seqlens_k = dense_copy(c.cu_seqlens_k, DType::kInt64);
   }
   twin.out = Tensor(f64, c.out.shape());
   std::vector<int64_t> rows = c.out.shape();
   rows.pop_back();
   twin.lse = Tensor(f64, rows);
-  twin.grad_out = copy(c.grad_out, f64);
-  twin.grad_lse = copy(c.grad_lse, f64);
+  twin.grad_out = dense_copy(c.grad_out, f64);
+  twin.grad_lse = dense_copy(c.grad_lse, f64);
   twin.grad_query = Tensor(f64, c.query.shape());
   twin.grad_key = Tensor(f64, c.key.shape());
   twin.grad_value = Tensor(f64, c.value.shape());

@@ -6,16 +6,21 @@
 #include <cstring>
 #include <memory>
 #include <numeric>
+#include <optional>
 #include <random>
+#include <sstream>
+#include <string>
 #include <vector>
 
-#include "cpu/half.h"
+#include "cpu/oracle.h"
 #include "flashmoe/tensor.h"
 
 namespace testing {
 
 using flashmoe::DType;
 using flashmoe::TensorSpec;
+using flashmoe::cpu::oracle::read;
+using flashmoe::cpu::oracle::write;
 using Random = std::mt19937_64;
 using Values = std::vector<double>;  // row-major
 
@@ -37,47 +42,6 @@ inline double unit_roundoff(DType dtype) {
       return 0x1p-11;
     default:
       return 0x1p-8;
-  }
-}
-
-inline double read(DType dtype, const void* data, int64_t offset) {
-  switch (dtype) {
-    case DType::kFloat64:
-      return static_cast<const double*>(data)[offset];
-    case DType::kFloat32:
-      return static_cast<const float*>(data)[offset];
-    case DType::kFloat16:
-      return flashmoe::cpu::Float16::to_double(static_cast<const uint16_t*>(data)[offset]);
-    case DType::kBFloat16:
-      return flashmoe::cpu::BFloat16::to_double(static_cast<const uint16_t*>(data)[offset]);
-    case DType::kInt32:
-      return static_cast<const int32_t*>(data)[offset];
-    case DType::kInt64:
-      return static_cast<double>(static_cast<const int64_t*>(data)[offset]);
-  }
-  return 0;
-}
-
-inline void write(DType dtype, void* data, int64_t offset, double x) {
-  switch (dtype) {
-    case DType::kFloat64:
-      static_cast<double*>(data)[offset] = x;
-      break;
-    case DType::kFloat32:
-      static_cast<float*>(data)[offset] = static_cast<float>(x);
-      break;
-    case DType::kFloat16:
-      static_cast<uint16_t*>(data)[offset] = flashmoe::cpu::Float16::from_double(x);
-      break;
-    case DType::kBFloat16:
-      static_cast<uint16_t*>(data)[offset] = flashmoe::cpu::BFloat16::from_double(x);
-      break;
-    case DType::kInt32:
-      static_cast<int32_t*>(data)[offset] = static_cast<int32_t>(x);
-      break;
-    case DType::kInt64:
-      static_cast<int64_t*>(data)[offset] = static_cast<int64_t>(x);
-      break;
   }
 }
 
@@ -198,5 +162,45 @@ class Tensor {
   size_t bytes_ = 0;
   std::unique_ptr<std::byte[]> memory_;
 };
+
+// The same numbers, dense; absent if it is.
+inline Tensor dense_copy(const Tensor& t, DType dtype) {
+  if (!t) return Tensor();
+  Tensor result(dtype, t.shape());
+  result.set(t.values());
+  return result;
+}
+
+inline std::optional<TensorSpec> maybe_spec(const Tensor& t) {
+  return t ? std::optional<TensorSpec>(t.spec()) : std::nullopt;
+}
+
+// " query(2,4,17,8 step 544,136,8,1)"; nothing where there is no tensor.
+inline std::string describe(const char* name, const Tensor& t) {
+  if (!t) return "";
+  std::ostringstream s;
+  s << " " << name << "(";
+  for (int i = 0; i < t.spec().rank; ++i) s << (i ? "," : "") << t.spec().shape[i];
+  s << " step";
+  for (int i = 0; i < t.spec().rank; ++i) s << (i ? "," : " ") << t.spec().stride[i];
+  s << ")";
+  return s.str();
+}
+
+// " ids 1 0 7"
+inline std::string describe_integers(const char* name, const Tensor& t) {
+  if (!t) return "";
+  std::ostringstream s;
+  s << " " << name;
+  for (double x : t.values()) s << " " << x;
+  return s.str();
+}
+
+inline Values random_values(Random& random, int64_t count, double spread = 1) {
+  std::normal_distribution<double> normal(0, spread);
+  Values values(count);
+  for (double& x : values) x = normal(random);
+  return values;
+}
 
 }  // namespace testing

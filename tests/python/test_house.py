@@ -36,7 +36,7 @@ SHARED = r"cuda/(?:ptx/|tile/)"
 OF_ATTENTION = r"cuda/attention/(?:[^/]*\.cuh|params\.h|tiles\.h)"
 FAMILIES = r"cuda/attention/(?:sm90|mma_sync)/"
 LAYERS = {
-    "src/core/": r"core/|flashmoe/(?:status|tensor)\.h",
+    "src/core/": r"core/|flashmoe/(?:plan|status|tensor)\.h",
     "src/cuda/runtime/": r"core/|cuda/runtime/|flashmoe/(?:device|status|tensor)\.h",
     "src/cuda/ptx/": r"cuda/ptx/",
     "src/cuda/tile/": SHARED,

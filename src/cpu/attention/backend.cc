@@ -1,12 +1,12 @@
 #include "cpu/attention/backend.h"
 
-#include <atomic>
 #include <cmath>
 
 #include "attention/lengths.h"
 #include "core/numbers.h"
 #include "core/text.h"
 #include "cpu/attention/kernels.h"
+#include "cpu/targets.h"
 #include "cpu/threads.h"
 
 namespace flashmoe::cpu {
@@ -19,26 +19,8 @@ constexpr int64_t kBackwardItems = 32;
 constexpr int64_t kBackwardChunks = 8;  // at most: each has a dK and dV of its own in the workspace
 constexpr int64_t kBackwardBlocks = 4;  // per chunk at least: each costs a pass over its dK and dV
 
-constexpr size_t kAlign = 64;
-
-size_t align(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
-
-// Blocks of equal size, `most` or less, rather than full ones and a rest, rounded up to a multiple
-// of `step`.
-int64_t even_block(int64_t length, int64_t most, int64_t step) {
-  const int64_t blocks = std::max<int64_t>(ceil_div(length, most), 1);
-  return std::max(ceil_div(ceil_div(length, blocks), step) * step, step);
-}
-
 const Kernels& kernels(const AttentionProblem& problem) {
-  switch (problem.query.dtype) {
-    case DType::kFloat64:
-      return target().fp64;
-    case DType::kBFloat16:
-      return target().bf16;
-    default:
-      return target().fp32;
-  }
+  return kernels_for(problem.query.dtype, *target().attention);
 }
 
 // Strides of `spec`, whose last dimensions are (head, row, col) or, for a per-row number, (head,
@@ -155,21 +137,11 @@ struct Workspace {
     bias_offset = scratch + plan.workers * plan.scratch_bytes;
     partial =
         bias_offset +
-        (p.geometry.ragged && plan.problem.bias ? align(p.geometry.batch * sizeof(int64_t)) : 0);
-    bytes = partial + (plan.problem.pass == Pass::kBackward ? align(k.partial_bytes(p)) : 0);
-    if (bytes) bytes += kAlign;  // room to align whatever memory we are given
+        (p.geometry.ragged && plan.problem.bias ? aligned(p.geometry.batch * sizeof(int64_t)) : 0);
+    bytes = partial + (plan.problem.pass == Pass::kBackward ? aligned(k.partial_bytes(p)) : 0);
+    if (bytes) bytes += kWorkspaceAlign;  // room to align whatever memory we are given
   }
 };
-
-// Runs items 0 .. items - 1, each on whichever worker is free next.
-void run_items(int64_t items, int workers, const ParallelFor& parallel,
-               const std::function<void(int64_t, int)>& item) {
-  if (items <= 0) return;
-  std::atomic<int64_t> next{0};
-  parallel(static_cast<int>(std::min<int64_t>(workers, items)), [&](int worker) {
-    for (int64_t i = next++; i < items; i = next++) item(i, worker);
-  });
-}
 
 // Rows of a (T, H, ...) result that belong to no sequence.
 void fill_rest(const Operand& op, int64_t heads, int64_t cols, int64_t first, int64_t last,
@@ -242,14 +214,12 @@ void cut(AttentionPlan& plan) {
   const bool nothing = plan.len_q == 0 && (forward || plan.len_k == 0);
   plan.work_items = nothing ? 0 : heads * plan.chunks;
 
-  const int threads =
-      plan.problem.device.num_threads ? plan.problem.device.num_threads : pool_threads();
   const Params p = make_params(plan, {});
   int64_t most_items = plan.work_items;
   if (p.bias_grad == Params::BiasGrad::kShared)
     most_items = std::max(most_items, shared_bias_items(p));
-  plan.workers = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(threads, most_items)));
-  plan.scratch_bytes = align(forward ? k.forward_scratch(p) : k.backward_scratch(p));
+  plan.workers = workers_for(plan.problem.device, most_items);
+  plan.scratch_bytes = aligned(forward ? k.forward_scratch(p) : k.backward_scratch(p));
   plan.workspace_bytes = Workspace(plan, p).bytes;
 }
 
@@ -259,10 +229,9 @@ void run(const AttentionPlan& plan, const AttentionTensors& tensors, void* memor
   const Geometry& g = p.geometry;
   const Kernels& k = kernels(plan.problem);
   const Workspace workspace(plan, p);
-  char* base = reinterpret_cast<char*>(align(reinterpret_cast<size_t>(memory)));
-  const ParallelFor parallel = launch.parallel ? launch.parallel : pool();
+  char* base = reinterpret_cast<char*>(aligned(reinterpret_cast<size_t>(memory)));
   const auto phase = [&](int64_t items, void (*kernel)(const Params&, int64_t, void*)) {
-    run_items(items, plan.workers, parallel, [&](int64_t item, int worker) {
+    run_items(items, plan.workers, launch, [&](int64_t item, int worker) {
       kernel(p, item, base + workspace.scratch + worker * plan.scratch_bytes);
     });
   };

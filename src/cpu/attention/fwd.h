@@ -7,8 +7,7 @@
 // whatever the length.
 #pragma once
 
-#include "cpu/attention/tile.h"
-#include "cpu/products.h"
+#include "cpu/attention/contained.h"
 
 namespace flashmoe::cpu {
 namespace {

@@ -1,15 +1,13 @@
 // The border between the CPU backend (plain C++, compiled once) and its kernels (compiled once per
 // instruction set): what a kernel is given, and the table of kernels that each instruction set
 // offers.
-//
-// Kernel files use no inline function or template that other files use too: the linker keeps one
-// copy of those, and that copy could hold instructions the machine does not have.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
 #include "attention/problem.h"
+#include "cpu/target.h"
 
 namespace flashmoe::cpu {
 
@@ -65,15 +63,5 @@ struct Kernels {
   void (*reduce)(const Params&, int64_t item, void* scratch);     // sums the chunks' dK and dV
   void (*bias_grad)(const Params&, int64_t item, void* scratch);  // shared dBias, one tile
 };
-
-struct Target {
-  const char* name;
-  Kernels fp32;  // fp32 and fp16 tensors, multiplied in fp32
-  Kernels fp64;
-  Kernels bf16;  // bf16 tensors, multiplied in bf16 where the target can, else in fp32
-};
-
-// The best target this machine can run, or the one FLASHMOE_CPU_TARGET names. Decided once.
-const Target& target();
 
 }  // namespace flashmoe::cpu

@@ -3,100 +3,18 @@
 // rounded once at the end, so what lies between is only the mathematics.
 #include <cmath>
 #include <limits>
-#include <new>
-#include <stdexcept>
-#include <vector>
 
 #include "attention/lengths.h"
 #include "attention/problem.h"
 #include "core/text.h"
-#include "cpu/half.h"
+#include "cpu/oracle.h"
 
 namespace flashmoe {
 namespace {
 
+using namespace cpu::oracle;
+
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-
-using Array = std::vector<double>;  // dense, row-major
-
-double read(DType dtype, const void* data, int64_t offset) {
-  switch (dtype) {
-    case DType::kFloat64:
-      return static_cast<const double*>(data)[offset];
-    case DType::kFloat32:
-      return static_cast<const float*>(data)[offset];
-    case DType::kFloat16:
-      return cpu::Float16::to_double(static_cast<const uint16_t*>(data)[offset]);
-    case DType::kBFloat16:
-      return cpu::BFloat16::to_double(static_cast<const uint16_t*>(data)[offset]);
-    default:
-      return std::numeric_limits<double>::quiet_NaN();  // check() lets no other dtype pass
-  }
-}
-
-void write(DType dtype, void* data, int64_t offset, double x) {
-  switch (dtype) {
-    case DType::kFloat64:
-      static_cast<double*>(data)[offset] = x;
-      break;
-    case DType::kFloat32:
-      static_cast<float*>(data)[offset] = static_cast<float>(x);
-      break;
-    case DType::kFloat16:
-      static_cast<uint16_t*>(data)[offset] = cpu::Float16::from_double(x);
-      break;
-    case DType::kBFloat16:
-      static_cast<uint16_t*>(data)[offset] = cpu::BFloat16::from_double(x);
-      break;
-    default:
-      break;
-  }
-}
-
-bool is_empty(const TensorSpec& spec) {
-  for (int i = 0; i < spec.rank; ++i) {
-    if (spec.shape[i] == 0) return true;
-  }
-  return false;
-}
-
-// Calls visit(offset) for every element in row-major order.
-template <class Visit>
-void visit_elements(const TensorSpec& spec, Visit&& visit, int dim = 0, int64_t offset = 0) {
-  if (dim == 0 && is_empty(spec)) return;  // (2^40, 0) should not take a day
-  if (dim == spec.rank) return visit(offset);
-  for (int64_t i = 0; i < spec.shape[dim]; ++i) {
-    visit_elements(spec, visit, dim + 1, offset + i * spec.stride[dim]);
-  }
-}
-
-Array load(const TensorSpec& spec, const void* data) {
-  Array array;
-  visit_elements(spec, [&](int64_t offset) { array.push_back(read(spec.dtype, data, offset)); });
-  return array;
-}
-
-void store(const TensorSpec& spec, void* data, const Array& array) {
-  auto next = array.begin();
-  visit_elements(spec, [&](int64_t offset) { write(spec.dtype, data, offset, *next++); });
-}
-
-Array filled(const TensorSpec& spec, double x) {
-  Array array;
-  visit_elements(spec, [&](int64_t) { array.push_back(x); });
-  return array;
-}
-
-double dot(const double* a, const double* b, int64_t n) {
-  double sum = 0;
-  for (int64_t i = 0; i < n; ++i) sum += a[i] * b[i];
-  return sum;
-}
-
-// y += x * factor
-void add(double* y, const double* x, double factor, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) y[i] += factor * x[i];
-}
 
 // Where things are: the lengths of each sequence, and the place of a row or a bias element in its
 // array.
@@ -216,9 +134,8 @@ class Oracle {
         query_(load(problem.query, tensors.query)),
         key_(load(problem.key, tensors.key)),
         value_(load(problem.value, tensors.value)),
-        has_bias_(problem.bias.has_value()) {
-    if (has_bias_) bias_ = load(*problem.bias, tensors.bias);
-  }
+        bias_(load(problem.bias, tensors.bias)),
+        has_bias_(problem.bias.has_value()) {}
 
   void forward(const AttentionProblem& problem, const AttentionTensors& tensors) const {
     // What a row without keys, and a token of no sequence, has.
@@ -233,13 +150,12 @@ class Oracle {
       lse[place] = row.lse;
     });
     store(problem.out, tensors.out, out);
-    if (problem.lse) store(*problem.lse, tensors.lse, lse);
+    store(problem.lse, tensors.lse, lse);
   }
 
   void backward(const AttentionProblem& problem, const AttentionTensors& tensors) const {
-    Array grad_out, grad_lse;  // empty when absent
-    if (problem.grad_out) grad_out = load(*problem.grad_out, tensors.grad_out);
-    if (problem.grad_lse) grad_lse = load(*problem.grad_lse, tensors.grad_lse);
+    const Array grad_out = load(problem.grad_out, tensors.grad_out);
+    const Array grad_lse = load(problem.grad_lse, tensors.grad_lse);
     Array grad_query(query_.size()), grad_key(key_.size()), grad_value(value_.size());
     Array grad_bias(bias_.size());
 
@@ -270,10 +186,10 @@ class Oracle {
         if (has_bias_) grad_bias[layout_.bias_element(b, h, i, s.key)] += d_score;
       }
     });
-    if (problem.grad_query) store(*problem.grad_query, tensors.grad_query, grad_query);
-    if (problem.grad_key) store(*problem.grad_key, tensors.grad_key, grad_key);
-    if (problem.grad_value) store(*problem.grad_value, tensors.grad_value, grad_value);
-    if (problem.grad_bias) store(*problem.grad_bias, tensors.grad_bias, grad_bias);
+    store(problem.grad_query, tensors.grad_query, grad_query);
+    store(problem.grad_key, tensors.grad_key, grad_key);
+    store(problem.grad_value, tensors.grad_value, grad_value);
+    store(problem.grad_bias, tensors.grad_bias, grad_bias);
   }
 
  private:
@@ -336,19 +252,14 @@ Status run_reference(const AttentionProblem& problem, const AttentionTensors& te
     return unsupported("the reference runs on host memory only");
   }
   if (Status status = check_lengths(problem, tensors); !status.ok()) return status;
-  try {
+  return with_memory([&] {
     const Oracle oracle(problem, tensors);
     if (problem.pass == Pass::kForward) {
       oracle.forward(problem, tensors);
     } else {
       oracle.backward(problem, tensors);
     }
-  } catch (const std::bad_alloc&) {
-    return unsupported("the reference keeps a float64 copy of every tensor, and memory ran out");
-  } catch (const std::length_error&) {
-    return unsupported("the reference keeps a float64 copy of every tensor, and memory ran out");
-  }
-  return {};
+  });
 }
 
 }  // namespace flashmoe

@@ -1,0 +1,37 @@
+// One instruction set's kernels: compiled once per target, see cpu/target.h.
+#include "cpu/moe/kernels.h"
+
+#include "cpu/moe/bwd.h"
+#include "cpu/moe/fwd.h"
+#include "cpu/moe/route.h"
+
+namespace flashmoe::cpu {
+namespace {
+
+template <class M>
+constexpr moe::Kernels kKernels = {
+    .element_bytes = sizeof(typename M::Element),
+    .accumulator_bytes = sizeof(typename M::A),
+    .block_rows = 64,
+    .block_inner = 128,
+    .grad_rows = moe::kGradRows,
+    .grad_cols = moe::kGradCols,
+    .forward_scratch = moe::forward_scratch<M>,
+    .forward = moe::forward<M>,
+    .backward_scratch = moe::backward_scratch<M>,
+    .backward = moe::backward<M>,
+    .grad_gate_up = moe::grad_gate_up<M>,
+    .grad_down = moe::grad_down<M>,
+    .combine = moe::combine<M>,
+    .route_scratch = moe::route_scratch<typename M::A>,
+    .route_forward = moe::route_forward<typename M::A>,
+    .route_backward = moe::route_backward<typename M::A>,
+};
+
+}  // namespace
+
+extern const Arithmetics<moe::Kernels> FLASHMOE_OF_TARGET(moe);
+const Arithmetics<moe::Kernels> FLASHMOE_OF_TARGET(moe) = {
+    kKernels<ExactProducts<float>>, kKernels<ExactProducts<double>>, kKernels<Bf16Products>};
+
+}  // namespace flashmoe::cpu

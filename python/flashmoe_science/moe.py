@@ -4,7 +4,7 @@ from __future__ import annotations
 
 # By name: an attribute of torch costs 50 ns, and host time is counted.
 from torch import Tensor, float32, float64, get_autocast_dtype, is_autocast_enabled
-from torch._C import _are_functorch_transforms_active
+from torch._C import _are_functorch_transforms_active, _is_any_autocast_enabled
 from torch.compiler import is_compiling
 
 from . import _library, _moe_autograd
@@ -45,7 +45,7 @@ def _in_wide(name: str, tensor: Tensor, like: Tensor) -> Tensor:
     return tensor.to(wide)
 
 
-def _autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+def _autocast(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     """As torch.autocast does for F.linear: all in its dtype, but for float64."""
     device = tensors[0].device.type
     if device not in ("cpu", "cuda") or not is_autocast_enabled(device):
@@ -57,11 +57,19 @@ def _autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     )
 
 
-def _arguments(x, gate_up, down, ids, weights, activation, up_bias, down_bias) -> tuple:
+def _arguments(x, gate_up, down, ids, weights, up_bias, down_bias) -> tuple:
     """The tensors of the ops, in the order of their schema; x, ids and weights as rows."""
-    tensors = {"x": x, "gate_up": gate_up, "down": down, "ids": ids, "weights": weights}
-    optional = ("weights", "up_bias", "down_bias")
-    _check_tensors(optional, **tensors, up_bias=up_bias, down_bias=down_bias)
+    required = isinstance(x, Tensor) and isinstance(gate_up, Tensor) and isinstance(down, Tensor)
+    if not (
+        required
+        and isinstance(ids, Tensor)
+        and (weights is None or isinstance(weights, Tensor))
+        and up_bias is None
+        and down_bias is None
+    ):
+        tensors = {"x": x, "gate_up": gate_up, "down": down, "ids": ids, "weights": weights}
+        optional = ("weights", "up_bias", "down_bias")
+        _check_tensors(optional, **tensors, up_bias=up_bias, down_bias=down_bias)
     if not x.dim() == ids.dim() == 2:
         if x.dim() == 0 or ids.dim() == 0:
             name, given = ("x", x) if x.dim() == 0 else ("ids", ids)
@@ -74,10 +82,12 @@ def _arguments(x, gate_up, down, ids, weights, activation, up_bias, down_bias) -
             )
         x, ids = _rows(x), _rows(ids)
         weights = None if weights is None else _rows(weights)
-    x, gate_up, down, up_bias, down_bias = _autocast(x, gate_up, down, up_bias, down_bias)
+    experts = (x, gate_up, down, up_bias, down_bias)
+    if is_compiling() or _is_any_autocast_enabled():
+        experts = _autocast(experts)
     if weights is not None:
-        weights = _in_wide("weights", weights, x)
-    return x, gate_up, down, up_bias, down_bias, ids, weights
+        weights = _in_wide("weights", weights, experts[0])
+    return *experts, ids, weights
 
 
 def moe(
@@ -116,14 +126,13 @@ def moe(
         and weights. The same bits in every run. Kept for the backward pass are the inputs, the
         pre-activations ``(T k, 2n)`` and the sorted pairs of tokens and experts.
     """
-    shape = x.shape if isinstance(x, Tensor) else None
-    tensors = _arguments(x, gate_up, down, ids, weights, activation, up_bias, down_bias)
+    tensors = _arguments(x, gate_up, down, ids, weights, up_bias, down_bias)
     if _traced():
         keep = _moe_autograd.wants_gradient(tensors)
         out = _library.moe(*tensors, activation, keep)[0]
     else:
         out = _moe_autograd.mix(_library.moe_forward, tensors, activation)
-    return out if len(shape) == 2 else out.view(shape)
+    return out if x.dim() == 2 else out.view(x.shape)
 
 
 def route(
@@ -148,8 +157,10 @@ def route(
         ``weights`` ``(..., k)``, their scores, in float32 (float64 for float64 logits) and
         differentiable in the logits.
     """
-    _check_tensors(("bias",), logits=logits, bias=bias)
-    _check_numbers(k=k, normalize=normalize)
+    if not isinstance(logits, Tensor) or bias is not None:
+        _check_tensors(("bias",), logits=logits, bias=bias)
+    if isinstance(k, Tensor) or isinstance(normalize, Tensor):
+        _check_numbers(k=k, normalize=normalize)
     if logits.dim() == 0:
         raise ValueError("logits is a number, shape (); it must have rows, (..., experts)")
     if bias is not None:
@@ -191,6 +202,6 @@ def explain_moe(
     Raises:
         RuntimeError: nothing can run the call; the message says why and what would work.
     """
-    tensors = _arguments(x, gate_up, down, ids, weights, activation, up_bias, down_bias)
+    tensors = _arguments(x, gate_up, down, ids, weights, up_bias, down_bias)
     keep = _moe_autograd.wants_gradient(tensors)
     return _library.explain_moe(*tensors, activation, keep, backward, device or "")

@@ -31,6 +31,7 @@ struct ExactProducts {
   // 80 x 80 keeps a tile of scores and the operands of a product in the second-level cache.
   static constexpr int64_t kBlock = 80, kKeyStep = kProductRows;
   static constexpr int64_t kPanel = kProductPanel<A>;
+  static constexpr int64_t kStripUses = 48;  // columns, where a copy in strips is as fast as none
   struct Rows {
     const A* data;
     int64_t ld;
@@ -71,21 +72,40 @@ struct ExactProducts {
   static Rows tile(const A* tile, int64_t ld, int64_t, int64_t, void*) { return {tile, ld}; }
   static Cols tile_cols(const A* tile, int64_t ld, int64_t, int64_t, void*) { return {tile, ld}; }
 
+  // Whole strips, and rows that had to be converted on their way there.
   static int64_t left_bytes(int64_t rows, int64_t depth) {
-    return rows * depth * static_cast<int64_t>(sizeof(A));
+    return 2 * round_up(rows, kLanes<A>) * depth * static_cast<int64_t>(sizeof(A));
   }
   // Whole panels, and rows on their way into one.
   static int64_t right_bytes(int64_t depth, int64_t cols) {
     return (round_up(cols, kPanel) + kPanel) * depth * static_cast<int64_t>(sizeof(A));
   }
-  static Left left(const Matrix& m, int64_t rows, int64_t depth, void* scratch) {
+  // `uses` is the number of columns on the right: a copy in strips pays when there are many.
+  static Left left(const Matrix& m, int64_t rows, int64_t depth, [[maybe_unused]] int64_t uses,
+                   void* scratch) {
     auto* const lines = static_cast<A*>(scratch);
-    if (by_rows(m)) {
-      const Block<A> block = load_lines(m, rows, depth, lines);
-      return {block.data, block.ld, Order::kRowMajor};
+    const bool as_rows = by_rows(m);
+    const Block<A> block =
+        as_rows ? load_lines(m, rows, depth, lines) : load_lines(flipped(m), depth, rows, lines);
+#if defined(__ARM_NEON)
+    if (uses >= kStripUses) {
+      A* const strips = lines + rows * depth;
+      for (int64_t i = 0; i < rows; i += kStripRows) {
+        A* const to = strips + i * depth;
+        const int64_t count = smaller(kStripRows, rows - i);
+        if (as_rows) {
+          transpose(block.data + i * block.ld, block.ld, count, depth, to, kStripRows);
+          continue;
+        }
+        for (int64_t k = 0; k < depth; ++k) {
+          const A* const from = block.data + k * block.ld + i;
+          for (int64_t j = 0; j < kStripRows; ++j) to[k * kStripRows + j] = j < count ? from[j] : 0;
+        }
+      }
+      return {strips, kStripRows * depth, Order::kStrips};
     }
-    const Block<A> block = load_lines(flipped(m), depth, rows, lines);
-    return {block.data, block.ld, Order::kColMajor};
+#endif
+    return {block.data, block.ld, as_rows ? Order::kRowMajor : Order::kColMajor};
   }
   // `uses` is the number of rows on the left: a copy in panels pays when there are many.
   static Panels<A> right(const Matrix& m, int64_t depth, int64_t cols, int64_t uses,
@@ -116,11 +136,21 @@ struct ExactProducts {
   static void multiply(const Left& a, const Panels<A>& b, int64_t rows, int64_t cols, int64_t depth,
                        A* c, int64_t ldc, bool accumulate) {
     constexpr int64_t kDepth = 256;
-    const bool by_rows = a.order == Order::kRowMajor;
-    const auto run = by_rows ? product<Order::kRowMajor, A> : product<Order::kColMajor, A>;
+    auto run = product<Order::kRowMajor, A>;
+    int64_t deeper = 1;  // to the next element of a row
+    if (a.order == Order::kColMajor) {
+      run = product<Order::kColMajor, A>;
+      deeper = a.ld;
+    }
+#if defined(__ARM_NEON)
+    if (a.order == Order::kStrips) {
+      run = product<Order::kStrips, A>;
+      deeper = kStripRows;
+    }
+#endif
     int64_t k = 0;
     do {
-      run(rows, cols, smaller(kDepth, depth - k), a.data + k * (by_rows ? 1 : a.ld), a.ld,
+      run(rows, cols, smaller(kDepth, depth - k), a.data + k * deeper, a.ld,
           Panels<A>{b.data + k * b.ld, b.ld, b.step}, c, ldc, accumulate || k > 0);
       k += kDepth;
     } while (k < depth);
@@ -182,7 +212,7 @@ struct Bf16Products {
 
   static int64_t left_bytes(int64_t rows, int64_t depth) { return operand_bytes(rows, depth); }
   static int64_t right_bytes(int64_t depth, int64_t cols) { return operand_bytes(cols, depth); }
-  static Packed left(const Matrix& m, int64_t rows, int64_t depth, void* scratch) {
+  static Packed left(const Matrix& m, int64_t rows, int64_t depth, int64_t, void* scratch) {
     auto* const to = static_cast<uint16_t*>(scratch);
     if (by_rows(m)) {
       pack_rows<Side::kLeft>(m, 0, rows, depth, to);

@@ -72,6 +72,18 @@ inline To bits_as(From from) {
   return to;
 }
 
+// sum + b * a[kLane] as one instruction, which GCC does not find by itself.
+#if defined(__ARM_NEON)
+template <int kLane>
+inline Vec<float> add_product(Vec<float> sum, Vec<float> b, Vec<float> a) {
+  return vfmaq_laneq_f32(sum, b, a, kLane);
+}
+template <int kLane>
+inline Vec<double> add_product(Vec<double> sum, Vec<double> b, Vec<double> a) {
+  return vfmaq_laneq_f64(sum, b, a, kLane);
+}
+#endif
+
 // The transpose of a square of vectors: a perfect shuffle of its rows, as often as it halves them.
 template <class V, size_t... kLane>
 inline void interleave(V a, V b, V* low, V* high, std::index_sequence<kLane...>) {

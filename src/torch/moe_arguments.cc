@@ -1,24 +1,28 @@
 #include "moe_arguments.h"
 
-#include <iterator>
 #include <string>
 
 namespace flashmoe::ops {
 namespace {
 
-// In the order of the enums.
-constexpr const char* kActivations[] = {"swiglu", "geglu", "reglu", "silu", "gelu", "relu"};
-constexpr const char* kScorings[] = {"softmax", "sigmoid"};
-
-// The value of an enum that has this name.
-template <class Enum, size_t count>
-Enum named(const char* argument, const std::string& name, const char* const (&names)[count]) {
+// The value of an enum, from its first to the last, that has this name.
+template <class Enum>
+Enum named(const char* argument, const std::string& name, Enum last, const char* (*name_of)(Enum)) {
   std::string known;
-  for (size_t i = 0; i < count; ++i) {
-    if (name == names[i]) return static_cast<Enum>(i);
-    known += (i == 0 ? "'" : i + 1 == count ? " or '" : ", '") + std::string(names[i]) + "'";
+  for (int i = 0; i <= static_cast<int>(last); ++i) {
+    const auto value = static_cast<Enum>(i);
+    if (name == name_of(value)) return value;
+    known += (i == 0 ? "'" : value == last ? " or '" : ", '") + std::string(name_of(value)) + "'";
   }
   fail(std::string(argument) + " is '" + name + "'; it must be " + known);
+}
+
+Activation next_activation(ArgumentReader& in) {
+  return named("activation", in.next<std::string>(), Activation::kRelu, activation_name);
+}
+
+Scoring next_scoring(ArgumentReader& in) {
+  return named("scoring", in.next<std::string>(), Scoring::kSigmoid, scoring_name);
 }
 
 }  // namespace
@@ -34,7 +38,7 @@ MoeArguments MoeArguments::read(ArgumentReader& in) {
       .down_bias = in.next<OptionalTensor>(),
       .ids = in.next<Tensor>(),
       .weights = in.next<OptionalTensor>(),
-      .activation = named<Activation>("activation", in.next<std::string>(), kActivations),
+      .activation = next_activation(in),
   };
 }
 
@@ -65,7 +69,7 @@ RouteArguments RouteArguments::read(ArgumentReader& in) {
   return {.logits = in.next<Tensor>(),
           .bias = in.next<OptionalTensor>(),
           .k = in.next<int64_t>(),
-          .scoring = named<Scoring>("scoring", in.next<std::string>(), kScorings),
+          .scoring = next_scoring(in),
           .normalize = in.next<bool>()};
 }
 
@@ -73,7 +77,7 @@ RouteBackwardArguments RouteBackwardArguments::read(ArgumentReader& in) {
   return {.grad_weights = in.next<Tensor>(),
           .logits = in.next<Tensor>(),
           .ids = in.next<Tensor>(),
-          .scoring = named<Scoring>("scoring", in.next<std::string>(), kScorings),
+          .scoring = next_scoring(in),
           .normalize = in.next<bool>()};
 }
 

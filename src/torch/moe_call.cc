@@ -37,13 +37,14 @@ int64_t pairs_of(const TensorSpec& ids) {
                               static_cast<uint64_t>(size_of(ids, 1)));
 }
 
-// (T k, G, n) with rows that kernels can address, so that it never needs a copy.
+// (T k, G, n) with rows that kernels can address, so that it never needs a copy. The fake kernel in
+// _library.py promises the same strides.
 TensorSpec pre_spec(const MoeProblem& p) {
   TensorSpec pre;
   pre.dtype = p.x.dtype;
   pre.rank = 3;
   pre.shape = {pairs_of(p.ids), has_gate(p.activation) ? 2 : 1, size_of(p.down, 2)};
-  return place(packed(pre), p.device, needs_moe_copy).inside;
+  return p.device.type == DeviceType::kCuda ? padded(pre) : packed(pre);
 }
 
 TensorSpec routing_spec(const MoeProblem& p) {

@@ -396,7 +396,7 @@ def test_weights_past_two_to_the_31_elements(roomy):
 
 
 def check_route(logits, k, scoring, normalize, bias=None) -> None:
-    """The choice is one of the best, in falling order; weights and gradient are within tolerance."""
+    """The choice is one of the best, in order; weights and gradient are within tolerance."""
     leaf = logits.detach().requires_grad_()
     with poisoned():
         ids, weights = fm.route(leaf, k, scoring, normalize, bias)

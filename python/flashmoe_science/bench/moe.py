@@ -200,7 +200,10 @@ def make_routed(shape: MoeShape, dtype: torch.dtype, device: torch.device) -> Mo
     """The top k of a softmax, as a balanced router chooses; weights that add up to 1."""
     scores = torch.randn(shape.tokens, shape.experts, device=device).softmax(-1)
     weights, ids = scores.topk(shape.top_k)
-    return make_case(shape, dtype, device, ids, weights / weights.sum(-1, keepdim=True))
+    weights = weights / weights.sum(-1, keepdim=True)
+    return make_case(
+        shape, dtype, device, ids, weights.to(torch.promote_types(dtype, torch.float32))
+    )
 
 
 def make_elements(shape: MoeShape, dtype: torch.dtype, device: torch.device) -> MoeCase:

@@ -95,7 +95,7 @@ void backward(const Params& p, int64_t item, void* memory) {
   const int64_t part_index = item % p.parts, d = p.s.width, n = p.s.inner;
   const Matrix gate_up = at(p.gate_up, b.expert), down = at(p.down, b.expert);
   const Matrix grad_out = gather<M>(p, p.grad_out, b.first, b.rows, 0, d, t.tokens);
-  const auto left = M::left(grad_out, b.rows, d, t.left);
+  const auto left = M::left(grad_out, b.rows, d, n, t.left);
   for (int64_t i = 0; i < b.rows; ++i) {
     t.weights[i] = weight_of<A>(p, p.pairs[b.first + i]);
     t.dots[i] = 0;
@@ -136,7 +136,7 @@ void backward(const Params& p, int64_t item, void* memory) {
     for (int64_t g = 0; p.grad_x && g < p.s.gates; ++g) {
       const Matrix grad_pre = scratch_matrix<M>(
           static_cast<Element*>(p.grad_pre) + (b.first * p.s.gates + g) * n + col, p.s.gates * n);
-      const auto grads = M::left(grad_pre, b.rows, cols, t.inner);
+      const auto grads = M::left(grad_pre, b.rows, cols, d, t.inner);
       for (int64_t j = 0; j < d; j += kColumns) {
         const int64_t width = smaller(kColumns, d - j);
         const auto weights = M::right(part(gate_up, g * n + col, j), cols, width, b.rows, t.right);
@@ -204,7 +204,8 @@ void sum_over_rows(const Params& p, const GradTile& tile, const Stack& result,
   for (int64_t i = 0; begin == end && i < kGradRows * kGradCols; ++i) t.tile[i] = 0;
   for (int64_t first = begin; first < end; first += kGradDepth) {
     const int64_t count = smaller(kGradDepth, end - first);
-    const auto left = M::left(flipped(left_rows(first, count)), tile.rows, count, t.left);
+    const auto left =
+        M::left(flipped(left_rows(first, count)), tile.rows, count, tile.cols, t.left);
     const auto right = M::right(right_rows(first, count), count, tile.cols, tile.rows, t.right);
     M::multiply(left, right, tile.rows, round_up(tile.cols, kLanes<A>), count, t.tile, kGradCols,
                 first > begin);

@@ -61,7 +61,8 @@ void pre_activations(const Params& p, const Block& b, const Right& x, int64_t co
   const Matrix gate_up = at(p.gate_up, b.expert);
   for (int64_t g = 0; g < p.s.gates; ++g) {
     A* const pre = t.pre + g * cols * ld;
-    const auto weights = M::left(part(gate_up, g * p.s.inner + col, 0), cols, p.s.width, t.left);
+    const auto weights =
+        M::left(part(gate_up, g * p.s.inner + col, 0), cols, p.s.width, b.rows, t.left);
     M::multiply(weights, x, cols, ld, p.s.width, pre, ld, false);
     for (int64_t i = 0; p.up_bias && i < cols; ++i) {
       const A bias = bias_of<A>(p.up_bias, b.expert, g * p.s.inner + col + i);
@@ -106,7 +107,7 @@ void forward(const Params& p, int64_t item, void* memory) {
     const int64_t cols = smaller(p.block_inner, inner.end - col);
     pre_activations<M>(p, b, tokens, col, cols, ld, t);
     activate<M>(p, cols, ld, t);
-    const auto weights = M::left(part(down, 0, col), d, cols, t.left);
+    const auto weights = M::left(part(down, 0, col), d, cols, b.rows, t.left);
     const auto a = M::right(scratch_matrix<M>(t.activated, ld), cols, ld, d, t.inner);
     M::multiply(weights, a, d, ld, cols, t.out, ld, col > inner.begin);
   }

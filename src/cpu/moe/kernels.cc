@@ -12,7 +12,7 @@ template <class M>
 constexpr moe::Kernels kKernels = {
     .element_bytes = sizeof(typename M::Element),
     .accumulator_bytes = sizeof(typename M::A),
-    .block_rows = 64,
+    .block_rows = 128,
     .block_inner = 128,
     .grad_rows = moe::kGradRows,
     .grad_cols = moe::kGradCols,

@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 
-from flashmoe_science.bench import workloads
+from flashmoe_science.bench import moe, workloads
 from flashmoe_science.bench.results import Row, geometric_mean, headline, name_of
 
 
@@ -58,7 +58,7 @@ class Goal:
     name: str
     mean: float  # the geometric mean of the rows' ratios, at least
     each: float = 0.0  # and every one of them
-    peer: str | None = "flash"  # None: the peer of the row's own ratio
+    peer: str | tuple[str, ...] | None = "flash"  # the best of several; None: the row's own
     everyone: bool = False  # the best of all peers, those of EVERYONE among them
     sibling: Sibling | None = None
     memory: bool = False
@@ -99,6 +99,8 @@ class Goal:
             return "best of all"
         if self.sibling:
             return "our other row"
+        if isinstance(self.peer, tuple):
+            return " or ".join(self.peer)
         return self.peer or "its peer"
 
 
@@ -153,9 +155,25 @@ def science(name: str, forward: float, both: float, workload: str, **rows: Any) 
     )
 
 
+def experts(name: str, wanted: float, workload: str, **rows: Any) -> Goal:
+    """A goal about both passes of each row, against what PyTorch's own products can do."""
+    return Goal(name, wanted, wanted, workloads=(workload,), **rows)
+
+
+PYTORCH_EXPERTS = {"peer": ("loop", "grouped_mm")}
+COMPOSITION = {"peer": "grouped_mm"}
+
 # On the CPU against PyTorch's better backend; on a GPU each family against its like.
 GOALS = {
     "cpu": (
+        experts("small experts", 1.5, "moe", shapes=(moe.CPU_SMALL,), dtypes=("fp32", "bf16"),
+                **PYTORCH_EXPERTS),
+        experts("experts by element", 1.5, "moe_elements", dtypes=("fp32", "bf16"),
+                **PYTORCH_EXPERTS),
+        experts("large experts, fp32", 1.0, "moe", shapes=(moe.CPU_LARGE,), dtypes=("fp32",),
+                **PYTORCH_EXPERTS),
+        experts("large experts, bf16", 1.2, "moe", shapes=(moe.CPU_LARGE,), dtypes=("bf16",),
+                **PYTORCH_EXPERTS),
         Goal("fp32", 1.0, 0.9, dtypes=("fp32",), **CPU),
         Goal("fp16", 1.2, 0.9, dtypes=("fp16",), **CPU),
         Goal("bf16", 1.2, 0.9, dtypes=("bf16",), **CPU),
@@ -209,6 +227,9 @@ GOALS = {
         *science("crystals with pair bias (ours without; 0.67 is 1.5 times its time)", 1 / 1.5,
                  1 / 1.5, "crystals_bias", each=1 / 1.5),
         *science("short sequences and small head dims (best peer)", 1.25, 1.2, "small", each=1.0),
+        experts("experts, training", 1.2, "moe", shapes=moe.TRAINING, **COMPOSITION, **SM80),
+        experts("small experts", 2.0, "moe", shapes=(moe.SMALL,), **COMPOSITION, **SM80),
+        experts("experts by element", 2.0, "moe_elements", **COMPOSITION, **SM80),
         Goal("peak memory (inputs and results; 0.91 is 10% more)", 1 / 1.1, 1 / 1.1, peer=None,
             workloads=MATERIALS, memory=True),
     ),
@@ -245,10 +266,12 @@ class Standing:
         return min(self.ratios, key=self.ratios.__getitem__, default=None)
 
 
-def ratio_to(row: Row, peer: str | None) -> float | None:
+def ratio_to(row: Row, peer: str | tuple[str, ...] | None) -> float | None:
     """A peer's time over ours. None asks for the row's own ratio, which is about the best peer."""
     if peer is None:
         return row["ratio"]
+    if isinstance(peer, tuple):
+        return min(filter(None, (ratio_to(row, one) for one in peer)), default=None)
     times = [row["implementations"].get(name, {}).get("ms") for name in (peer, "ours")]
     return times[0] / times[1] if all(times) else None
 

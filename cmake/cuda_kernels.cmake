@@ -1,7 +1,7 @@
 # Device code as data: nvcc compiles each kernel file to a fatbin, and the fatbins are embedded in the library as bytes.
 # The host compiler never sees CUDA, and a machine that is given the fatbins (FLASHMOE_FATBINS) needs no nvcc.
-# The families, and for each: the chips it is compiled for, an image each; dtypes; head dims; the folder of its
-# kernel files, and these. small.cu has kernels without a tile; the others are compiled for each head dim. Images are small and loaded only when needed.
+# The families, and for each: the chips it is compiled for, an image each; dtypes; the folder of its kernel files in
+# src/cuda/<operator>/kernels. Images are small and loaded only when needed.
 set(flashmoe_families sm75 sm80 sm90)
 set(flashmoe_chips_sm75 sm_75)
 set(flashmoe_chips_sm80 sm_80 sm_90)
@@ -9,15 +9,17 @@ set(flashmoe_chips_sm90 sm_90a)
 set(flashmoe_dtypes_sm75 fp16)
 set(flashmoe_dtypes_sm80 fp16 bf16)
 set(flashmoe_dtypes_sm90 fp16 bf16)
+set(flashmoe_folder_sm75 mma_sync)
+set(flashmoe_folder_sm80 mma_sync)
+set(flashmoe_folder_sm90 sm90)
+
+# Attention's kernels are compiled for each head dim; small.cu has those without a tile.
 set(flashmoe_head_dims_sm75 16 32 48 64 96 128 192 256)
 set(flashmoe_head_dims_sm80 ${flashmoe_head_dims_sm75})
 set(flashmoe_head_dims_sm90 32 64 96 128 192 256)
 set(flashmoe_head_dims_sm90_fwd_bias 32 64 96 128)  # passes that have fewer
 set(flashmoe_head_dims_sm90_fwd_packed 16 32 64)
 set(flashmoe_head_dims_sm90_bwd_bias 32 64 96 128)
-set(flashmoe_folder_sm75 mma_sync)
-set(flashmoe_folder_sm80 mma_sync)
-set(flashmoe_folder_sm90 sm90)
 
 # What is compiled for a chip, and what the library knows of it: compute capability, whether it runs on that chip only,
 # whether it has PTX. An sm_80 image runs on 8.6 and 8.9 as it is; PTX is for chips to come. Hopper's own instructions
@@ -37,12 +39,14 @@ option(FLASHMOE_EVERY_TILE "Compile for sm_90 also tiles of sm80 that are never 
 set(FLASHMOE_FATBINS "" CACHE PATH "Folder of fatbins compiled elsewhere from these sources; empty: compile them here")
 
 target_sources(flashmoe PRIVATE
-  src/cuda/runtime/driver.cc src/cuda/runtime/launch.cc src/cuda/runtime/tensor_map.cc
+  src/cuda/contents.cc
+  src/cuda/runtime/driver.cc src/cuda/runtime/families.cc src/cuda/runtime/images.cc src/cuda/runtime/launch.cc
+  src/cuda/runtime/tensor_map.cc
   src/cuda/attention/bias_plan.cc src/cuda/attention/call.cc src/cuda/attention/catalogue.cc
   src/cuda/attention/families.cc src/cuda/attention/lay_out.cc src/cuda/attention/mma_sync.cc
   src/cuda/attention/planner.cc src/cuda/attention/sm90.cc src/cuda/attention/tile_choice.cc
   src/cuda/attention/workspace.cc
-  src/cuda/moe/planner.cc)
+  src/cuda/moe/call.cc src/cuda/moe/catalogue.cc src/cuda/moe/planner.cc src/cuda/moe/workspace.cc)
 target_link_libraries(flashmoe PRIVATE ${CMAKE_DL_LIBS})
 
 # Writes what to build to `result`, as family:chip.
@@ -127,7 +131,8 @@ message(STATUS "flashmoe: CUDA kernels of ${listed} (FLASHMOE_FAMILIES=${FLASHMO
 # Fatbins and sources must belong together: the hash of all device sources goes with the fatbins.
 file(GLOB_RECURSE device_sources RELATIVE ${PROJECT_SOURCE_DIR} CONFIGURE_DEPENDS
   src/cuda/*.cu src/cuda/*.cuh src/cuda/attention/params.h src/cuda/attention/tiles.h src/cuda/attention/sm90/*.h
-  src/cuda/tma/*.h src/cuda/attention/kernels/*.h)
+  src/cuda/tile/*.h src/cuda/tma/*.h src/cuda/attention/kernels/*.h
+  src/cuda/moe/params.h src/cuda/moe/tiles.h src/cuda/moe/kernels/*.h)
 list(SORT device_sources)
 set(hashes "")
 foreach(source IN LISTS device_sources)
@@ -157,20 +162,20 @@ endif()
 enable_language(ASM)
 set(images "")
 
-# Compiles src/cuda/attention/kernels/<file> to <image>.<chip>.fatbin, unless that was given, and embeds it.
+# Compiles src/cuda/<file> to <image>.<chip>.fatbin, unless that was given, and embeds it.
 function(flashmoe_add_image family chip file image)
   set(fatbin ${fatbin_dir}/${image}.${chip}.fatbin)
   set(hopper_rows false)
-  if("${family}:${chip}" STREQUAL "sm80:sm_90" AND image MATCHES "_bwd_" AND NOT FLASHMOE_EVERY_TILE)
+  if("${family}:${chip}" STREQUAL "sm80:sm_90" AND image MATCHES "_attention_bwd_" AND NOT FLASHMOE_EVERY_TILE)
     set(hopper_rows true)
     list(APPEND ARGN -DFLASHMOE_HOPPER_ROWS)
   endif()
   if(NOT FLASHMOE_FATBINS)
     add_custom_command(OUTPUT ${fatbin}
       COMMAND ${Python3_EXECUTABLE} ${PROJECT_SOURCE_DIR}/cmake/compile_image.py compile --root ${PROJECT_SOURCE_DIR}/src
-        --source ${PROJECT_SOURCE_DIR}/src/cuda/attention/kernels/${file} --output ${fatbin} --
+        --source ${PROJECT_SOURCE_DIR}/src/cuda/${file} --output ${fatbin} --
         ${FLASHMOE_NVCC} -fatbin -std=c++20 -O3 --Wno-deprecated-gpu-targets -Xptxas -v ${flashmoe_code_${chip}} ${ARGN}
-      DEPENDS src/cuda/attention/kernels/${file} cmake/compile_image.py DEPFILE ${fatbin}.d VERBATIM
+      DEPENDS src/cuda/${file} cmake/compile_image.py DEPFILE ${fatbin}.d VERBATIM
       COMMENT "nvcc ${image} for ${chip}")
   endif()
   set(symbol flashmoe_image_${image}_${chip})
@@ -192,36 +197,43 @@ function(flashmoe_add_image family chip file image)
   set(images "${images}X(${image}, ${chip}, ${flashmoe_target_${chip}}, ${hopper_rows})\n" PARENT_SCOPE)
 endfunction()
 
-foreach(one IN LISTS chosen)
-  string(REPLACE ":" ";" one ${one})
-  list(GET one 0 family)
-  list(GET one 1 chip)
-  set(folder ${flashmoe_folder_${family}})
-  file(GLOB passes RELATIVE ${PROJECT_SOURCE_DIR}/src/cuda/attention/kernels/${folder}
-    CONFIGURE_DEPENDS src/cuda/attention/kernels/${folder}/*.cu)
+# The images of one operator's kernel files, for each dtype of the family; attention's for each head dim as well.
+function(flashmoe_add_operator operator family chip)
+  set(folder ${operator}/kernels/${flashmoe_folder_${family}})
+  file(GLOB passes RELATIVE ${PROJECT_SOURCE_DIR}/src/cuda/${folder} CONFIGURE_DEPENDS src/cuda/${folder}/*.cu)
   foreach(file IN LISTS passes)
     get_filename_component(pass ${file} NAME_WE)
     foreach(dtype IN LISTS flashmoe_dtypes_${family})
       set(options -DFLASHMOE_FAMILY=${family} -DFLASHMOE_DTYPE=${dtype}
-        "-DFLASHMOE_TABLE=\"cuda/attention/kernels/${family}.h\"")
-      if(folder STREQUAL "mma_sync")
+        "-DFLASHMOE_TABLE=\"cuda/${operator}/kernels/${family}.h\"")
+      if(flashmoe_folder_${family} STREQUAL "mma_sync")
         list(APPEND options "-DFLASHMOE_CHIP=\"cuda/tile/chip_${family}.cuh\"")
       endif()
-      if(pass STREQUAL "small")
-        flashmoe_add_image(${family} ${chip} ${folder}/${file} ${family}_attention_${pass}_${dtype} ${options})
+      set(image ${family}_${operator}_${pass}_${dtype})
+      if(NOT operator STREQUAL "attention" OR pass STREQUAL "small")
+        flashmoe_add_image(${family} ${chip} ${folder}/${file} ${image} ${options})
       else()
         set(head_dims ${flashmoe_head_dims_${family}})
         if(DEFINED flashmoe_head_dims_${family}_${pass})
           set(head_dims ${flashmoe_head_dims_${family}_${pass}})
         endif()
         foreach(head_dim IN LISTS head_dims)
-          flashmoe_add_image(${family} ${chip} ${folder}/${file} ${family}_attention_${pass}_${dtype}_d${head_dim}
-            ${options} -DFLASHMOE_HEAD_DIM=${head_dim})
+          flashmoe_add_image(${family} ${chip} ${folder}/${file} ${image}_d${head_dim} ${options}
+            -DFLASHMOE_HEAD_DIM=${head_dim})
         endforeach()
       endif()
     endforeach()
   endforeach()
+  set(images "${images}" PARENT_SCOPE)
+endfunction()
+
+foreach(one IN LISTS chosen)
+  string(REPLACE ":" ";" one ${one})
+  list(GET one 0 family)
+  list(GET one 1 chip)
+  flashmoe_add_operator(attention ${family} ${chip})
+  flashmoe_add_operator(moe ${family} ${chip})
 endforeach()
 file(CONFIGURE OUTPUT ${PROJECT_BINARY_DIR}/images/images.inc CONTENT "${images}")
-set_source_files_properties(src/cuda/attention/catalogue.cc PROPERTIES
+set_source_files_properties(src/cuda/runtime/images.cc PROPERTIES
   COMPILE_DEFINITIONS FLASHMOE_HAS_IMAGES INCLUDE_DIRECTORIES ${PROJECT_BINARY_DIR}/images)

@@ -14,9 +14,15 @@ add_library(flashmoe_torch MODULE
   src/torch/attention_forward.cc
   src/torch/attention_backward.cc
   src/torch/explain.cc
+  src/torch/moe_forward.cc
+  src/torch/moe_backward.cc
+  src/torch/moe_explain.cc
+  src/torch/route.cc
   src/torch/build_info.cc
   src/torch/arguments.cc
   src/torch/call.cc
+  src/torch/moe_arguments.cc
+  src/torch/moe_call.cc
   src/torch/convert.cc
   src/torch/execute.cc
   src/torch/layout.cc

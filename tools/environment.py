@@ -23,7 +23,15 @@ sys.path.insert(0, str(ROOT / "cmake"))
 
 import gpus  # noqa: E402
 
-MODULES = ["numpy", "pytest", "hypothesis", "rich", "matplotlib", "scikit_build_core"]
+MODULES = [
+    "hypothesis",
+    "matplotlib",
+    "numpy",
+    "pytest",
+    "rich",
+    "scikit_build_core",
+    "transformers",
+]
 COMMANDS = ["cmake", "ninja"]
 
 

@@ -104,9 +104,13 @@ def fatbins(folder: Path | None = None) -> list[Path]:
 
 
 def readable(symbol: str) -> str:
-    """_Z23sm80_attention_fwd_bf16ILi64ELi128ELi128EEv... -> sm80_attention_fwd_bf16_d64_128x128"""
-    tile = re.fullmatch(r"_Z\d+(\w+?)ILi(\d+)ELi(\d+)ELi(\d+)EE\w+", symbol)
-    return "{}_d{}_{}x{}".format(*tile.groups()) if tile else symbol
+    """_Z23sm80_attention_fwd_bf16ILi64ELi128ELi128EEv... -> sm80_attention_fwd_bf16_d64_128x128,
+    _Z16sm80_moe_up_bf16ILi128ELi128EEv... -> sm80_moe_up_bf16_128x128"""
+    tile = re.fullmatch(r"_Z\d+(\w+?)I(?:Li(\d+)E)?Li(\d+)ELi(\d+)EE\w+", symbol)
+    if not tile:
+        return symbol
+    name, head_dim, rows, columns = tile.groups()
+    return f"{name}{f'_d{head_dim}' if head_dim else ''}_{rows}x{columns}"
 
 
 @cache

@@ -32,6 +32,9 @@ PEERS = {
     "efficient": "PyTorch efficient",
     "flex": "FlexAttention",
     "varlen": "varlen_attn",
+    "loop": "a loop over experts",
+    "grouped_mm": "PyTorch grouped_mm",
+    "transformers_batched": "transformers, batched",
 }
 # On a CPU "flash" is another thing than on a GPU.
 CPU_PEERS = {"flash": "PyTorch flash", "math": "PyTorch math"}
@@ -175,7 +178,10 @@ def file_section(file: ResultsFile) -> str:
     if "turns" in results:
         where += f"; the median of {results['turns']} turns of {results['budget_s']:g} s"
     where += "" if results.get("complete", True) else "; cut short"
-    header = ["workload", "batch, heads, length, dim", "dtype", "pass", "regime", "ours ms"]
+    sizes = {"batch, heads, length, dim": True, "tokens, width, inner, experts, k": False}
+    known = {"length" in row["shape"] for row in file.rows}
+    sizes = " or ".join(name for name, attention in sizes.items() if attention in known)
+    header = ["workload", sizes, "dtype", "pass", "regime", "ours ms"]
     header += [unit_of([], on_gpu), *(f"{peer_name(p, on_gpu)} ms" for p in peers), "ratio"]
     lines = [markdown_row(header), markdown_row(["---"] * 5 + ["--:"] * (len(header) - 5))]
     for row in file.rows:
@@ -279,14 +285,17 @@ def groups_of(rows: list[Row]) -> dict[str, list[Row]]:
     split: dict[str, list[Row]] = {}
     for name, members in groups.items():
         for row in members:
-            shape = row["shape"]
-            detail = f", head dim {shape['dim']}{', causal' if shape['causal'] else ''}"
-            split.setdefault(name + (detail if len(members) > CROWDED else ""), []).append(row)
+            shape, detail = row["shape"], ""
+            if len(members) > CROWDED and "dim" in shape:
+                detail = f", head dim {shape['dim']}{', causal' if shape['causal'] else ''}"
+            split.setdefault(name + detail, []).append(row)
     return split
 
 
 def size_names(rows: list[Row]) -> list[str]:
     """What tells the rows of a group apart: lengths where those do, else whole shapes."""
+    if not all("length" in row["shape"] for row in rows):
+        return [row["label"] for row in rows]
     lengths = [row["shape"]["length"] for row in rows]
     others = {(r["shape"]["dim"], r["shape"]["causal"], r["shape"]["heads"]) for r in rows}
     if len(set(lengths)) == len(rows) and len(others) == 1:
@@ -376,7 +385,8 @@ def speed_page(sections: list[Section], summaries: dict[str, str]) -> str:
             "ours: above 1 we are faster, **below 1 slower**. Everyone is timed in the same run, "
             "turn by turn, in rotated order; the median of the turns counts. Sustained: without "
             "pauses, at the power limit of a GPU, as in training. Rested: the same pause before "
-            "every turn. Sizes are a sequence's length, or batch, heads, length, head dim. `python "
+            "every turn. Sizes are a sequence's length, or batch, heads, length, head dim; of "
+            "experts tokens, width, inner width, experts, experts of a token. `python "
             "-m flashmoe_science bench` measures your machine, and `--peer FILE.py` your own "
             "implementation beside ours."
         ),

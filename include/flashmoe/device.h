@@ -61,9 +61,11 @@ struct CudaKernel {
   std::string name, family, image;
   std::string symbol;              // its name in the image
   std::vector<std::string> chips;  // for which this build has machine code of it: "sm_80", "sm_90"
-  std::string role;  // "attention_fwd", "attention_bwd_preprocess", ...: docs/design.md has them
+  std::string role;                // "attention_fwd", "moe_up", ...: docs/design.md has them
   DType dtype = DType::kFloat16;
-  int head_dim = 0, block_q = 0, block_k = 0;  // 0 for kernels without a tile
+  // The tile: queries x keys of attention, rows x columns of a product. 0 for kernels without one;
+  // head_dim is attention's alone.
+  int head_dim = 0, block_q = 0, block_k = 0;
   int threads = 0, shared_bytes = 0;
 };
 FLASHMOE_API std::vector<CudaKernel> cuda_kernels();

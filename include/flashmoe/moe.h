@@ -34,6 +34,24 @@ enum class Activation { kSwiglu, kGeglu, kReglu, kSilu, kGelu, kRelu };
 
 constexpr bool has_gate(Activation activation) { return activation <= Activation::kReglu; }
 
+constexpr const char* activation_name(Activation activation) {
+  switch (activation) {
+    case Activation::kSwiglu:
+      return "swiglu";
+    case Activation::kGeglu:
+      return "geglu";
+    case Activation::kReglu:
+      return "reglu";
+    case Activation::kSilu:
+      return "silu";
+    case Activation::kGelu:
+      return "gelu";
+    case Activation::kRelu:
+      return "relu";
+  }
+  return "?";
+}
+
 struct MoeProblem {
   Pass pass = Pass::kForward;
   Device device;
@@ -142,6 +160,10 @@ FLASHMOE_API Status run_reference(const MoeProblem& problem, const MoeTensors& t
 // falling order, ties to the lower id; a NaN counts as the largest. Without a bias the logits are
 // compared, whose order is that of the scores. The weights are the scores.
 enum class Scoring { kSoftmax, kSigmoid };
+
+constexpr const char* scoring_name(Scoring scoring) {
+  return scoring == Scoring::kSoftmax ? "softmax" : "sigmoid";
+}
 
 struct RouteProblem {
   Pass pass = Pass::kForward;

@@ -1,8 +1,19 @@
-"""Attention kernels for models of materials, molecules and proteins."""
+"""Attention and mixtures of experts for models of materials, molecules and proteins."""
 
 from .attention import flash_attention, flash_attention_varlen
 from .explanation import explain
+from .moe import explain_moe, moe, route
 from .sdpa import enable_sdpa
+from .transformers import register_experts
 
 __version__ = "0.1.0"
-__all__ = ["enable_sdpa", "explain", "flash_attention", "flash_attention_varlen"]
+__all__ = [
+    "enable_sdpa",
+    "explain",
+    "explain_moe",
+    "flash_attention",
+    "flash_attention_varlen",
+    "moe",
+    "register_experts",
+    "route",
+]

@@ -17,6 +17,7 @@ EXAMPLES = """\
 examples:
   python -m flashmoe_science doctor
   python -m flashmoe_science explain --heads 8 --kv-heads 2 --len 512 --dim 64 --dtype bf16 --causal
+  python -m flashmoe_science explain --moe --tokens 4096 --experts 64 --k 4 --dtype bf16
   python -m flashmoe_science bench --workload pair_bias --dtype fp32,bf16
 """
 
@@ -25,7 +26,8 @@ def make_parser() -> argparse.ArgumentParser:
     """The whole command line. A command is a module: SUMMARY, EXAMPLES, add_arguments, run."""
     parser = argparse.ArgumentParser(
         prog="flashmoe-science",
-        description="Attention for models of materials, molecules and proteins.",
+        description="Attention and mixtures of experts for models of materials, molecules and "
+        "proteins.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,26 +1,25 @@
-"""What torch's transforms can ask of attention: gradients and vmap are given, the rest is refused.
-
-A derivative that is not there has to fail: to autograd a result without one is a constant.
-"""
+"""What torch's transforms can ask of attention: gradients and vmap are given, the rest refused."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, is_grad_enabled
+from torch import Tensor, is_grad_enabled, library
 from torch._functorch.utils import enable_single_level_autograd_function
-from torch.autograd import forward_ad
+from torch.autograd import Function, forward_ad
 
 from . import _library
-
-_INSTEAD = "For this call use F.scaled_dot_product_attention with SDPBackend.MATH."
-_NO_FORWARD_MODE = (
-    "flashmoe_science attention has no forward-mode derivative yet, which torch.func.jvp, "
-    "linearize, jacfwd, hessian and torch.autograd.forward_ad ask for. Gradients are there: "
-    f"torch.autograd.grad, torch.func.grad, vjp and jacrev. {_INSTEAD}"
+from ._derivatives import (
+    Refusals,
+    as_node,
+    below_autograd,
+    give_autograd,
+    plain_apply,
+    without_autograd,
 )
-_NO_SECOND_DERIVATIVE = (
-    "flashmoe_science attention has no second derivative yet: its gradients cannot be "
-    f"differentiated twice. {_INSTEAD}"
+
+_REFUSALS = Refusals.of(
+    "attention",
+    "torch.autograd.grad, torch.func.grad, vjp and jacrev",
+    "For this call use F.scaled_dot_product_attention with SDPBackend.MATH.",
 )
 
 
@@ -29,16 +28,7 @@ def _split(args) -> tuple[tuple, tuple]:
     return args[:7], args[7:]
 
 
-def _refuse_tangents(tensors) -> None:
-    # As in torch, inference mode and _set_fwd_grad_enabled(False) leave tangents behind.
-    if not torch._C._is_fwd_grad_enabled():
-        return
-    for tensor in tensors:
-        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
-            raise NotImplementedError(_NO_FORWARD_MODE)
-
-
-class _Attention(torch.autograd.Function):
+class _Attention(Function):
     """Differentiable in query, key, value and bias; both results have gradients.
 
     Host time is counted in microseconds here: what needs no gradient comes in one tuple, and lse is
@@ -59,39 +49,17 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, grad_out, grad_lse=None):
         saved, needs = ctx.saved_tensors, ctx.needs_input_grad[:4]
         if is_grad_enabled():  # under create_graph, which torch.func always asks for
-            run = _AttentionBackward.apply
+            run = _recorded_backward
         else:
             run = _library.backward
             if forward_ad._current_level >= 0:
-                _refuse_tangents((grad_out, grad_lse, *saved[2:6]))
+                _REFUSALS.refuse_tangents((grad_out, grad_lse, *saved[2:6]))
         grads = run(grad_out, grad_lse, *saved, *ctx.options, *needs)
         return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), None
 
 
-class _AttentionBackward(torch.autograd.Function):
-    """The backward pass as a node of the graph: differentiating it fails, rather than giving 0."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*args):
-        return _library.backward(*args)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx, *grads):
-        raise NotImplementedError(_NO_SECOND_DERIVATIVE)
-
-    @staticmethod
-    def jvp(ctx, *tangents):
-        raise NotImplementedError(_NO_FORWARD_MODE)
-
-
-# Function.apply() without its Python part, which only unwraps tensors of functorch transforms.
-_apply = super(torch.autograd.Function, _Attention).apply
+_recorded_backward = as_node("AttentionBackward", _library.backward, _REFUSALS)
+_apply = plain_apply(_Attention)
 
 
 def attend(run, tensors, options, return_lse):
@@ -101,7 +69,7 @@ def attend(run, tensors, options, return_lse):
     """
     q, k, v, bias = tensors[:4]
     if forward_ad._current_level >= 0:
-        _refuse_tangents((q, k, v, bias))
+        _REFUSALS.refuse_tangents((q, k, v, bias))
     if is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad
@@ -113,25 +81,14 @@ def attend(run, tensors, options, return_lse):
     return (out, lse) if return_lse else out
 
 
-def _below_autograd(*args):
-    with torch._C._AutoDispatchBelowAutograd():
-        return _library.attention(*args)
-
-
-# The op that traced graphs hold has autograd of its own, so that an exported program can be
-# trained. It is also what torch.func sees: each of its levels comes by here, so that none is
-# forgotten. Called eagerly it would cost twice what attend() does (38 us for 21 on a GPU host).
+# Called eagerly this would cost twice what attend() does (38 us for 21 on a GPU host).
 def _attention_autograd(*args):
     with enable_single_level_autograd_function():  # torch.func wants to hear that we mean it
-        return attend(_below_autograd, *_split(args), return_lse=True)
+        return attend(below_autograd(_library.attention), *_split(args), return_lse=True)
 
 
-_fragment = torch.library.Library("flashmoe", "FRAGMENT")
-_fragment.impl("attention", _attention_autograd, "Autograd")
-# These two have no gradient of their own; without this each call goes through torch's fallback for
-# ops that nobody gave one.
-_fragment.impl("attention_forward", torch.library.fallthrough_kernel, "Autograd")
-_fragment.impl("attention_backward", torch.library.fallthrough_kernel, "Autograd")
+give_autograd("attention", _attention_autograd)
+without_autograd("attention_forward", "attention_backward")
 
 
 # vmap: one leading dimension more, which the kernels take as it is.
@@ -158,19 +115,19 @@ def _stack_inputs(info, dims, tensors) -> tuple:
     return q, k, v, bias, _stack(key_lengths, dims[4], size, q.dim() - 3), None, None
 
 
-@torch.library.register_vmap("flashmoe::attention")
+@library.register_vmap("flashmoe::attention")
 def _attention_vmap(info, dims, *args):
     tensors, options = _split(args)
     return _library.attention(*_stack_inputs(info, dims, tensors), *options), (0, 0)
 
 
-@torch.library.register_vmap("flashmoe::explain")
+@library.register_vmap("flashmoe::explain")
 def _explain_vmap(info, dims, *args):
     tensors, rest = _split(args)
     return _library.explain(*_stack_inputs(info, dims, tensors), *rest), None
 
 
-@torch.library.register_vmap("flashmoe::attention_backward")
+@library.register_vmap("flashmoe::attention_backward")
 def _attention_backward_vmap(info, dims, *args):
     results, (tensors, rest) = args[:4], _split(args[4:])
     results = (_stack(x, dim, info.batch_size) for x, dim in zip(results, dims[:4], strict=True))

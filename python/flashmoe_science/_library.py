@@ -27,48 +27,117 @@ def _load() -> None:
 _load()
 
 
-INPUTS = ("key", "value", "bias", "key_lengths", "cu_seqlens_q", "cu_seqlens_k")
-RESULTS = ("out", "lse", "grad_out", "grad_lse")
-
-
-def _check_devices(query, names, tensors) -> None:
+def _check_devices(first: str, here: torch.Tensor, **tensors) -> None:
     """A fake kernel is also what runs when a meta tensor stands among real ones."""
-    for name, tensor in zip(names, tensors, strict=True):
-        if tensor is not None and tensor.device != query.device:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != here.device:
             raise RuntimeError(
-                f"{name} is on {tensor.device} and query on {query.device}; "
-                "move it with .to(query.device)"
+                f"{name} is on {tensor.device} and {first} on {here.device}; "
+                f"move it with .to({first}.device)"
             )
 
 
-@torch.library.register_fake("flashmoe::attention")
-@torch.library.register_fake("flashmoe::attention_forward")
-def _attention_fake(query, key, value, bias, key_lengths, cu_q, cu_k, *options):
-    _check_devices(query, INPUTS, (key, value, bias, key_lengths, cu_q, cu_k))
-    if query.shape[-1] == value.shape[-1]:
-        out = torch.empty_like(query)
-    else:
-        out = query.new_empty((*query.shape[:-1], value.shape[-1]))
-    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return out, query.new_empty(query.shape[:-1], dtype=lse_dtype)
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums are kept in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-@torch.library.register_fake("flashmoe::attention_backward")
-def _attention_backward_fake(
-    grad_out, grad_lse, out, lse, query, key, value, bias, key_lengths, cu_q, cu_k, *rest
-):
-    inputs = (key, value, bias, key_lengths, cu_q, cu_k)
-    _check_devices(query, (*INPUTS, *RESULTS), (*inputs, out, lse, grad_out, grad_lse))
-    needs = rest[-4:]
-    likes = (query, key, value, query if bias is None else bias)
-    wanted = (*needs[:3], needs[3] and bias is not None)
+def _gradients(likes, wanted) -> tuple[torch.Tensor, ...]:
+    """One for each tensor, empty where it is not wanted."""
     return tuple(
         torch.empty_like(like) if want else like.new_empty((0,))
         for like, want in zip(likes, wanted, strict=True)
     )
 
 
+def _check_attention_devices(query, key, value, bias, key_lengths, cu_q, cu_k, **more) -> None:
+    lengths = {"key_lengths": key_lengths, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+    _check_devices("query", query, key=key, value=value, bias=bias, **lengths, **more)
+
+
+@torch.library.register_fake("flashmoe::attention")
+@torch.library.register_fake("flashmoe::attention_forward")
+def _attention_fake(query, key, value, bias, key_lengths, cu_q, cu_k, *options):
+    _check_attention_devices(query, key, value, bias, key_lengths, cu_q, cu_k)
+    if query.shape[-1] == value.shape[-1]:
+        out = torch.empty_like(query)
+    else:
+        out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    return out, query.new_empty(query.shape[:-1], dtype=_wide(query.dtype))
+
+
+@torch.library.register_fake("flashmoe::attention_backward")
+def _attention_backward_fake(
+    grad_out, grad_lse, out, lse, query, key, value, bias, key_lengths, cu_q, cu_k, *rest
+):
+    results = {"out": out, "lse": lse, "grad_out": grad_out, "grad_lse": grad_lse}
+    _check_attention_devices(query, key, value, bias, key_lengths, cu_q, cu_k, **results)
+    needs = rest[-4:]
+    likes = (query, key, value, query if bias is None else bias)
+    wanted = (*needs[:3], needs[3] and bias is not None)
+    return _gradients(likes, wanted)
+
+
+GATED = ("swiglu", "geglu", "reglu")
+
+
+def _check_moe_devices(x, gate_up, down, up_bias, down_bias, ids, weights, **more) -> None:
+    parameters = {"gate_up": gate_up, "down": down, "up_bias": up_bias, "down_bias": down_bias}
+    _check_devices("x", x, **parameters, ids=ids, weights=weights, **more)
+
+
+@torch.library.register_fake("flashmoe::moe")
+@torch.library.register_fake("flashmoe::moe_forward")
+def _moe_fake(x, gate_up, down, up_bias, down_bias, ids, weights, activation, keep):
+    _check_moe_devices(x, gate_up, down, up_bias, down_bias, ids, weights)
+    out = x.new_empty(x.shape)
+    if not keep:
+        return out, x.new_empty((0,)), x.new_empty((0,), dtype=torch.int32)
+    pairs, gates, inner = ids.shape[0] * ids.shape[1], 1 + (activation in GATED), down.shape[2]
+    # CUDA kernels want rows at multiples of 16 bytes.
+    row = (inner + 7) // 8 * 8 if x.is_cuda and x.dtype.itemsize == 2 else inner
+    pre = x.new_empty_strided((pairs, gates, inner), (gates * row, row, 1))
+    return out, pre, x.new_empty((gate_up.shape[0] + 1 + pairs,), dtype=torch.int32)
+
+
+@torch.library.register_fake("flashmoe::moe_backward")
+def _moe_backward_fake(
+    grad_out, pre, routing, x, gate_up, down, up_bias, down_bias, ids, weights, activation, *needs
+):
+    kept = {"grad_out": grad_out, "pre": pre, "routing": routing}
+    _check_moe_devices(x, gate_up, down, up_bias, down_bias, ids, weights, **kept)
+    absent = (x, x, x, x, x, x.new_empty((0,), dtype=_wide(x.dtype)))
+    inputs = (x, gate_up, down, up_bias, down_bias, weights)
+    return _gradients(
+        (like if given is None else given for given, like in zip(inputs, absent, strict=True)),
+        (need and given is not None for given, need in zip(inputs, needs, strict=True)),
+    )
+
+
+@torch.library.register_fake("flashmoe::route")
+@torch.library.register_fake("flashmoe::route_forward")
+def _route_fake(logits, bias, k, scoring, normalize):
+    _check_devices("logits", logits, bias=bias)
+    shape = (logits.shape[0], k)
+    wide = _wide(logits.dtype)
+    return logits.new_empty(shape, dtype=wide), logits.new_empty(shape, dtype=torch.int32)
+
+
+@torch.library.register_fake("flashmoe::route_backward")
+def _route_backward_fake(grad_weights, logits, ids, scoring, normalize):
+    _check_devices("logits", logits, grad_weights=grad_weights, ids=ids)
+    return torch.empty_like(logits)
+
+
 forward = torch.ops.flashmoe.attention_forward.default
 backward = torch.ops.flashmoe.attention_backward.default
 attention = torch.ops.flashmoe.attention.default
 explain = torch.ops.flashmoe.explain.default
+
+moe_forward = torch.ops.flashmoe.moe_forward.default
+moe_backward = torch.ops.flashmoe.moe_backward.default
+moe = torch.ops.flashmoe.moe.default
+explain_moe = torch.ops.flashmoe.explain_moe.default
+route_forward = torch.ops.flashmoe.route_forward.default
+route_backward = torch.ops.flashmoe.route_backward.default
+route = torch.ops.flashmoe.route.default

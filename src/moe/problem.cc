@@ -129,28 +129,6 @@ Status check_kept(const MoeProblem& p) {
 
 }  // namespace
 
-const char* activation_name(Activation activation) {
-  switch (activation) {
-    case Activation::kSwiglu:
-      return "swiglu";
-    case Activation::kGeglu:
-      return "geglu";
-    case Activation::kReglu:
-      return "reglu";
-    case Activation::kSilu:
-      return "silu";
-    case Activation::kGelu:
-      return "gelu";
-    case Activation::kRelu:
-      return "relu";
-  }
-  return "?";
-}
-
-const char* scoring_name(Scoring scoring) {
-  return scoring == Scoring::kSoftmax ? "softmax" : "sigmoid";
-}
-
 Status check(const MoeProblem& p) {
   FLASHMOE_RETURN_IF_ERROR(check_x(p));
   FLASHMOE_RETURN_IF_ERROR(check_expert_weights(p));

@@ -7,10 +7,6 @@
 
 namespace flashmoe {
 
-// "swiglu"; "softmax"
-const char* activation_name(Activation activation);
-const char* scoring_name(Scoring scoring);
-
 // Weights and their gradients are fp32, or fp64 where the tensors are.
 constexpr DType weight_dtype(DType dtype) {
   return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;

@@ -2,20 +2,7 @@
 
 #include <string>
 
-#include "error.h"
-
 namespace flashmoe::ops {
-namespace {
-
-void check_same_device(const Tensor& query, std::initializer_list<NamedTensor> tensors) {
-  for (const auto& [name, tensor] : tensors) {
-    if (tensor && !same_device(*tensor, query)) {
-      fail(std::string(name) + " is on another device than query; move it with .to(query.device)");
-    }
-  }
-}
-
-}  // namespace
 
 // Braces are filled from left to right, and so in the order of the schema.
 
@@ -55,13 +42,14 @@ ExplainArguments ExplainArguments::read(ArgumentReader& in) {
 }
 
 void check_same_device(const Arguments& a, std::initializer_list<NamedTensor> more) {
-  check_same_device(a.query, {{"key", &a.key},
-                              {"value", &a.value},
-                              {"bias", pointer_to(a.bias)},
-                              {"key_lengths", pointer_to(a.key_lengths)},
-                              {"cu_seqlens_q", pointer_to(a.cu_seqlens_q)},
-                              {"cu_seqlens_k", pointer_to(a.cu_seqlens_k)}});
-  check_same_device(a.query, more);
+  const NamedTensor query = {"query", &a.query};
+  check_same_device(query, {{"key", &a.key},
+                            {"value", &a.value},
+                            {"bias", pointer_to(a.bias)},
+                            {"key_lengths", pointer_to(a.key_lengths)},
+                            {"cu_seqlens_q", pointer_to(a.cu_seqlens_q)},
+                            {"cu_seqlens_k", pointer_to(a.cu_seqlens_k)}});
+  check_same_device(query, more);
 }
 
 AttentionTensors addresses(const Arguments& a, const Tensor& query, const Tensor& key,

@@ -3,10 +3,10 @@
 
 #include <initializer_list>
 #include <string>
-#include <utility>
 
 #include "boxed.h"
 #include "convert.h"
+#include "flashmoe/attention.h"
 
 namespace flashmoe::ops {
 
@@ -38,13 +38,7 @@ struct ExplainArguments {
 };
 
 // Fails unless all of them, and the tensors that an op has besides, are where query is.
-using NamedTensor = std::pair<const char*, const Tensor*>;
 void check_same_device(const Arguments& a, std::initializer_list<NamedTensor> more = {});
-
-// Null where there is none.
-inline const Tensor* pointer_to(const OptionalTensor& tensor) {
-  return tensor ? &*tensor : nullptr;
-}
 
 // Addresses of the inputs, with query, key and value where the kernels read them.
 AttentionTensors addresses(const Arguments& a, const Tensor& query, const Tensor& key,

@@ -7,15 +7,6 @@
 namespace flashmoe::ops {
 namespace {
 
-// Memory for a gradient, and its address; without elements and null where it is not wanted.
-Tensor allocate_gradient(const std::optional<TensorSpec>& spec, const TensorSpec& of,
-                         const Tensor& like, void*& address) {
-  if (!spec) return allocate(contiguous(of.dtype, {0}), like);
-  const Tensor gradient = allocate(*spec, like);
-  address = gradient.mutable_data_ptr();
-  return gradient;
-}
-
 std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const BackwardArguments& b) {
   Arguments a = b.forward;
   a.bias = start_aligned(a.bias);
@@ -24,9 +15,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const BackwardArguments& b) 
                         {"grad_out", pointer_to(b.grad_out)},
                         {"grad_lse", pointer_to(b.grad_lse)}});
   const Device device = device_of(a.query);
-  const BackwardInputs inputs{.out = place("out", b.out, device),
+  const BackwardInputs inputs{.out = place("out", b.out, device, needs_copy),
                               .lse = spec_of("lse", b.lse),
-                              .grad_out = place("grad_out", b.grad_out, device),
+                              .grad_out = place("grad_out", b.grad_out, device, needs_copy),
                               .grad_lse = spec_of("grad_lse", b.grad_lse),
                               .needs_query = b.needs_query,
                               .needs_key = b.needs_key,
@@ -45,12 +36,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const BackwardArguments& b) 
   tensors.lse = const_cast<void*>(b.lse.const_data_ptr());
   tensors.grad_out = data_of(grad_out);
   tensors.grad_lse = data_of(b.grad_lse);
-  const Tensor dq =
-      allocate_gradient(problem.grad_query, problem.query, a.query, tensors.grad_query);
-  const Tensor dk = allocate_gradient(problem.grad_key, problem.key, a.query, tensors.grad_key);
-  const Tensor dv =
-      allocate_gradient(problem.grad_value, problem.value, a.query, tensors.grad_value);
-  const Tensor db = allocate_gradient(problem.grad_bias, problem.bias.value_or(problem.query),
+  const DType dtype = problem.query.dtype;
+  const Tensor dq = allocate_gradient(problem.grad_query, dtype, a.query, tensors.grad_query);
+  const Tensor dk = allocate_gradient(problem.grad_key, dtype, a.query, tensors.grad_key);
+  const Tensor dv = allocate_gradient(problem.grad_value, dtype, a.query, tensors.grad_value);
+  const Tensor db = allocate_gradient(problem.grad_bias, problem.bias.value_or(problem.query).dtype,
                                       a.query, tensors.grad_bias);
   run_or_fail(*plan, tensors, a.query);
   return {hand_out(dq, call.grad_query), hand_out(dk, call.grad_key), hand_out(dv, call.grad_value),

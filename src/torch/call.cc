@@ -42,18 +42,14 @@ std::optional<TensorSpec> lse_spec(TensorSpec query) {
   return packed(query);
 }
 
-std::optional<TensorSpec> inside(const std::optional<Placement>& placement) {
-  return placement ? std::optional(placement->inside) : std::nullopt;
-}
-
 }  // namespace
 
 ForwardCall forward_call(const Arguments& a, const Device& device) {
   ForwardCall call;
-  call.query = place("query", a.query, device);
-  call.key = place("key", a.key, device);
-  call.value = place("value", a.value, device);
-  call.out = place(out_spec(call.query.outside, call.value.outside), device);
+  call.query = place("query", a.query, device, needs_copy);
+  call.key = place("key", a.key, device, needs_copy);
+  call.value = place("value", a.value, device, needs_copy);
+  call.out = place(out_spec(call.query.outside, call.value.outside), device, needs_copy);
 
   call.problem = problem_of(a, device);
   call.problem.options.deterministic = false;  // it always is: one plan for both
@@ -67,14 +63,14 @@ ForwardCall forward_call(const Arguments& a, const Device& device) {
 
 BackwardCall backward_call(const Arguments& a, const BackwardInputs& in, const Device& device) {
   BackwardCall call;
-  call.query = place("query", a.query, device);
-  call.key = place("key", a.key, device);
-  call.value = place("value", a.value, device);
+  call.query = place("query", a.query, device, needs_copy);
+  call.key = place("key", a.key, device, needs_copy);
+  call.value = place("value", a.value, device, needs_copy);
   call.out = in.out;
   call.grad_out = in.grad_out;
   const auto gradient = [&](bool wanted, const Placement& of) -> std::optional<Placement> {
     if (!wanted) return std::nullopt;
-    return place(packed_like(of.outside), device);
+    return place(packed_like(of.outside), device, needs_copy);
   };
   call.grad_query = gradient(in.needs_query, call.query);
   call.grad_key = gradient(in.needs_key, call.key);

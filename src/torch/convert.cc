@@ -33,8 +33,8 @@ DType dtype_of(const char* name, const Tensor& tensor) {
     default:
       fail(std::string(name) + " has dtype torch." +
            torch::headeronly::toString(tensor.scalar_type()) +
-           "; attention works in float64, float32, float16 and bfloat16, with int32 or int64 "
-           "lengths");
+           "; only float64, float32, float16 and bfloat16 work, and int32 or int64 for lengths and "
+           "ids");
   }
 }
 
@@ -111,14 +111,36 @@ Device device_of(const Tensor& tensor) {
   raise_if_error(found.status());
   const int ordinal = tensor.get_device_index();
   if (ordinal < 0 || ordinal >= static_cast<int>(found.value().size())) {
-    fail("query is on cuda:" + std::to_string(ordinal) + ", and the driver shows " +
+    fail("a tensor is on cuda:" + std::to_string(ordinal) + ", and the driver shows " +
          std::to_string(found.value().size()) + " devices");
   }
   return found.value()[ordinal];
 }
 
-bool same_device(const Tensor& a, const Tensor& b) {
-  return device_type(a) == device_type(b) && a.get_device_index() == b.get_device_index();
+Device device_named(const std::string& name, const Tensor& tensor) {
+  Device device;
+  device.num_threads = static_cast<int>(torch::stable::get_num_threads());
+  if (name == "cpu") return device;
+  if (name.rfind("sm_", 0) == 0 && name.size() >= 5 &&
+      name.find_first_not_of("0123456789", 3) == std::string::npos) {
+    device.type = DeviceType::kCuda;
+    device.compute_capability = std::stoi(name.substr(3, 4));
+    return device;
+  }
+  if (!name.empty()) fail("device is '" + name + "'; it must be 'cpu' or a chip like 'sm_90'");
+  return device_of(tensor);
+}
+
+void check_same_device(NamedTensor first, std::initializer_list<NamedTensor> others) {
+  const Tensor& here = *first.second;
+  for (const auto& [name, tensor] : others) {
+    if (!tensor || (device_type(*tensor) == device_type(here) &&
+                    tensor->get_device_index() == here.get_device_index())) {
+      continue;
+    }
+    fail(std::string(name) + " is on another device than " + first.first + "; move it with .to(" +
+         first.first + ".device)");
+  }
 }
 
 void* stream_of(const Tensor& tensor) {
@@ -150,6 +172,14 @@ Tensor allocate(const TensorSpec& spec, const Tensor& like) {
 Tensor allocate_bytes(size_t bytes, const Tensor& like) {
   const int64_t size = static_cast<int64_t>(bytes), step = 1;
   return empty_strided(1, &size, &step, aoti_torch_dtype_uint8(), like);
+}
+
+Tensor allocate_gradient(const std::optional<TensorSpec>& spec, DType dtype, const Tensor& like,
+                         void*& address) {
+  if (!spec) return allocate(contiguous(dtype, {0}), like);
+  const Tensor gradient = allocate(*spec, like);
+  address = gradient.mutable_data_ptr();
+  return gradient;
 }
 
 }  // namespace flashmoe::ops

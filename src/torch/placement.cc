@@ -18,16 +18,24 @@ Tensor copy_of(const Tensor& tensor, const TensorSpec& spec) {
   return copy;
 }
 
+std::string names_of_moved(std::initializer_list<NamedPlacement> placements) {
+  std::string names;
+  for (const auto& [name, placement] : placements) {
+    if (placement && placement->moved) names += (names.empty() ? "" : ", ") + std::string(name);
+  }
+  return names;
+}
+
 }  // namespace
 
-Placement place(const char* name, const Tensor& tensor, const Device& device) {
-  const Placement there = place(spec_of(name, tensor), device);
+Placement place(const char* name, const Tensor& tensor, const Device& device, NeedsCopy needs) {
+  const Placement there = place(spec_of(name, tensor), device, needs);
   if (there.moved || device.type == DeviceType::kCpu || starts_aligned(tensor)) return there;
   return {there.outside, padded(there.outside), true};
 }
 
-Placement place(const TensorSpec& outside, const Device& device) {
-  if (!needs_copy(outside, device)) return {outside, outside, false};
+Placement place(const TensorSpec& outside, const Device& device, NeedsCopy needs) {
+  if (!needs(outside, device)) return {outside, outside, false};
   return {outside, padded(outside), true};
 }
 
@@ -44,9 +52,9 @@ OptionalTensor start_aligned(const OptionalTensor& tensor) {
   return copy_of(*tensor, packed_like(spec_of("bias", *tensor)));
 }
 
-std::optional<Placement> place(const char* name, const OptionalTensor& tensor,
-                               const Device& device) {
-  return tensor ? std::optional(place(name, *tensor, device)) : std::nullopt;
+std::optional<Placement> place(const char* name, const OptionalTensor& tensor, const Device& device,
+                               NeedsCopy needs) {
+  return tensor ? std::optional(place(name, *tensor, device, needs)) : std::nullopt;
 }
 
 OptionalTensor bring_in(const OptionalTensor& tensor, const std::optional<Placement>& placement) {
@@ -55,6 +63,19 @@ OptionalTensor bring_in(const OptionalTensor& tensor, const std::optional<Placem
 
 Tensor hand_out(const Tensor& written, const std::optional<Placement>& placement) {
   return placement ? hand_out(written, *placement) : written;
+}
+
+std::optional<TensorSpec> inside(const std::optional<Placement>& placement) {
+  return placement ? std::optional(placement->inside) : std::nullopt;
+}
+
+std::string copies_text(std::initializer_list<NamedPlacement> in,
+                        std::initializer_list<NamedPlacement> out) {
+  const std::string before = names_of_moved(in), after = names_of_moved(out);
+  std::string text;
+  if (!before.empty()) text = before + " once, before the kernel";
+  if (!after.empty()) text += (before.empty() ? "" : "; ") + after + " once, after it";
+  return "  copies     " + (text.empty() ? "none" : text) + "\n";
 }
 
 }  // namespace flashmoe::ops

@@ -1,9 +1,16 @@
 // Where kernels find a tensor: as it lies, or in a copy whose rows they can address.
 #pragma once
 
+#include <initializer_list>
+#include <string>
+#include <utility>
+
 #include "convert.h"
 
 namespace flashmoe::ops {
+
+// Whether an operator's kernels want such a tensor copied first: needs_copy of attention.h.
+using NeedsCopy = bool (*)(const TensorSpec&, const Device&);
 
 struct Placement {
   TensorSpec outside;  // as torch has it
@@ -12,10 +19,10 @@ struct Placement {
 };
 
 // A tensor that is there already, which also may begin at an address that kernels cannot use.
-Placement place(const char* name, const Tensor& tensor, const Device& device);
+Placement place(const char* name, const Tensor& tensor, const Device& device, NeedsCopy needs);
 
 // A tensor that will be allocated to lie like that.
-Placement place(const TensorSpec& outside, const Device& device);
+Placement place(const TensorSpec& outside, const Device& device, NeedsCopy needs);
 
 // The tensor that kernels read: itself, or its copy.
 Tensor bring_in(const Tensor& tensor, const Placement& placement);
@@ -28,9 +35,18 @@ Tensor hand_out(const Tensor& written, const Placement& placement);
 OptionalTensor start_aligned(const OptionalTensor& tensor);
 
 // The same for what a call may not have.
-std::optional<Placement> place(const char* name, const OptionalTensor& tensor,
-                               const Device& device);
+std::optional<Placement> place(const char* name, const OptionalTensor& tensor, const Device& device,
+                               NeedsCopy needs);
 OptionalTensor bring_in(const OptionalTensor& tensor, const std::optional<Placement>& placement);
 Tensor hand_out(const Tensor& written, const std::optional<Placement>& placement);
+std::optional<TensorSpec> inside(const std::optional<Placement>& placement);
+
+// A line for explain(): which tensors are copied on their way in and out. Null: not in the call.
+using NamedPlacement = std::pair<const char*, const Placement*>;
+std::string copies_text(std::initializer_list<NamedPlacement> in,
+                        std::initializer_list<NamedPlacement> out);
+inline const Placement* pointer_to(const std::optional<Placement>& placement) {
+  return placement ? &*placement : nullptr;
+}
 
 }  // namespace flashmoe::ops

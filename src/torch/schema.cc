@@ -9,6 +9,11 @@
   "SymInt max_seqlen_k, bool causal, SymInt window_left, SymInt window_right, " \
   "float? scale, float softcap, bool deterministic"
 
+// MoeArguments (moe_arguments.h) in its order.
+#define FLASHMOE_MOE_ARGUMENTS                                                  \
+  "Tensor x, Tensor gate_up, Tensor down, Tensor? up_bias, Tensor? down_bias, " \
+  "Tensor ids, Tensor? weights, str activation"
+
 STABLE_TORCH_LIBRARY(flashmoe, m) {
   m.def("attention_forward(" FLASHMOE_ARGUMENTS ") -> (Tensor out, Tensor lse)");
   m.def("attention(" FLASHMOE_ARGUMENTS ") -> (Tensor out, Tensor lse)");
@@ -18,5 +23,26 @@ STABLE_TORCH_LIBRARY(flashmoe, m) {
       ", bool needs_query, bool needs_key, bool needs_value, bool needs_bias)"
       " -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_bias)");
   m.def("explain(" FLASHMOE_ARGUMENTS ", bool backward, str device) -> str");
+
+  // Without `keep`, pre and routing are empty.
+  m.def("moe_forward(" FLASHMOE_MOE_ARGUMENTS
+        ", bool keep) -> (Tensor out, Tensor pre, Tensor routing)");
+  m.def("moe(" FLASHMOE_MOE_ARGUMENTS ", bool keep) -> (Tensor out, Tensor pre, Tensor routing)");
+  m.def("moe_backward(Tensor grad_out, Tensor pre, Tensor routing, " FLASHMOE_MOE_ARGUMENTS
+        ", bool needs_x, bool needs_gate_up, bool needs_down, bool needs_up_bias, "
+        "bool needs_down_bias, bool needs_weights) -> (Tensor grad_x, Tensor grad_gate_up, "
+        "Tensor grad_down, Tensor grad_up_bias, Tensor grad_down_bias, Tensor grad_weights)");
+  m.def("explain_moe(" FLASHMOE_MOE_ARGUMENTS ", bool keep, bool backward, str device) -> str");
+  // Weights first: torch.library.opcheck adds all results to the first one.
+  m.def(
+      "route_forward(Tensor logits, Tensor? bias, SymInt k, str scoring, bool normalize)"
+      " -> (Tensor weights, Tensor ids)");
+  m.def(
+      "route(Tensor logits, Tensor? bias, SymInt k, str scoring, bool normalize)"
+      " -> (Tensor weights, Tensor ids)");
+  m.def(
+      "route_backward(Tensor grad_weights, Tensor logits, Tensor ids, str scoring, "
+      "bool normalize) -> Tensor");
+
   m.def("build_info() -> str");
 }

@@ -289,7 +289,7 @@ TEST(environment) {
   }
   for (const char* tile : {"64", "64x", "x64", "64x64x64", "axb", "64x64 "}) {
     const Environment set("FLASHMOE_TILE", tile);
-    check_refused(p, {"FLASHMOE_TILE is ", tile, "QUERIESxKEYS"});
+    check_refused(p, {"FLASHMOE_TILE is ", tile, "ROWSxCOLUMNS"});
   }
   {
     const Environment set("FLASHMOE_TILE", "1x1");

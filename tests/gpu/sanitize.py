@@ -4,8 +4,9 @@
     python3 tests/gpu/sanitize.py --family sm90 --part 0/4               a fourth of its calls
 
 Forward in both its tiles, split and combined, backward in any order and in turn, ragged, masks and
-lengths, a bias and its gradient, strides, edge lengths, head dims of every bucket. No pytest, and
-the arithmetic around the calls is the CPU's: the tools slow every kernel down, and only ours are of
+lengths, a bias and its gradient, strides, edge lengths, head dims of every bucket; a mixture of
+experts and its router in every tile, with either order of weights. No pytest, and the arithmetic
+around the calls is the CPU's: the tools slow every kernel down, and only ours are of
 interest. Exits with 1 where a result is far off; the tests judge precisely.
 """
 
@@ -22,8 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 
 import torch
-from families import DTYPES, FAMILIES
+from families import DTYPES, FAMILIES, has
 
+import flashmoe_science as fm
+import moe_oracle
 import oracle
 
 DEVICE = os.environ.get("FLASHMOE_TEST_DEVICE", "cuda")  # "cpu" tries out the script itself
@@ -262,6 +265,70 @@ SM90_CALLS = [
 ]
 
 
+@dataclass
+class Experts:
+    """A mixture of experts, with all its gradients."""
+
+    shape: tuple[int, int, int, int, int]  # T, d, n, E, k
+    activation: str = "swiglu"
+    tile: str = ""  # forced
+    layout: object = as_it_is
+    biases: bool = True
+
+    def case(self, dtype: torch.dtype, deterministic: bool) -> moe_oracle.Case:
+        """On the CPU. Some pairs have no expert, and the last expert has no pair."""
+        T, *_, E, k = self.shape
+        ids = torch.randint(-1, max(E - 1, 1), (T, k))
+        options = {"activation": self.activation, "biases": (self.biases, self.biases)}
+        return moe_oracle.make(*self.shape, dtype=dtype, ids=ids, **options)
+
+    def __str__(self) -> str:
+        return f"experts {self.shape} {self.activation} {self.tile} {self.layout.__name__}"
+
+
+# Each runs in every family and dtype that has its tile.
+EXPERTS = [
+    Experts((300, 136, 72, 4, 2), tile="128x128"),
+    Experts((300, 136, 72, 4, 2), tile="128x256", layout=rows_apart),
+    Experts((300, 136, 72, 4, 2), tile="128x64"),
+    Experts((150, 80, 48, 3, 3), tile="64x64", layout=transposed),
+    Experts((70, 144, 80, 9, 2), tile="16x64", layout=transposed),
+    Experts((300, 144, 80, 4, 1), "geglu", "128x128", transposed),
+    Experts((300, 144, 80, 4, 1), "gelu", "128x64", transposed),
+    Experts((150, 67, 133, 3, 2), "relu", layout=odd_rows),
+    Experts((150, 13, 31, 5, 1), "reglu"),
+    Experts((2500, 40, 24, 2, 1), "silu", biases=False),
+    Experts((1, 64, 40, 300, 8)),
+    Experts((0, 64, 40, 3, 2)),
+]
+
+
+def sanitize_experts(call: Experts, dtype: torch.dtype) -> list[str]:
+    """What is far off."""
+    os.environ["FLASHMOE_TILE"] = call.tile
+    case = call.case(dtype, True)
+    moved = case.to(DEVICE)
+    for name in ("x", "gate_up", "down", "grad_out"):
+        setattr(moved, name, call.layout(getattr(case, name)))
+    got = moe_oracle.ours(moved)
+    logits = torch.randn(37, call.shape[3]).to(dtype)
+    k = min(call.shape[4], call.shape[3])
+    leaf = logits.to(DEVICE).requires_grad_()
+    _, got["weights"] = fm.route(leaf, k)
+    (got["dlogits"],) = torch.autograd.grad(got["weights"].sum(), leaf)
+    want = moe_oracle.reference(case)
+    exact = logits.double().requires_grad_()
+    _, want["weights"] = moe_oracle.route(exact, k)
+    (want["dlogits"],) = torch.autograd.grad(want["weights"].sum(), exact)
+    eps = torch.finfo(dtype).eps
+    found = {name: x.detach() for name, x in got.items()}
+    return [name for name, x in found.items() if far_off(name, x, want[name].detach(), eps)]
+
+
+def has_tile(family: str, tile: str) -> bool:
+    return not tile or has(family, "moe_up", tuple(int(x) for x in tile.split("x")))
+
+
 def far_off(name: str, got: torch.Tensor, want: torch.Tensor, eps: float) -> bool:
     got = got.cpu().double()
     if got.shape != want.shape or not torch.equal(got == -torch.inf, want == -torch.inf):
@@ -315,6 +382,14 @@ def main() -> int:
             failures += bool(bad)
             verdict = f"FAR OFF: {', '.join(bad)}" if bad else "fine"
             print(f"{family} {name} {call}: {verdict}", flush=True)
+        calls = [call for call in EXPERTS if has_tile(family, call.tile)]
+        calls = calls if has(family, "moe_up") else []
+        for call, name in [(call, name) for call in calls for name in dtypes][first::step]:
+            bad = sanitize_experts(call, DTYPES[name])
+            failures += bool(bad)
+            verdict = f"FAR OFF: {', '.join(bad)}" if bad else "fine"
+            print(f"{family} {name} {call}: {verdict}", flush=True)
+        os.environ["FLASHMOE_TILE"] = ""
     return 1 if failures else 0
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from flashmoe_science.bench import ragged
 from flashmoe_science.bench.case import Shape
+from flashmoe_science.bench.workloads import WORKLOADS
+
+ATTENTION = {n: workload for n, workload in WORKLOADS.items() if workload.operator == "attention"}
 
 
 def flops_of(workload: str, shape: str) -> float:
-    """Of the forward pass."""
+    """Of the forward pass of attention."""
     parsed = Shape.parse(shape)
     pairs = parsed.batch * parsed.pairs
     if workload == "mixed_lengths" and not parsed.even:

@@ -56,6 +56,11 @@ FORWARD = {"attention_fwd", "attention_fwd_bias"}
 BACKWARD = {"attention_bwd", "attention_bwd_bias"}
 FINISH = {"attention_bwd_dq", "attention_bwd_bias_dq"}
 BIAS_SUM = "attention_bwd_bias_sum"
+# Products of a mixture of experts, by the table that has their tiles.
+MOE_PRODUCTS = {
+    "kRows": ("moe_up", "moe_down", "moe_bwd_act"),
+    "kTokens": ("moe_bwd_weights",),
+}
 CATALOGUE = {kernel["name"]: kernel for kernel in INFO.get("kernels", [])}
 # The images that the library holds: the build folder may have others, of an earlier build.
 HELD = {f"{kernel['image']}.{chip}" for kernel in CATALOGUE.values() for chip in kernel["chips"]}

@@ -27,9 +27,9 @@ STARTS_Q, STARTS_K = (0, 2, 2, 5), (0, 3, 4, 6)
 RAGGED = (torch.tensor(STARTS_Q), torch.tensor(STARTS_K), 3, 3)
 KEY_LENGTHS = torch.tensor([4, 2])
 
-FORWARD_MODE = "no forward-mode derivative yet.*SDPBackend.MATH"
-SECOND = "no second derivative yet.*SDPBackend.MATH"
-RAGGED_VMAP = "ragged batches has no vmap yet.*one call"
+FORWARD_MODE = "no forward-mode derivative yet.*INSTEAD"
+SECOND = "no second derivative yet.*INSTEAD"
+NO_VMAP = "has no vmap yet.*(one call|pass the batch)"
 
 
 # The functions, each with the same in plain math.
@@ -71,13 +71,30 @@ def heads_first_lse(q, k, v):
     return out, lse.transpose(0, 1)
 
 
+IDS = torch.tensor([[0, 2], [2, 2], [-1, 1], [4, 0], [1, 0]])
+
+
+def experts(x, gate_up, down, weights):
+    """Every token through every expert, and then those that it has."""
+    gate, up = torch.einsum("ehd,...d->...eh", gate_up, x).chunk(2, -1)
+    each = torch.einsum("edn,...en->...ed", down, F.silu(gate) * up)
+    chosen = (IDS[..., None] == torch.arange(3)).to(x.dtype)  # (T, k, E)
+    return (torch.einsum("tke,tk,ted->td", chosen, weights, each),)
+
+
+def router(logits):
+    weights = logits.softmax(-1).topk(2).values
+    return (weights / weights.sum(-1, keepdim=True),)
+
+
 @dataclass(frozen=True)
 class Subject:
     ours: Callable
     math: Callable
     shapes: tuple[tuple[int, ...], ...]
-    ragged: bool = False
+    vmap: bool = True
     context: Callable = nullcontext
+    instead: str = "SDPBackend.MATH"  # what a refusal says to use
 
     def inputs(self):
         generator = torch.Generator().manual_seed(7)
@@ -111,7 +128,7 @@ SUBJECTS = {
         ),
         ragged,
         (*PACKED, (12, 4)),
-        ragged=True,
+        vmap=False,
     ),
     "enable_sdpa": Subject(
         lambda *x: (F.scaled_dot_product_attention(*x),),
@@ -128,10 +145,20 @@ SUBJECTS = {
         lambda *x: flash_attn.flash_attn_varlen_func(*x, *RAGGED, return_attn_probs=True),
         heads_first_lse,
         PACKED,
-        ragged=True,
+        vmap=False,
+    ),
+    "moe": Subject(
+        lambda x, gate_up, down, weights: (fm.moe(x, gate_up, down, IDS, weights),),
+        experts,
+        ((5, 3), (3, 4, 3), (3, 3, 2), (5, 2)),
+        vmap=False,
+        instead="F.linear",
+    ),
+    "route": Subject(
+        lambda logits: (fm.route(logits, 2)[1],), router, ((5, 4),), vmap=False, instead="topk"
     ),
 }
-NO_TENSORS = {"explain"}  # gives text: asked on its own below
+NO_TENSORS = {"explain", "explain_moe", "register_experts"}  # give text, asked on their own
 
 
 def test_every_public_function_is_asked():
@@ -239,6 +266,15 @@ def mapped_twice(f, inputs):
 def gradient_of_mapped(f, inputs):
     samples = tuple(torch.stack([x, x.flip(0), -x]) for x in inputs)
     return func.grad(loss(func.vmap(f)), everything(len(inputs)))(*samples)
+
+
+def gradient_of_value(f, inputs):
+    """The value that an inner gradient leaves behind is no constant to the outer one."""
+
+    def value(*x):
+        return func.grad_and_value(loss(f))(*x)[1]
+
+    return func.grad(value, everything(len(inputs)))(*inputs)
 
 
 def functional_call(f, inputs):
@@ -365,6 +401,7 @@ RIGHT = {
     "functional.jacobian, vectorized": lambda f, x: functional.jacobian(f, x, vectorize=True),
     "func.grad": lambda f, x: func.grad(loss(f), everything(len(x)))(*x),
     "func.grad_and_value": lambda f, x: func.grad_and_value(loss(f), everything(len(x)))(*x)[0],
+    "func.grad of func.grad_and_value's value": gradient_of_value,
     "func.functional_call": functional_call,
     "func.functionalize": lambda f, x: [func.functionalize(f)(*x)],
     "func.vjp": func_vjp,
@@ -373,7 +410,9 @@ RIGHT = {
     "a compiled func.grad": inside_compiled(lambda f, x: [func.grad(loss(f))(*x)]),
     "forward_ad in inference mode": dual(0, torch.inference_mode),  # torch drops the tangent too
 }
-# Refused only where the batch is ragged.
+
+
+# Refused where there is no vmap.
 MAPS = {
     "func.jacrev": lambda f, x: func.jacrev(f, everything(len(x)))(*x),
     "func.jacrev, in chunks": lambda f, x: [func.jacrev(f, chunk_size=2)(*x)],
@@ -384,12 +423,9 @@ MAPS = {
     "func.grad of func.vmap": gradient_of_mapped,
 }
 REFUSED = {
-    "forward_ad of q": (dual(0), FORWARD_MODE),
-    "forward_ad of k": (dual(1), FORWARD_MODE),
-    "forward_ad of v": (dual(2), FORWARD_MODE),
-    "forward_ad of bias": (dual(3), FORWARD_MODE),
+    **{f"forward_ad of input {i}": (dual(i), FORWARD_MODE) for i in range(4)},
     "forward_ad without gradients": (dual(0, torch.no_grad), FORWARD_MODE),
-    "forward_ad of what requires gradients": (dual(1, requires_grad=True), FORWARD_MODE),
+    "forward_ad of what requires gradients": (dual(0, requires_grad=True), FORWARD_MODE),
     "forward_ad of a gradient": (dual_gradient(False), FORWARD_MODE),
     "forward_ad of a recorded gradient": (dual_gradient(True), FORWARD_MODE),
     "forward_ad of a compiled function": (compiled(dual(0), "eager"), FORWARD_MODE),
@@ -398,10 +434,10 @@ REFUSED = {
         FORWARD_MODE,
     ),
     "func.jvp": (func_jvp, FORWARD_MODE),
-    "func.jvp of q": (jvp_of_one, FORWARD_MODE),
+    "func.jvp of one input": (jvp_of_one, FORWARD_MODE),
     "func.jvp of func.grad": (jvp_of_gradient, FORWARD_MODE),
     "func.grad of func.jvp": (gradient_of_jvp, FORWARD_MODE),
-    "func.jvp of func.vmap": (jvp_of_mapped, f"{FORWARD_MODE}|{RAGGED_VMAP}"),
+    "func.jvp of func.vmap": (jvp_of_mapped, f"{FORWARD_MODE}|{NO_VMAP}"),
     "func.jvp of a compiled function": (compiled(func_jvp), FORWARD_MODE),
     "a compiled func.jvp": (inside_compiled(jvp_of_one), FORWARD_MODE),
     # torch has this for no autograd.Function.
@@ -413,7 +449,7 @@ REFUSED = {
     "func.jacfwd": (lambda f, x: func.jacfwd(f, everything(len(x)))(*x), FORWARD_MODE),
     "func.hessian": (
         lambda f, x: func.hessian(loss(f))(*x),
-        f"{FORWARD_MODE}|{SECOND}|{RAGGED_VMAP}",
+        f"{FORWARD_MODE}|{SECOND}|{NO_VMAP}",
     ),
     "autograd.grad twice": (second_gradients, SECOND),
     "gradgradcheck": (gradgradcheck, SECOND),
@@ -424,7 +460,7 @@ REFUSED = {
     "func.grad of func.grad": (gradient_of_gradient, SECOND),
     "func.jacrev of func.grad": (
         lambda f, x: func.jacrev(func.grad(loss(f)))(*x),
-        f"{SECOND}|{RAGGED_VMAP}",
+        f"{SECOND}|{NO_VMAP}",
     ),
 }
 ASKED = {*RIGHT, *MAPS, *REFUSED}
@@ -458,8 +494,8 @@ def same(got, want):
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_what_is_given_is_right(name, request_):
     subject, ask = SUBJECTS[name], (RIGHT | MAPS)[request_]
-    if request_ in MAPS and subject.ragged:
-        with pytest.raises(NotImplementedError, match=RAGGED_VMAP):
+    if not subject.vmap and request_ in MAPS:
+        with pytest.raises(NotImplementedError, match=NO_VMAP):
             ask(flat(subject.ours), subject.inputs())
         return
     want = ask(flat(subject.math), subject.inputs())
@@ -473,12 +509,14 @@ def test_what_is_given_is_right(name, request_):
         (name, request_)
         for name, subject in SUBJECTS.items()
         for request_ in REFUSED
-        if ("bias" not in request_ or len(subject.shapes) == 4) and (name, request_) != TAKEN_APART
+        if request_ not in [f"forward_ad of input {i}" for i in range(len(subject.shapes), 4)]
+        and (name, request_) != TAKEN_APART
     ],
 )
 def test_what_is_not_there_is_refused(name, request_):
     ask, words = REFUSED[request_]
     subject = SUBJECTS[name]
+    words = words.replace("INSTEAD", subject.instead)
     with subject.context(), pytest.raises(RuntimeError, match=f"(?s){words}"):
         ask(flat(subject.ours), subject.inputs())
 

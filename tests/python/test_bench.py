@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import flashmoe_science
+from bench_rows import ATTENTION
 from clocks import CPU, ONE_TURN, FakeCudaClock
 from flashmoe_science.__main__ import main
 from flashmoe_science.bench import accuracy, machine, ragged, report, runner, timing, workloads
@@ -32,7 +33,7 @@ PACKAGE = Path(flashmoe_science.__file__).parent
 def bench_run(tmp_path_factory):
     """One small benchmark run as a user would: (process, results, folder)."""
     out = tmp_path_factory.mktemp("bench")
-    arguments = f"--workload {','.join(WORKLOADS)} --shape 3,4,21,8 --dtype fp32,bf16"
+    arguments = f"--workload {','.join(ATTENTION)} --shape 3,4,21,8 --dtype fp32,bf16"
     arguments += " --pass fwd,bwd,fwd+bwd"
     command = [
         sys.executable,
@@ -55,7 +56,7 @@ def test_every_row_is_there(bench_run):
     rows = [(r["workload"], r["label"], r["dtype"], r["pass"]) for r in results["rows"]]
     expected = {
         (w, "3,4,21,8", d, p)
-        for w, workload in WORKLOADS.items()
+        for w, workload in ATTENTION.items()
         for d in ("fp32", "bf16")
         for p in workload.passes
     }
@@ -246,7 +247,7 @@ def test_list(capsys):
     assert main(["bench", "--list"]) == 0
     text = capsys.readouterr().out
     assert all(name in text for name in WORKLOADS) and "1,8,512,128" in text
-    graphs = [name for name, workload in WORKLOADS.items() if workload.in_graph]
+    graphs = [name for name, workload in ATTENTION.items() if workload.in_graph]
     assert text.count("cuda, fwd,fwd+bwd, as CUDA graphs") == len(graphs) - 1 == 7, "and decode"
 
 
@@ -266,10 +267,10 @@ def test_default_shapes_are_legal(device):
     rows = runner.rows_of(WORKLOADS, None, runner.DTYPES, runner.PASSES, device)
     assert {row.workload for row in rows} == set(WORKLOADS)
     for row in rows:
-        assert Shape.parse(str(row.shape)) == row.shape
+        assert WORKLOADS[row.workload].shape_type.parse(str(row.shape)) == row.shape
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("name", ATTENTION)
 def test_peers_compute_the_same_thing(name):
     """A peer that computes something else would make the comparison meaningless."""
     kv = "kv" in WORKLOADS[name].options
@@ -293,7 +294,7 @@ def packed_again(lengths: tuple[int, ...], padded: torch.Tensor) -> torch.Tensor
     return torch.cat([padded[i, :, :n].transpose(0, 1) for i, n in enumerate(lengths)])
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("name", ATTENTION)
 def test_some_heads_are_a_smaller_case(name):
     case = WORKLOADS[name].make(Shape.parse("2,6,9,8,kv3"), torch.float64, CPU)
     assert case.group == 2
@@ -376,7 +377,7 @@ def test_dense_rows_beside_two_peers_fit_four_minutes_of_a_gpu():
 
 def test_rows_of_science_fit_three_minutes_of_a_gpu():
     """Sustained, as CUDA graphs, which need half of the usual budget."""
-    names = [n for n, workload in WORKLOADS.items() if workload.in_graph and n != "decode"]
+    names = [n for n, workload in ATTENTION.items() if workload.in_graph and n != "decode"]
     specs = runner.rows_of(names, None, ["bf16"], None, "cuda")
     assert len(specs) == 2 * (18 + 11 + 4 + 2 + 6 + 2 + 2)
     peers = [peer for name in names for peer in WORKLOADS[name].peers("cuda")]

@@ -13,6 +13,7 @@ from bench_rows import flops_of
 from flashmoe_science.bench import runner, workloads
 from flashmoe_science.bench.case import Shape
 from flashmoe_science.bench.results import compare
+from flashmoe_science.bench.workloads import WORKLOADS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
@@ -124,7 +125,8 @@ def made_up_row(
     spec: runner.RowSpec, ratio: float, family: str = "sm90", cudnn: float | None = 1.2
 ) -> dict:
     """A row in which FA3, or our other rows for as many FLOPs, take our time times a ratio."""
-    flops = flops_of(spec.workload, str(spec.shape)) * runner.FLOPS_OF_PASS[spec.direction]
+    factor = WORKLOADS[spec.workload].flops_of_pass(spec.direction)
+    flops = flops_of(spec.workload, str(spec.shape)) * factor
     ours = flops / 1e12 / ratio
     if spec.workload == "deterministic":
         implementations = {"ours": {"ms": ours}, "nondeterministic": {"ms": ratio * ours}}

@@ -12,6 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from bench_rows import ATTENTION
 from clocks import CPU, ONE_TURN, FakeCudaClock
 from flashmoe_science.bench import (
     accuracy,
@@ -60,7 +61,7 @@ def test_gpu_shapes_are_those_the_field_was_measured_at():
         assert WORKLOADS[name].in_graph, "the host would show"
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("name", ATTENTION)
 def test_every_peer_of_the_table_is_in_the_case(name):
     case = make(name, "2,4,9,8")
     for device in ("cpu", "cuda"):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench_rows import ATTENTION
 from clocks import CPU
 from flashmoe_science.__main__ import main
 from flashmoe_science.bench import accuracy, peer_file, runner
@@ -198,7 +199,7 @@ def test_a_peer_without_a_backward_pass_runs_forward(bench):
     assert rows["bwd"]["implementations"]["half"]["reason"] == "RuntimeError: gives no gradient"
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("name", ATTENTION)
 def test_a_peer_is_told_what_a_workload_needs(tmp_path, name):
     options = WORKLOADS[name].options
     words = ["kv2"] if "kv" in options else []
@@ -287,7 +288,7 @@ def test_a_file_may_import_what_lies_beside_it(bench, tmp_path):
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("x = 1", "neither attention() nor attention_varlen()"),
+        ("x = 1", "none of attention(), attention_varlen(), moe()"),
         ("raise ImportError('built for another chip')", "ImportError: built for another chip"),
         ("LAYOUT = 'SBHD'\ndef attention(q, k, v, causal): ...", "LAYOUT 'SBHD'"),
         ("NAME = 'flash'\ndef attention(q, k, v, causal): ...", "there is a flash already"),

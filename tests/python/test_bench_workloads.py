@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bench_rows import flops_of
+from bench_rows import ATTENTION, flops_of
 from clocks import CPU, ONE_TURN
 from flashmoe_science.bench import peers, ragged, runner, timing, workloads
 from flashmoe_science.bench.accuracy import check, heads_to_compare
@@ -112,7 +112,7 @@ def test_a_peer_that_a_case_lacks_is_left_out(monkeypatch):
     assert list(found["implementations"]) == ["ours"], "math is asked for, and is none of its peers"
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("name", ATTENTION)
 def test_every_row_knows_its_kernels(name):
     case = WORKLOADS[name].make(Shape.parse("2,4,9,8"), torch.float32, CPU)
     kernels = runner.kernels_of(case, "fwd+bwd")

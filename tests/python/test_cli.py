@@ -14,7 +14,7 @@ import torch
 
 import flashmoe_science
 from flashmoe_science.__main__ import main
-from flashmoe_science.bench import workloads
+from flashmoe_science.bench import moe, workloads
 from flashmoe_science.cli import doctor
 
 PACKAGE = Path(flashmoe_science.__file__).parent
@@ -52,7 +52,8 @@ def test_doctor_json_has_every_check(capsys):
     assert all(0 < check["error"] <= check["limit"] for check in report["checks"])
     cpu = report["backends"][0]
     assert cpu["device"] == "cpu" and cpu["forward"] == cpu["backward"] == list(doctor.DTYPES)
-    for backend in report["backends"]:
+    assert report["moe_backends"][0] == {**cpu, "device": "cpu"}
+    for backend in (*report["backends"], *report["moe_backends"]):
         assert len(backend["forward"]) == 4 or backend["why_not"], "no reason given"
 
 
@@ -80,6 +81,17 @@ def test_doctor_finds_one_wrong_number(monkeypatch, capsys):
     assert main(["doctor"]) == 1
     text = capsys.readouterr().out
     assert "WRONG" in text and "verdict: broken" in text
+
+
+def test_doctor_finds_one_wrong_expert(monkeypatch, capsys):
+    def wrong(x, gate_up, down, ids, weights):
+        down = torch.cat([down[:3], 1.1 * down[3:4], down[4:]])
+        return flashmoe_science.moe(x, gate_up, down, ids, weights)
+
+    monkeypatch.setattr(moe, "moe", wrong)
+    assert main(["doctor"]) == 1
+    wrong = [line for line in capsys.readouterr().out.splitlines() if "WRONG" in line]
+    assert len(wrong) == 8 and all(" moe" in line for line in wrong), "both, in every dtype"
 
 
 def test_doctor_reports_a_call_that_fails(monkeypatch, capsys):
@@ -137,10 +149,38 @@ def test_explain_ragged(capsys):
     assert capsys.readouterr().out.strip() == expected.strip()
 
 
+def test_explain_of_experts_says_what_explain_moe_says(capsys):
+    shape = "--tokens 40 --width 24 --inner 20 --experts 7 --k 3 --dtype bf16 --device cpu"
+    bf16 = torch.bfloat16
+    given = {
+        "x": meta(40, 24, dtype=bf16),
+        "gate_up": meta(7, 24, 20, dtype=bf16).mT,
+        "down": meta(7, 20, 24, dtype=bf16).mT,
+        "ids": meta(40, 3, dtype=torch.int32),
+        "up_bias": meta(7, 20, dtype=bf16),
+        "down_bias": meta(7, 24, dtype=bf16),
+        "weights": meta(40, 3),
+        "activation": "gelu",
+        "device": "cpu",
+    }
+    options = "--activation gelu --biases --transposed"
+    assert main(["explain", "--moe", *shape.split(), *options.split(), "--backward"]) == 0
+    said = flashmoe_science.explain_moe(**given, backward=True)
+    assert capsys.readouterr().out.strip() == said.strip()
+    del given["up_bias"], given["down_bias"], given["weights"]
+    for more, x in (("", given["x"].requires_grad_()), ("--inference", given["x"].detach())):
+        options = f"--activation gelu --transposed --no-weights {more}"
+        assert main(["explain", "--moe", *shape.split(), *options.split()]) == 0
+        said = flashmoe_science.explain_moe(**{**given, "x": x})
+        assert capsys.readouterr().out.strip() == said.strip()
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
         ("--heads 8 --kv-heads 3", "heads"),
+        ("--moe --device sm_1", "device"),
+        ("--moe --dtype fp64 --device sm_90", "CUDA"),
         ("--len 64 --bias 1,8,64,63", "bias"),
         ("--window 4,-2", "window"),
         ("--dim 512", "512"),
@@ -213,7 +253,9 @@ def test_help_has_examples(capsys, command):
     assert "examples:" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("line", ["", "nothing", "explain --len -1", "explain --window 3"])
+@pytest.mark.parametrize(
+    "line", ["", "nothing", "explain --len -1", "explain --window 3", "explain --moe --k two"]
+)
 def test_bad_usage(capsys, line):
     with pytest.raises(SystemExit) as stop:
         main(line.split())

@@ -46,13 +46,16 @@ def test_the_code_of_the_models_page_runs(checkout, capsys):
     assert "attention in float32" in capsys.readouterr().out
 
 
-@pytest.fixture(scope="module")
-def example(checkout):
-    path = checkout / "examples" / "crystal_transformer.py"
-    spec = importlib.util.spec_from_file_location("crystal_transformer", path)
+def load(checkout, name: str):
+    spec = importlib.util.spec_from_file_location(name, checkout / "examples" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def example(checkout):
+    return load(checkout, "crystal_transformer")
 
 
 @pytest.fixture
@@ -97,10 +100,40 @@ def test_the_bias_function_is_taught(example, crystals, threads, dtype):
         assert (parameter != before[name]).any(), name
 
 
+@pytest.fixture(scope="module")
+def experts(checkout):
+    return load(checkout, "element_experts")
+
+
+def test_surroundings_do_not_depend_on_the_order_of_atoms(experts):
+    crystal = experts.random_crystal()
+    assert crystal.surroundings.isfinite().all() and (crystal.surroundings > 0.1).any(1).all()
+    assert len(crystal.elements.unique()) > 1
+    batch = experts.pack([crystal], torch.device("cpu"))
+    order = torch.randperm(len(crystal.elements))
+    turned = batch._replace(elements=batch.elements[order], surroundings=batch.surroundings[order])
+    model = experts.Model(mean=-0.1, deviation=0.05)
+    torch.testing.assert_close(model(turned), model(batch))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_element_teaches_its_own_expert(experts, threads, dtype):
+    threads(1)
+    crystals = [experts.random_crystal() for _ in range(64)]
+    energies = torch.stack([crystal.energy for crystal in crystals])
+    model = experts.Model(energies.mean().item(), energies.std().item(), dtype)
+    before = [layer.down.detach().clone() for layer in model.layers]
+    losses = torch.stack(list(experts.train(model, crystals, steps=60)))
+    assert losses[-10:].mean() < 0.5 * losses[:10].mean()
+    for layer, old in zip(model.layers, before, strict=True):
+        assert ((layer.down - old).flatten(1).abs().amax(1) > 1e-3).all(), "of every expert"
+
+
 @pytest.mark.slow
-def test_the_crystal_transformer_beats_predicting_the_mean(checkout):
-    script = checkout / "examples" / "crystal_transformer.py"
-    printed = run(script, "--device", "cpu", "--steps", "250")
+@pytest.mark.parametrize("name, steps", [("crystal_transformer", 250), ("element_experts", 250)])
+def test_an_example_beats_predicting_the_mean(checkout, name, steps):
+    script = checkout / "examples" / f"{name}.py"
+    printed = run(script, "--device", "cpu", "--steps", str(steps))
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
     assert len(losses) == 10 and losses[-1] < 0.2 * losses[0]
     errors = re.search(r": ([\d.]+) meV per atom; predicting the mean: ([\d.]+)", printed)

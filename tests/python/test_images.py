@@ -22,6 +22,7 @@ from catalogue import (
     FORWARD,
     IMAGES,
     INFO,
+    MOE_PRODUCTS,
     ROOT,
     TORCH_DTYPES,
     beside,
@@ -49,9 +50,21 @@ HOPPER_ROWS = {
     "attention_bwd_preprocess": 4,
     "attention_bwd_dq": 4,
 }
+MOE_ROWS = {
+    "moe_count": 1,
+    "moe_scan": 32,
+    "moe_place": 1,
+    "moe_combine": 8,
+    "moe_bwd_prepare": 32,
+    "moe_bwd_bias": 4,
+    "moe_bwd_bias_sum": 4,
+    "moe_bwd_scale": 8,
+    "moe_route": 8,
+    "moe_route_bwd": 8,
+}
 # Tiles of tokens have warps that go their own ways.
 PACKED = ("HMMA.16816", "LDSM", "UTMALDG")
-WITH_PRODUCTS = FORWARD | BACKWARD | {BIAS_SUM}
+WITH_PRODUCTS = FORWARD | BACKWARD | {BIAS_SUM, *sum(MOE_PRODUCTS.values(), ())}
 # What several blocks do to the same memory in any order: only where grad_query is added up.
 SHARED_SUMS = r"(?:RED|ATOM)[GS]?\."
 # What the other dtype looks like: in the name of a symbol, in PTX, in machine code. A product of
@@ -129,11 +142,31 @@ def rows(path: Path) -> list[tuple[str, str, list[int]]]:
     return found
 
 
+def listed_experts(family: str) -> dict[str, Listed]:
+    """Kernels of a mixture of experts, by name. Weights may lie the other way round: _t."""
+    path, found = ROOT / f"src/cuda/moe/kernels/{family}.h", {}
+    for dtype in FAMILIES[family].dtypes if path.exists() else ():
+        for _, table, (m, n, _, _, warps_m, warps_n, ctas) in rows(path):
+            for role in MOE_PRODUCTS[table]:
+                image = f"{family}_{role}_{dtype}"
+                kernel = Listed(image, role, (0, m, n), warps_m * warps_n, ctas)
+                for order in ("", "_t") if table == "kRows" else ("",):
+                    found[f"{family}_{role}{order}_{dtype}_{m}x{n}"] = kernel
+                if role == "moe_bwd_weights":
+                    total = Listed(image, f"{role}_sum", (0, m, n), 8)
+                    found[f"{family}_{role}_sum_{dtype}_{m}x{n}"] = total
+        for role, warps in MOE_ROWS.items():
+            image = f"{family}_moe_small_{dtype}"
+            found[f"{family}_{role}_{dtype}"] = Listed(image, role, warps=warps)
+    return found
+
+
 @cache
 def listed_kernels() -> dict[str, Listed]:
     """What the rows of each family's tables stand for, by name."""
     found = {}
     for family in INFO["families"]:
+        found |= listed_experts(family)
         listed = rows(ROOT / f"src/cuda/attention/kernels/{family}.h")
         assert {table for _, table, _ in listed} <= set(TABLES) and listed
         for dtype in FAMILIES[family].dtypes:
@@ -252,6 +285,16 @@ def test_every_tile_has_all_that_its_pass_needs():
             assert kernel["role"] == "attention_bwd" or bias_sum(kernel["name"]) in CATALOGUE
 
 
+def test_every_tile_of_experts_has_both_orders_of_weights():
+    for kernel in CATALOGUE.values():
+        if kernel["role"] in MOE_PRODUCTS["kRows"]:
+            plain, order = kernel["name"].replace("_t_", "_"), f"{kernel['role']}_t_"
+            other = plain.replace(f"{kernel['role']}_", order)
+            assert {plain, other} <= set(CATALOGUE)
+        if kernel["role"] == "moe_bwd_weights":
+            assert kernel["name"].replace("_weights_", "_weights_sum_") in CATALOGUE
+
+
 def test_the_library_holds_these_images():
     library = (ROOT / "python/flashmoe_science/lib/libflashmoe.so").read_bytes()
     for image in IMAGES:
@@ -334,8 +377,8 @@ def strange_code(kernel: str, chip: str, opcodes: Counter[str]) -> list[str]:
         wanted += [r"UTMASTG"] if role != BIAS_SUM else []
     elif hopper:
         wanted += [r"STG\.E\.128"] if role == "attention_bias_align" else []
-    elif role not in ("attention_combine", BIAS_SUM):  # which write single numbers
-        wanted.append(r"STG\.E\.128")
+    elif role not in ("attention_combine", BIAS_SUM, *MOE_ROWS) or role == "moe_combine":
+        wanted.append(r"STG\.E\.128")  # the others write single numbers
     if hopper and products:  # tickets are integers; only a backward pass adds numbers
         found += [f"has {x}" for x in some(SHARED_SUMS + r".*F32") if role not in BACKWARD]
         # Where the compiler loses sight of warps being together, the main loop loses a tenth.
@@ -401,6 +444,13 @@ def test_strange_code_would_be_found():
             assert not strange_code(short["sm80", role], "sm_90", codes(good))
             assert strange_code(short["sm80", role], "sm_90", codes(f"{good} {four}"))
             assert strange_code(short["sm80", role], "sm_90", codes("LDG.E.128 STG.E.128"))
+        for role in sum(MOE_PRODUCTS.values(), ()):
+            assert not strange_code(kernels["sm80", role], "sm_90", codes(good))
+            assert strange_code(kernels["sm80", role], "sm_90", codes(f"{good} {four}"))
+            assert strange_code(kernels["sm80", role], "sm_90", codes(good.replace("HMMA", "FFMA")))
+        assert not strange_code(kernels["sm80", "moe_count"], "sm_80", codes("LDG.E STG.E"))
+        assert strange_code(kernels["sm80", "moe_count"], "sm_80", codes("LDG.E STG.E ATOMS.ADD"))
+        assert strange_code(kernels["sm80", "moe_combine"], "sm_80", codes("LDG.E STG.E"))
         rows = kernels["sm80", "attention_bias_align"]
         assert not strange_code(rows, "sm_90", codes("LDG.E LDG.E.U16 STG.E.128"))
         assert strange_code(rows, "sm_90", codes("LDG.E.U16 STG.E.U16"))
@@ -463,7 +513,7 @@ def test_every_chip_has_a_tile_of_every_head_dim():
     """Whose shared memory it has, from the smallest: 64 KB on Turing, 99 KB on 8.6, 8.9, 12.0."""
     smallest: dict[tuple, int] = {}
     for kernel in CATALOGUE.values():
-        if kernel["head_dim"]:
+        if kernel["block_q"]:
             key = tuple(kernel[name] for name in ("family", "role", "dtype", "head_dim"))
             smallest[key] = min(smallest.get(key, 2**30), kernel["shared_bytes"])
     limits = {"sm75": CHIPS["sm_75"], "sm80": CHIPS["sm_86"], "sm90": CHIPS["sm_90"]}

@@ -1,7 +1,8 @@
-"""Our attention next to others': checks each answer, times it, writes table, JSON and plot.
+"""Ours next to others': checks each answer, times it, writes table, JSON and plot.
 
-Peers are PyTorch's SDPA backends in the same process with the same threads, on a GPU also its
-compiled FlexAttention ("flex") and varlen_attn ("varlen"); --peer adds anybody's. Everyone is timed
+Peers of attention are PyTorch's SDPA backends in the same process with the same threads, on a GPU
+also its compiled FlexAttention ("flex") and varlen_attn ("varlen"); of mixtures of experts a loop
+over them, PyTorch's grouped_mm and transformers' own; --peer adds anybody's. Everyone is timed
 turn by turn under the same conditions, in rotated order, and a time is the median of the turns'
 medians. On a GPU that happens twice: sustained (without pauses, at the power limit as in training;
 the numbers that count) and rested (the same pause before every turn). Workloads of short calls are
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from flashmoe_science.bench import runner, timing
 
-SUMMARY = "attention next to PyTorch's own: table, JSON and plot"
+SUMMARY = "attention and experts next to PyTorch's own: table, JSON and plot"
 EXAMPLES = """\
 examples:
   python -m flashmoe_science bench
@@ -39,6 +40,7 @@ examples:
   python -m flashmoe_science bench --workload pair_bias,triangle --only ,256, "(512,"
   python -m flashmoe_science bench --workload dense --pass fwd,bwd,fwd+bwd --peers flash,cudnn
   python -m flashmoe_science bench --workload dense --peers cudnn --peer theirs.py
+  python -m flashmoe_science bench --workload moe,moe_elements,moe_decode --dtype fp32,bf16
   python -m flashmoe_science bench --list
 
 a peer's file (--peer FILE.py) is a module with
@@ -47,11 +49,16 @@ a peer's file (--peer FILE.py) is a module with
       where a workload needs them
   attention_varlen(q, k, v, cu_seqlens, max_seqlen, causal)
       q (T, H, D), k and v (T, Hkv, D): ragged workloads. Also bias, where there is one
+  moe(x, gate_up, down, ids, weights)
+      x (T, d), gate_up (E, 2n, d), down (E, d, n), ids and weights (T, k): moe workloads
 and, if it likes, NAME, LAYOUT = "BHSD" and supports(case): see flashmoe_science/bench/peer_file.py
 """
 
 DTYPES = "fp32, fp16, bf16"
-PEERS = "flash, math; on a GPU also cudnn, efficient, flex with a bias, varlen for ragged"
+PEERS = (
+    "flash, math; on a GPU also cudnn, efficient, flex with a bias, varlen for ragged; of experts "
+    "loop, grouped_mm, transformers, transformers_batched"
+)
 PASSES = "fwd, bwd (the backward pass alone), fwd+bwd"
 
 
@@ -63,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench`."""
     add = parser.add_argument
     add("--workload", type=words, default=["dense"], metavar="NAME,...", help="default: dense")
-    shape = "B,H,S,D[,causal][,kvN][,wN]"
+    shape = "B,H,S,D[,causal][,kvN][,wN]|T,d,n,E,k"
     add("--shape", nargs="+", action="extend", metavar=shape, help="instead of the workload's own")
     add("--only", nargs="+", action="extend", metavar="TEXT",
         help="only rows with one of these in their name: dense (4,8,256,64) bf16 fwd")  # fmt: skip

@@ -1,15 +1,17 @@
 """Is an answer right? Asked of ours and, on a GPU, of peers before they are timed, and by `doctor`.
 
-The yardstick is PyTorch's math backend, working in the inputs' dtype as the tests' does: measured
-against float64 on the same rounded inputs, a root mean square error may be at most twice its.
-The largest error, which finds a single wrong number, may be that and a few rounding steps more: the
-largest of few is luck. Where a case is large, a few heads are compared; all are still computed,
-and a gradient of a key needs all its queries, so that the least is one head: at length 16,384
-one float64 tensor of scores is then 2 GB. Each row's "check" says how many seconds it took.
+The yardstick is plain PyTorch (of attention its math backend, of experts a loop), working in the
+inputs' dtype as the tests' does: measured against float64 on the same rounded inputs, a root mean
+square error may be at most twice its. The largest error, which finds a single wrong number, may be
+that and a few rounding steps more: the largest of few is luck. Where a case of attention is large,
+a few heads are compared; all are still computed, and a gradient of a key needs all its queries, so
+that the least is one head: at length 16,384 one float64 tensor of scores is then 2 GB. Each row's
+"check" says how many seconds it took.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -102,7 +104,7 @@ def math_in_its_dtype() -> Iterator[None]:
 def in_double(case: Case) -> Case:
     """The same numbers as float64."""
     doubled = {name: t.double() for name, t in case.leaves.items()}
-    return Case(**{**vars(case), "leaves": doubled, "grad": case.grad.double()})
+    return dataclasses.replace(case, leaves=doubled, grad=case.grad.double())
 
 
 def heads_to_compare(case: Case) -> int:
@@ -125,7 +127,7 @@ class Oracle:
     def verdict(self, implementation: Implementation, reproducible: bool = False) -> Verdict:
         """Compares an implementation with float64; reproducible: it must repeat its bits, too."""
         found = implementation.restore(compute(implementation, self.case, self.backward))
-        dtype = self.case.leaves["q"].dtype
+        dtype = self.case.grad.dtype
         deviations = {}
         for name, truth in self.exact.items():
             mine, theirs = (

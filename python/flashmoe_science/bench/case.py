@@ -1,7 +1,8 @@
 """What a workload is made of: its shape, the tensors and calls of a Case, and the Workload itself.
 
-Dimension 1 of every tensor of a Case counts heads, whatever the layout. Heads are independent of
-each other, so a few heads of a Case are a smaller Case with the same answer (Case.take_heads).
+Dimension 1 of every tensor of a Case of attention counts heads, whatever the layout. Heads are
+independent of each other, so a few heads of a Case are a smaller Case with the same answer
+(Case.take_heads). moe.py has the shapes and cases of a mixture of experts, which has no such parts.
 """
 
 from __future__ import annotations
@@ -86,6 +87,13 @@ class Shape:
         return text + (",even" if self.even else "")
 
     @property
+    def options(self) -> set[str]:
+        """What it has besides its four numbers."""
+        asked = {"causal": self.causal, "window": self.window, "even": self.even}
+        asked["kv"] = self.kv_heads != self.heads
+        return {name for name, wanted in asked.items() if wanted}
+
+    @property
     def pairs(self) -> int:
         """Scores of one sequence and head. Half are causal, as published rates count them."""
         if self.window:
@@ -162,6 +170,11 @@ class Case:
         """Query heads per key head: the fewest heads that can be taken."""
         return self.heads // self.leaves["k"].shape[1]
 
+    def kept_bytes(self, backward: bool) -> int:
+        """What a call must hold besides inputs, output and gradients: here lse."""
+        q = self.leaves["q"]
+        return q.shape[:-1].numel() * (8 if q.dtype == torch.float64 else 4)
+
     def take_heads(self, heads: int) -> Case:
         """The first heads query heads as a smaller Case; heads is a multiple of group."""
         part = heads / self.heads
@@ -182,7 +195,13 @@ class Workload:
 
     summary: str
     shapes: dict[str, tuple[str, ...]]  # default shapes by device type
-    make: Callable[[Shape, torch.dtype, torch.device], Case]
+    make: Callable[[Any, torch.dtype, torch.device], Case]  # from a shape of shape_type
+    operator: str = "attention"
+    shape_type: type = Shape  # with parse(), str() and options
+    sizes: str = "B,H,S,D"  # what the numbers of a shape are
+    # FLOPs of the backward pass over those of the forward pass: attention has five matrix products
+    # there where the forward pass has two.
+    backward_flops: float = 2.5
     # What may follow a shape's four numbers: causal, kv, window, even.
     options: frozenset[str] = frozenset({"causal", "kv"})
     # By device type, in the order of the table: the ones of the Case's peers that can ever run.
@@ -202,11 +221,13 @@ class Workload:
             asked = self.own_passes.get(device_type, usual)
         return [p for p in asked if p in self.passes]
 
-    def refuses(self, shape: Shape) -> str | None:
+    def flops_of_pass(self, direction: str) -> float:
+        """Over those of the forward pass."""
+        return {"fwd": 1.0, "bwd": self.backward_flops}.get(direction, 1 + self.backward_flops)
+
+    def refuses(self, shape: Any) -> str | None:
         """Why this workload cannot have that shape, or None."""
-        asked = {"causal": shape.causal, "window": shape.window, "even": shape.even}
-        asked["kv"] = shape.kv_heads != shape.heads
-        extra = {name for name, wanted in asked.items() if wanted} - self.options
+        extra = shape.options - self.options
         return f"does not take {' or '.join(sorted(extra))}" if extra else None
 
 

@@ -11,11 +11,9 @@ from flashmoe_science.bench.case import Case
 
 
 def needed_bytes(case: Case, backward: bool) -> int:
-    """Inputs, output and its lse; backward also the output's gradient and those of the inputs."""
-    q = case.leaves["q"]
+    """Inputs, output, and what a pass must keep; backward also the gradients of all of them."""
     inputs = sum(leaf.nbytes for leaf in case.leaves.values())
-    lse_itemsize = 8 if q.dtype == torch.float64 else 4
-    forward = inputs + case.grad.nbytes + q.shape[:-1].numel() * lse_itemsize
+    forward = inputs + case.grad.nbytes + case.kept_bytes(backward)
     return forward + (case.grad.nbytes + inputs if backward else 0)
 
 

@@ -1,7 +1,7 @@
 """Anybody's implementation as a peer, from a file of theirs: `bench --peer FILE.py`.
 
-The file is a Python module. It has one of these functions, or both; tensors q, k, v come with their
-gradients wanted where a backward pass is timed, and the output has the layout of q.
+The file is a Python module. It has one of these functions, or more; tensors come with their
+gradients wanted where a backward pass is timed, and the output has the layout of q, or x.
 
   attention(q, k, v, causal)
       q (B, S, H, D), k and v (B, S, Hkv, D): the dense workloads. With LAYOUT = "BHSD" in the file
@@ -14,11 +14,14 @@ gradients wanted where a backward pass is timed, and the output has the layout o
   attention_varlen(q, k, v, cu_seqlens, max_seqlen, causal)
       q (T, H, D), k and v (T, Hkv, D), sequence i from cu_seqlens[i] to cu_seqlens[i + 1] (int32):
       ragged, crystals, mixed_lengths. With bias (the sum of n * n, H): those with a pair bias.
+  moe(x, gate_up, down, ids, weights)
+      x (T, d), gate_up (E, 2n, d) with the rows of the gate first, down (E, d, n), ids (T, k), and
+      weights (T, k) in fp32, or None where all are 1: SwiGLU experts, the moe workloads.
 
 It may have NAME, how the peer is called (else the file's name), and supports(case), which is asked
 before each row and answers True, or False, or why not in a few words. Of case it can read
 workload, dtype ("bf16"), direction ("fwd", "bwd", "fwd+bwd") and shape with batch, heads, kv_heads,
-length, dim, causal and window.
+length, dim, causal and window, or with tokens, width, inner, experts and top_k.
 
 A peer is checked against float64, gradients included where they are timed, by the rule that ours is
 held to. One that is wrong is reported as wrong and not timed, and so is one that raises.
@@ -40,6 +43,7 @@ import torch
 from flashmoe_science.bench.case import Case, Implementation, Tensors, no_change, tokens_first
 
 LAYOUTS = ("BSHD", "BHSD")
+FUNCTIONS = ("attention", "attention_varlen", "moe")
 
 
 class NotSupported(Exception):
@@ -70,8 +74,8 @@ class PeerFile:
             spec.loader.exec_module(module)
         except Exception as error:  # whatever a stranger's file does
             raise ValueError(f"--peer {path}: {type(error).__name__}: {error}") from error
-        if not any(hasattr(module, name) for name in ("attention", "attention_varlen")):
-            raise ValueError(f"--peer {path}: has neither attention() nor attention_varlen()")
+        if not any(hasattr(module, name) for name in FUNCTIONS):
+            raise ValueError(f"--peer {path}: has none of {'(), '.join(FUNCTIONS)}()")
         if (layout := getattr(module, "LAYOUT", LAYOUTS[0])) not in LAYOUTS:
             raise ValueError(f"--peer {path}: LAYOUT {layout!r} is not one of {', '.join(LAYOUTS)}")
         return cls(str(getattr(module, "NAME", path.stem)), path, module)
@@ -82,6 +86,8 @@ class PeerFile:
         answer = supports(spec) if supports else True
         if isinstance(answer, str) or not answer:
             raise NotSupported(answer or "supports() says no")
+        if "ids" in case.keywords:
+            return Implementation(bound_experts(self.function("moe", case), case), in_full=True)
         packed = "cu_seqlens" in case.keywords
         function = self.function("attention_varlen" if packed else "attention", case)
         transposed = not packed and getattr(self.module, "LAYOUT", LAYOUTS[0]) == "BSHD"
@@ -100,6 +106,18 @@ class PeerFile:
             if missing:
                 raise NotSupported(f"its {name}() has no parameter {', '.join(missing)}")
         return function
+
+
+def bound_experts(
+    function: Callable[..., torch.Tensor], case: Case
+) -> Callable[[Tensors], torch.Tensor]:
+    """function for the leaves of a case of experts."""
+
+    def run(leaves: Tensors) -> torch.Tensor:
+        experts = (leaves["x"], leaves["gate_up"], leaves["down"])
+        return function(*experts, case.keywords["ids"], leaves.get("weights"))
+
+    return run
 
 
 def bound(

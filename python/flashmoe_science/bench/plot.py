@@ -13,8 +13,10 @@ from flashmoe_science.bench.report import (
     format_ms,
     label_of,
     names_of,
+    operators_of,
     provenance,
     rate_unit,
+    sizes_of,
 )
 from flashmoe_science.bench.results import OURS, Row, headline
 
@@ -39,10 +41,10 @@ def panels_of(rows: list[Row]) -> dict[str, list[Row]]:
     split: dict[str, list[Row]] = {}
     for name, members in panels.items():
         for row in members:
-            shape = row["shape"]
-            detail = f" · dim {shape['dim']}{' · causal' if shape['causal'] else ''}"
-            crowded = len(members) > ROWS_PER_PANEL
-            split.setdefault(name + (detail if crowded else ""), []).append(row)
+            shape, detail = row["shape"], ""
+            if len(members) > ROWS_PER_PANEL and "dim" in shape:
+                detail = f" · dim {shape['dim']}{' · causal' if shape['causal'] else ''}"
+            split.setdefault(name + detail, []).append(row)
     return split
 
 
@@ -134,9 +136,10 @@ def write_plot(results: dict[str, Any], path: Path) -> None:
         style_panel(axes, name, "GB/s" if any("gb_per_s" in i for i in found) else unit)
     for axes in list(grid.flat)[len(panels) :]:
         axes.set_visible(False)
-    note = "higher is better; 1.25x: the best peer takes 1.25 times as long; batch,heads,length,dim"
+    note = f"higher is better; 1.25x: the best peer takes 1.25 times as long; {sizes_of(rows)}"
     legend = {label_of(name): colour for name, colour in colours.items()}
-    heading = f"Attention on {title(about)}, {rows[0]['regime']}"
+    what = operators_of(rows)
+    heading = f"{what[0].upper()}{what[1:]} on {title(about)}, {rows[0]['regime']}"
     write_margins(plt, figure, heading, note, legend, about)
     figure.savefig(path, dpi=150, facecolor="white")
     plt.close(figure)

@@ -14,11 +14,16 @@ from flashmoe_science.bench.case import BACKENDS
 from flashmoe_science.bench.machine import title
 from flashmoe_science.bench.results import OURS, Row, name_of, regimes_of, rows_in
 from flashmoe_science.bench.runner import RowSpec
-from flashmoe_science.bench.workloads import NONDETERMINISTIC, ROUNDED_BIAS, WITHOUT_BIAS
+from flashmoe_science.bench.workloads import (
+    NONDETERMINISTIC,
+    ROUNDED_BIAS,
+    WITHOUT_BIAS,
+    WORKLOADS,
+)
 
 MARKS = {"few": "*", "estimated": "~"}
 LEGEND = "~ one call on a few heads, scaled   * few samples   - cannot run"
-PYTORCH = {*BACKENDS, "flex", "varlen"}
+PYTORCH = {*BACKENDS, "flex", "varlen", "loop", "grouped_mm"}
 OUR_LABELS = {
     OURS: "flashmoe_science",
     NONDETERMINISTIC: "flashmoe_science, not deterministic",
@@ -83,6 +88,16 @@ class ProgressReport:
         print(f"[{self.done}/{self.total}] {spec.label}: {', '.join(ratios)}", flush=True)
 
 
+def operators_of(rows: list[Row]) -> str:
+    """What these rows are about: "attention and mixture of experts"."""
+    return " and ".join(dict.fromkeys(WORKLOADS[row["workload"]].operator for row in rows))
+
+
+def sizes_of(rows: list[Row]) -> str:
+    """What the numbers of these rows' shapes are: "B,H,S,D"."""
+    return " or ".join(dict.fromkeys(WORKLOADS[row["workload"]].sizes for row in rows))
+
+
 def names_of(rows: list[Row]) -> list[str]:
     """Every implementation of these rows, ours first, each once."""
     return list(dict.fromkeys(name for row in rows for name in row["implementations"]))
@@ -136,7 +151,7 @@ def print_tables(console: Console, results: dict[str, Any]) -> None:
     """All rows, a table for each regime."""
     regimes = regimes_of(results["rows"])
     for regime in regimes:
-        heading = f"attention on {title(results['about'])}"
+        heading = f"{operators_of(results['rows'])} on {title(results['about'])}"
         heading += f", {regime}" if len(regimes) > 1 else ""
         print_table(console, results["about"], rows_in(results["rows"], regime), heading)
 
@@ -152,7 +167,7 @@ def print_table(console: Console, about: dict[str, Any], rows: list[Row], headin
     table = Table(title=heading, caption=LEGEND, box=box.SIMPLE_HEAD)
     table.padding, table.pad_edge = (0, 1, 0, 0), False
     for key in keys:
-        table.add_column("B,H,S,D" if key == "label" else key, no_wrap=True)
+        table.add_column(sizes_of(rows) if key == "label" else key, no_wrap=True)
     for name in names:
         table.add_column(f"{name}\nms", justify="right", no_wrap=True)
         if name in rated:

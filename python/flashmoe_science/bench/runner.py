@@ -14,14 +14,12 @@ from typing import Any
 import torch
 
 from flashmoe_science.bench import accuracy, memory, timing
-from flashmoe_science.bench.case import PASSES, Case, Implementation, Shape
+from flashmoe_science.bench.case import PASSES, Case, Implementation
 from flashmoe_science.bench.peer_file import PeerFile
 from flashmoe_science.bench.results import RESTED, SUSTAINED, Row, compare
 from flashmoe_science.bench.workloads import WORKLOADS
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-# The backward pass has five matrix products where the forward pass has two.
-FLOPS_OF_PASS = dict(zip(PASSES, (1.0, 2.5, 3.5), strict=True))
 # The forward pass reads q, k, v and writes its output; the backward pass reads all four and a
 # gradient and writes three.
 BYTES_OF_PASS = dict(zip(PASSES, (1, 2, 3), strict=True))
@@ -38,7 +36,7 @@ class RowSpec:
     """One line of the table, before it is measured: a row in each regime."""
 
     workload: str
-    shape: Shape
+    shape: Any  # of the workload's shape_type
     dtype: str
     direction: str  # one of PASSES
 
@@ -62,7 +60,7 @@ def rows_of(
         if not passes:
             raise ValueError(f"--pass: workload {name} has only {', '.join(workload.passes)}")
         for text in shapes or workload.shapes[device_type]:
-            shape = Shape.parse(text)
+            shape = workload.shape_type.parse(text)
             if refusal := workload.refuses(shape):
                 raise ValueError(f"shape {text!r}: workload {name} {refusal}")
             rows += [RowSpec(name, shape, d, p) for d in dtypes for p in passes]
@@ -94,7 +92,7 @@ def run_row(spec: RowSpec, setting: Setting) -> list[Row]:
         "label": str(spec.shape),
         "dtype": spec.dtype,
         "pass": spec.direction,
-        "flops": case.flops * FLOPS_OF_PASS[spec.direction],
+        "flops": case.flops * workload.flops_of_pass(spec.direction),
         "check": run_check(oracle, case.ours, case.reproducible),
     }
     asked = [n for n in workload.peers(device.type) if n in setting.peers or n == case.baseline]

@@ -2,7 +2,8 @@
 
 A workload makes a Case from a shape: the tensors, our call, the same thing said with PyTorch's math
 backend (the correctness reference, in any dtype), and the peers. To add a workload, write a
-function that makes its Case and add an entry at the end of this file.
+function that makes its Case and add an entry at the end of this file; moe.py has those of mixtures
+of experts.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from flashmoe_science.bench.case import (
     Workload,
     tokens_first,
 )
+from flashmoe_science.bench.moe import MOE_WORKLOADS
 from flashmoe_science.bench.peers import CompiledFlex, sdpa_dense, sdpa_peers, window_mask
 from flashmoe_science.bench.ragged import (
     MOST_ATOMS,
@@ -483,4 +485,5 @@ WORKLOADS = {
         peers_on=PADDED | {"cuda": (WITHOUT_BIAS, "efficient")},
         in_graph=True,
     ),
+    **MOE_WORKLOADS,
 }

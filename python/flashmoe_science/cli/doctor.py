@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from flashmoe_science.cli import load
@@ -27,13 +28,16 @@ DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bflo
 # What people set to try something and forget.
 VARIABLES = ("FLASHMOE_FAMILY", "FLASHMOE_TILE", "FLASHMOE_CPU_TARGET", "FLASHMOE_NUM_THREADS")
 
-# Small, with everything awkward: lengths that fit no tile, shared key heads, masks, biases.
+# Small, with everything awkward: lengths that fit no tile, shared key heads, masks, biases, widths
+# that are no multiple of anything, experts that most tokens have and experts that none has.
 CHECKS = (
     ("dense", "2,4,67,24,causal,kv2"),
     ("dense", "2,4,131,64,causal,kv2"),
     ("pair_bias", "2,4,35,16"),
     ("ragged", "5,4,19,32,causal"),
     ("ragged_bias", "5,4,13,8"),
+    ("moe", "67,24,37,5,2"),
+    ("moe_elements", "131,32,48,89,1"),
 )
 
 
@@ -77,7 +81,8 @@ def examine() -> dict[str, Any]:
         "environment": {name: os.environ[name] for name in VARIABLES if os.environ.get(name)},
     }
     chips = sorted(f"sm_{family['oldest']}" for family in info["cuda_families"])
-    report["backends"] = [backend(device) for device in ("cpu", *chips)]
+    report["backends"] = [backend(device, ask_attention) for device in ("cpu", *chips)]
+    report["moe_backends"] = [backend(device, ask_experts) for device in ("cpu", *chips)]
     devices = ["cpu"]
     if info["families"] and report["gpus"]:
         devices += [f"cuda:{i}" for i in range(len(report["gpus"]))]
@@ -86,18 +91,38 @@ def examine() -> dict[str, Any]:
     return report
 
 
-def backend(device: str) -> dict[str, Any]:
-    """Which dtypes the planner would run on a device, each way, and why not the others."""
+def ask_attention(dtype: torch.dtype, **question: Any) -> None:
+    """RuntimeError where attention in that dtype has no kernel."""
     import torch
 
     from flashmoe_science import explain
 
+    q = torch.empty(1, 2, 64, 64, dtype=dtype, device="meta")
+    explain(q, q, q, **question)
+
+
+def ask_experts(dtype: torch.dtype, **question: Any) -> None:
+    """The same about a mixture of experts."""
+    import torch
+
+    from flashmoe_science import explain_moe
+
+    x, down = (torch.empty(size, dtype=dtype, device="meta") for size in ((64, 64), (2, 64, 64)))
+    gate_up = torch.empty(2, 128, 64, dtype=dtype, device="meta")
+    ids = torch.empty(64, 1, dtype=torch.int32, device="meta")
+    explain_moe(x, gate_up, down, ids, **question)
+
+
+def backend(device: str, ask: Callable[..., None]) -> dict[str, Any]:
+    """Which dtypes the planner would run on a device, each way, and why not the others."""
+    import torch
+
     runs, why_not = {"forward": [], "backward": []}, {}
     for name, torch_name in DTYPES.items():
-        q = torch.empty(1, 2, 64, 64, dtype=getattr(torch, torch_name), device="meta")
         for direction, usable in runs.items():
             try:
-                explain(q, q, q, backward=direction == "backward", device=device)
+                dtype = getattr(torch, torch_name)
+                ask(dtype, backward=direction == "backward", device=device)
                 usable.append(name)
             except RuntimeError as error:
                 why_not[name] = first_line(error)
@@ -124,7 +149,7 @@ def self_check(device: torch.device) -> list[dict[str, Any]]:
     import torch
 
     from flashmoe_science.bench.accuracy import check
-    from flashmoe_science.bench.workloads import WORKLOADS, Shape
+    from flashmoe_science.bench.workloads import WORKLOADS
 
     lines = []
     names = DTYPES if device.type == "cpu" else ("fp16", "bf16")
@@ -133,7 +158,8 @@ def self_check(device: torch.device) -> list[dict[str, Any]]:
             line = {"device": str(device), "dtype": name, "workload": workload, "shape": shape}
             torch.manual_seed(0)
             dtype = getattr(torch, DTYPES[name])
-            case = WORKLOADS[workload].make(Shape.parse(shape), dtype, device)
+            made = WORKLOADS[workload]
+            case = made.make(made.shape_type.parse(shape), dtype, device)
             try:
                 verdict = check_what_runs(check, case)
             except Exception as error:  # a call that fails is a finding, not a crash of doctor
@@ -156,7 +182,11 @@ def as_text(report: dict[str, Any]) -> str:
     if "problem" in report:
         return "\n".join([*lines, "", report["problem"], "", "verdict: broken", ""])
     lines += ["", "this machine", *machine_lines(report)]
-    lines += ["", "backends", *backend_lines(report)]
+    lines += ["", "attention runs on", *backend_lines(report["backends"])]
+    lines += ["", "mixtures of experts run on", *backend_lines(report["moe_backends"])]
+    built = ", ".join(report["families"])
+    built = f"{built} compiled in" if built else "none compiled in (build with FLASHMOE_FAMILIES)"
+    lines += ["", f"  {'CUDA families':18} {built}"]
     lines += ["", "self-check (forward and backward, against float64: the error nearest its limit)"]
     lines += [check_line(check) for check in report["checks"]]
     verdict = "healthy" if report["healthy"] else "broken: do not trust the results"
@@ -182,20 +212,17 @@ def machine_lines(report: dict[str, Any]) -> list[str]:
     return lines
 
 
-def backend_lines(report: dict[str, Any]) -> list[str]:
+def backend_lines(backends: list[dict[str, Any]]) -> list[str]:
     """One line for each different answer of the planner, with the devices that share it."""
     devices: dict[str, list[str]] = {}
-    for backend in report["backends"]:
+    for backend in backends:
         forward, backward = (" ".join(backend[d]) for d in ("forward", "backward"))
         if forward:
             text = f"forward {forward}; backward {backward or 'none'}"
         else:
             text = "no: " + next(iter(backend["why_not"].values()))
         devices.setdefault(text, []).append(backend["device"])
-    lines = [f"  {' '.join(names):18} {text}" for text, names in devices.items()]
-    built = ", ".join(report["families"])
-    built = f"{built} compiled in" if built else "none compiled in (build with FLASHMOE_FAMILIES)"
-    return [*lines, f"  {'CUDA families':18} {built}"]
+    return [f"  {' '.join(names):18} {text}" for text, names in devices.items()]
 
 
 def check_line(check: dict[str, Any]) -> str:

@@ -23,7 +23,11 @@ examples:
   python -m flashmoe_science explain --len 4096 --dim 128 --dtype fp16 --backward --device sm_75
   python -m flashmoe_science explain --len 384 --bias 1,8,384,384 --backward --device sm_90
   python -m flashmoe_science explain --batch 64 --len 31 --ragged --dtype bf16
+  python -m flashmoe_science explain --moe --tokens 4096 --width 512 --inner 256 --experts 64 --k 4
+  python -m flashmoe_science explain --moe --dtype bf16 --activation gelu --backward --device sm_90
 """
+ACTIVATIONS = ("swiglu", "geglu", "reglu", "silu", "gelu", "relu")
+GATED = ACTIVATIONS[:3]
 DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
@@ -51,8 +55,17 @@ def pair(text: str) -> tuple[int, int]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `explain`, named as those of flash_attention."""
+    """The options of `explain`, named as those of flash_attention and moe."""
     add = parser.add_argument
+    add("--dtype", choices=list(DTYPES), default="fp32", help="default: fp32")
+    add("--backward", action="store_true", help="the backward pass instead of the forward pass")
+    add("--device", metavar="cpu|sm_NN", help="another machine. default: this one")
+    add_attention_arguments(parser.add_argument_group("attention"))
+    add_moe_arguments(parser.add_argument_group("mixture of experts"))
+
+
+def add_attention_arguments(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add("--batch", type=size, default=1, metavar="N", help="batch, or sequences. default: 1")
     add("--heads", type=size, default=8, metavar="N", help="query heads. default: 8")
     add("--kv-heads", type=size, metavar="N", help="key and value heads. default: as --heads")
@@ -60,7 +73,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-len", type=size, metavar="N", help="keys. default: as --len")
     add("--dim", type=size, default=64, metavar="N", help="head dim. default: 64")
     add("--value-dim", type=size, metavar="N", help="head dim of the values. default: as --dim")
-    add("--dtype", choices=list(DTYPES), default="fp32", help="default: fp32")
     add("--bias", type=integers, metavar="SHAPE",
         help="of the bias: 1,8,512,512; packed with --ragged: sum of n*m, heads")  # fmt: skip
     add("--bias-dtype", choices=list(DTYPES), help="default: as --dtype")
@@ -70,9 +82,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--softcap", type=float, help="c of c * tanh(x / c)")
     add("--key-lengths", action="store_true", help="a key length for every batch entry")
     add("--ragged", action="store_true", help="packed sequences of at most --len and --kv-len")
-    add("--backward", action="store_true", help="the backward pass instead of the forward pass")
     add("--deterministic", action="store_true", help="a bitwise reproducible backward pass")
-    add("--device", metavar="cpu|sm_NN", help="another machine. default: this one")
+
+
+def add_moe_arguments(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--moe", action="store_true", help="ask about a mixture of experts instead of attention")
+    add("--tokens", type=size, default=1024, metavar="T", help="default: 1024")
+    add("--width", type=size, default=512, metavar="D", help="of a token. default: 512")
+    add("--inner", type=size, default=256, metavar="N", help="width inside. default: 256")
+    add("--experts", type=size, default=8, metavar="E", help="default: 8")
+    add("--k", type=size, default=2, metavar="K", help="experts of a token. default: 2")
+    add("--activation", choices=ACTIVATIONS, default="swiglu", help="default: swiglu")
+    add("--biases", action="store_true", help="biases before the activation and after the experts")
+    add("--no-weights", action="store_true", help="all weights are 1")
+    add("--transposed", action="store_true",
+        help="experts lie as (E, D, 2N) and (E, N, D) in memory")  # fmt: skip
+    add("--inference", action="store_true", help="keep nothing for a backward pass")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -80,10 +106,11 @@ def run(args: argparse.Namespace) -> int:
     if problem := load.problem():
         print(problem, file=sys.stderr)
         return 1
-    from flashmoe_science import explain
+    from flashmoe_science import explain, explain_moe
 
+    ask, given = (explain_moe, moe_arguments) if args.moe else (explain, arguments)
     try:
-        text = explain(**arguments(args), device=args.device or best_device())
+        text = ask(**given(args), device=args.device or best_device())
     except (RuntimeError, ValueError, TypeError) as error:
         print(f"cannot run: {str(error).strip()}", file=sys.stderr)
         return 1
@@ -99,13 +126,41 @@ def best_device() -> str:
     return gpus[0]["capability"] if gpus else "cpu"
 
 
-def arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """The keyword arguments of explain(), with meta tensors of the shapes asked for."""
+def meta(*size: int, dtype: str) -> torch.Tensor:
     import torch
 
-    def meta(*size: int, dtype: str = DTYPES[args.dtype]) -> torch.Tensor:
-        return torch.empty(*size, dtype=getattr(torch, dtype), device="meta")
+    return torch.empty(*size, dtype=getattr(torch, dtype), device="meta")
 
+
+def moe_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """The keyword arguments of explain_moe(), with meta tensors of the shapes asked for."""
+    dtype, wide = DTYPES[args.dtype], "float64" if args.dtype == "fp64" else "float32"
+    rows = (2 if args.activation in GATED else 1) * args.inner
+
+    def experts(*size: int) -> torch.Tensor:
+        if args.transposed:
+            return meta(size[0], size[2], size[1], dtype=dtype).mT
+        return meta(*size, dtype=dtype)
+
+    given: dict[str, Any] = {
+        "x": meta(args.tokens, args.width, dtype=dtype).requires_grad_(not args.inference),
+        "gate_up": experts(args.experts, rows, args.width),
+        "down": experts(args.experts, args.width, args.inner),
+        "ids": meta(args.tokens, args.k, dtype="int32"),
+        "activation": args.activation,
+        "backward": args.backward,
+    }
+    if not args.no_weights:
+        given["weights"] = meta(args.tokens, args.k, dtype=wide)
+    if args.biases:
+        given["up_bias"] = meta(args.experts, rows, dtype=dtype)
+        given["down_bias"] = meta(args.experts, args.width, dtype=dtype)
+    return given
+
+
+def arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """The keyword arguments of explain(), with meta tensors of the shapes asked for."""
+    dtype = DTYPES[args.dtype]
     kv_heads = args.heads if args.kv_heads is None else args.kv_heads
     kv_len = args.length if args.kv_len is None else args.kv_len
     value_dim = args.dim if args.value_dim is None else args.value_dim
@@ -124,16 +179,16 @@ def arguments(args: argparse.Namespace) -> dict[str, Any]:
     if args.ragged:
         offsets = meta(args.batch + 1, dtype="int32")
         return options | {
-            "q": meta(args.batch * args.length, args.heads, args.dim),
-            "k": meta(args.batch * kv_len, kv_heads, args.dim),
-            "v": meta(args.batch * kv_len, kv_heads, value_dim),
+            "q": meta(args.batch * args.length, args.heads, args.dim, dtype=dtype),
+            "k": meta(args.batch * kv_len, kv_heads, args.dim, dtype=dtype),
+            "v": meta(args.batch * kv_len, kv_heads, value_dim, dtype=dtype),
             "cu_seqlens_q": offsets,
             "cu_seqlens_k": offsets,
             "max_seqlen_q": args.length,
             "max_seqlen_k": kv_len,
         }
     return options | {
-        "q": meta(args.batch, args.heads, args.length, args.dim),
-        "k": meta(args.batch, kv_heads, kv_len, args.dim),
-        "v": meta(args.batch, kv_heads, kv_len, value_dim),
+        "q": meta(args.batch, args.heads, args.length, args.dim, dtype=dtype),
+        "k": meta(args.batch, kv_heads, kv_len, args.dim, dtype=dtype),
+        "v": meta(args.batch, kv_heads, kv_len, value_dim, dtype=dtype),
     }

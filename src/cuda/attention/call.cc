@@ -221,12 +221,6 @@ const Kernel* planned_bias_sum(const AttentionPlan& plan) {
 
 }  // namespace
 
-Status check_aligned(const char* name, const void* data) {
-  if (reinterpret_cast<uintptr_t>(data) % 16 == 0) return {};
-  return invalid(name,
-                 " begins at an address that is not a multiple of 16 bytes; call .clone() on it");
-}
-
 void fill_forward(AttentionFwdParams& p, const Call& call) {
   const AttentionPlan& plan = call.plan;
   const Geometry& g = call.geometry;

@@ -33,9 +33,6 @@ void fill_backward(AttentionBwdParams& p, const Call& call, uint32_t preprocess_
 SideParams fill_side_params(const Call& call, const AttentionFwdParams& p, bool longest_first);
 SideParams fill_side_params(const Call& call, const AttentionBwdParams& p, bool longest_first);
 
-// Refuses an address that is not a multiple of 16 bytes.
-Status check_aligned(const char* name, const void* data);
-
 // Turns the params to one slice of the call.
 void enter_slice(AttentionFwdParams& p, const Call& call, const Slice& slice);
 void enter_slice(AttentionBwdParams& p, const Call& call, const Slice& slice);

@@ -1,7 +1,5 @@
 #include "cuda/attention/catalogue.h"
 
-#include <atomic>
-#include <deque>
 #include <string>
 #include <unordered_map>
 
@@ -11,38 +9,10 @@
 #include "cuda/attention/kernels/sm80.h"
 #include "cuda/attention/kernels/sm90.h"
 #include "cuda/attention/tiles.h"
-#include "flashmoe/device.h"
-
-// The images that CMake embedded: X(name, chip, compute capability, chip only, PTX, Hopper's rows).
-#if defined(FLASHMOE_HAS_IMAGES)
-#define X(name, chip, ...) \
-  extern "C" const char flashmoe_image_##name##_##chip[], flashmoe_image_##name##_##chip##_end[];
-#include "images.inc"
-#undef X
-#endif
+#include "cuda/runtime/images.h"
 
 namespace flashmoe::cuda {
 namespace {
-
-struct EmbeddedImage {
-  Image image;
-  bool hopper_rows;  // has only the rows of its table that Hopper runs
-};
-
-std::vector<EmbeddedImage> embedded_images() {
-  return {
-#if defined(FLASHMOE_HAS_IMAGES)
-#define X(name, chip, compute_capability, chip_only, ptx, hopper_rows)                          \
-  {{#name,                                                                                      \
-    flashmoe_image_##name##_##chip,                                                             \
-    static_cast<size_t>(flashmoe_image_##name##_##chip##_end - flashmoe_image_##name##_##chip), \
-    {#chip, compute_capability, chip_only, ptx}},                                               \
-   hopper_rows},
-#include "images.inc"
-#undef X
-#endif
-  };
-}
 
 int shared_bytes(Role role, const FwdTile& tile) {
   return tile.shared_bytes(role == Role::kForwardBias);
@@ -68,10 +38,9 @@ const char* params_type(const Sm90PackedTile&) { return "Sm90PackedParams"; }
 const char* params_type(const Sm90BwdTile&) { return "Sm90BwdParams"; }
 const char* params_type(const Sm90BiasSumTile&) { return "Sm90BwdParams"; }
 
-// Lists kernels, and keeps their names and images.
+// Lists kernels, as far as this build has an image of theirs.
 class Lister {
  public:
-  Lister() : embedded_(embedded_images()) {}
   std::vector<Kernel> take() { return std::move(list_); }
 
   // The rows of a table, for each dtype: sm80_attention_NAME_fp16_d64_128x128 and so on, which are
@@ -92,8 +61,8 @@ class Lister {
                  std::initializer_list<Role> roles) {
     for (const DType dtype : dtypes) {
       for (const Role role : roles) {
-        const std::string& name = keep(text(family, "_", role_name(role), "_", suffix(dtype)));
-        const std::string image = text(family, "_attention_small_", suffix(dtype));
+        const std::string name = text(family, "_", role_name(role), "_", dtype_suffix(dtype));
+        const std::string image = text(family, "_attention_small_", dtype_suffix(dtype));
         const bool sequences = role == Role::kRaggedBlocks || role == Role::kRowBounds;
         const int threads = sequences ? kRaggedThreads : kRowThreads;
         const int shared_bytes = role == Role::kRaggedBlocks    ? kRaggedSharedBytes
@@ -101,23 +70,13 @@ class Lister {
                                  : role == Role::kBiasTranspose ? kBiasTransposeSharedBytes
                                  : role == Role::kBackwardDq    ? kConvertDqSharedBytes
                                                                 : 0;
-        add({{name.c_str(), find_images(image, true), name.c_str()},
-             family,
-             role,
-             dtype,
-             0,
-             0,
-             0,
-             threads,
-             shared_bytes,
-             0});
+        add({embedded_kernel(image, name, name), family, role, dtype, 0, 0, 0, threads,
+             shared_bytes, 0});
       }
     }
   }
 
  private:
-  static const char* suffix(DType dtype) { return dtype == DType::kFloat16 ? "fp16" : "bf16"; }
-
   // The symbol of NAME<head_dim, block_q, block_k>(flashmoe::cuda::PARAMS) by the Itanium C++ ABI,
   // which nvcc follows too.
   template <class Tile>
@@ -130,13 +89,11 @@ class Lister {
   template <class Tile>
   void add(const char* family, DType dtype, Role role, const char* name, const char* image,
            const Tile& tile, bool on_hopper) {
-    const std::string stem = text(family, "_attention_", name, "_", suffix(dtype));
-    const std::string& full =
-        keep(text(stem, "_d", tile.head_dim, "_", tile.block_q, "x", tile.block_k));
-    const std::string& symbol = keep(symbol_of(stem, tile));
-    const Image* images = find_images(
-        text(family, "_attention_", image, "_", suffix(dtype), "_d", tile.head_dim), on_hopper);
-    Kernel kernel{{full.c_str(), images, symbol.c_str()},
+    const std::string stem = text(family, "_attention_", name, "_", dtype_suffix(dtype));
+    const std::string full = text(stem, "_d", tile.head_dim, "_", tile.block_q, "x", tile.block_k);
+    const std::string images =
+        text(family, "_attention_", image, "_", dtype_suffix(dtype), "_d", tile.head_dim);
+    Kernel kernel{embedded_kernel(images, full, symbol_of(stem, tile), on_hopper),
                   family,
                   role,
                   dtype,
@@ -161,38 +118,10 @@ class Lister {
     add(kernel);
   }
 
-  void add(Kernel kernel) {
-    if (!kernel.id.image) return;
-    kernel.id.found = new std::atomic<void*>(nullptr);  // never freed, as the kernels are not
-    list_.push_back(kernel);
+  void add(const Kernel& kernel) {
+    if (kernel.id.image) list_.push_back(kernel);
   }
 
-  // The images of that name, chained; null: this build has none. A kernel that does not run on
-  // Hopper is not in those with Hopper's rows.
-  const Image* find_images(const std::string& name, bool on_hopper) {
-    const auto [found, is_new] = chains_.try_emplace(name + (on_hopper ? "" : "-"), nullptr);
-    if (!is_new) return found->second;
-    for (const EmbeddedImage& embedded : embedded_) {
-      if (embedded.image.name != name || (embedded.hopper_rows && !on_hopper)) continue;
-      images().push_back(embedded.image);
-      images().back().next = found->second;
-      found->second = &images().back();
-    }
-    return found->second;
-  }
-
-  // These live as long as the process: threads may outlive static destructors.
-  static std::deque<Image>& images() {
-    static auto& all = *new std::deque<Image>;
-    return all;
-  }
-  static const std::string& keep(std::string name) {
-    static auto& all = *new std::deque<std::string>;
-    return all.emplace_back(std::move(name));
-  }
-
-  std::vector<EmbeddedImage> embedded_;
-  std::unordered_map<std::string, const Image*> chains_;
   std::vector<Kernel> list_;
 };
 
@@ -301,21 +230,3 @@ const Kernel* find_kernel(Role role, std::string_view family, DType dtype) {
 }
 
 }  // namespace flashmoe::cuda
-
-namespace flashmoe {
-
-std::vector<CudaKernel> cuda_kernels() {
-  std::vector<CudaKernel> list;
-  for (const cuda::Kernel& k : cuda::kernels()) {
-    std::vector<std::string> chips;
-    for (const cuda::Image* image = k.id.image; image; image = image->next) {
-      chips.push_back(image->target.chip);
-    }
-    list.push_back({k.id.name, k.family, k.id.image->name, k.id.symbol, chips,
-                    cuda::role_name(k.role), k.dtype, k.head_dim, k.block_q, k.block_k, k.threads,
-                    k.shared_bytes});
-  }
-  return list;
-}
-
-}  // namespace flashmoe

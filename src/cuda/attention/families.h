@@ -2,33 +2,20 @@
 // name none; tests, docs and `doctor` read it through cuda_families().
 #pragma once
 
-#include <initializer_list>
 #include <span>
 #include <string>
 #include <string_view>
 
 #include "cuda/attention/catalogue.h"
-#include "cuda/runtime/chips.h"
+#include "cuda/runtime/families.h"
 #include "flashmoe/attention.h"
 
 namespace flashmoe::cuda {
 
-// What the planner knows of the device.
-struct Gpu {
-  int compute_capability = 0;
-  Chip chip;
-  int64_t multiprocessors = 0;
-};
-Gpu gpu_of(const Device& device);
-
 struct Call;
 
 struct Family {
-  const char* name;
-  int oldest, newest;  // compute capabilities it runs on; newest 0: every later one, by its PTX
-  std::initializer_list<const char*> machine_code;  // chips it is compiled for
-  const char* ptx;                                  // for chips to come; "": none
-  std::initializer_list<DType> dtypes;
+  const char* name;  // of the ChipFamily, whose facts these kernels share with other operators'
 
   // What no kernel of it can do of the problem; empty: nothing.
   std::string (*lacks)(const AttentionPlan& plan);
@@ -41,6 +28,8 @@ struct Family {
   // Fills in launches and workspace. Kernel, family and tile are in the plan already.
   void (*lay_out)(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu);
   Status (*run)(const Call& call);
+
+  const ChipFamily& chips() const { return *find_chip_family(name); }
 };
 
 // Best first.

@@ -1,8 +1,6 @@
 // The planner's CUDA half: which family and tile a checked problem gets, and which limits it meets.
 #include "cuda/attention/planner.h"
 
-#include <cstdlib>
-#include <cstring>
 #include <optional>
 
 #include "core/text.h"
@@ -47,40 +45,11 @@ std::string missing_everywhere(const AttentionPlan& plan) {
   return {};
 }
 
-// FLASHMOE_FAMILY, or null.
-Status read_forced_family(const Family*& forced) {
-  const char* value = std::getenv("FLASHMOE_FAMILY");
-  if (!value || !*value) return {};
-  if (!std::strcmp(value, "cpu")) {
-    return unsupported(
-        "FLASHMOE_FAMILY is cpu, and query is on a CUDA device; move the tensors with .cpu()");
-  }
-  forced = find_family(value);
-  if (forced) return {};
-  std::string names;  // oldest first
-  for (const Family& family : families())
-    names = text(family.name, names.empty() ? "" : ", ", names);
-  return invalid("FLASHMOE_FAMILY is ", value, "; it must be ", names, " or cpu");
-}
-
-// Why the family's chips are others; empty where the device is one of them.
-std::string other_chip(const Family& family, const Gpu& gpu) {
-  if (gpu.compute_capability < family.oldest) {
-    return text("needs ", chip_name(family.oldest), " or newer, the device is ",
-                chip_name(gpu.compute_capability));
-  }
-  if (family.newest && gpu.compute_capability > family.newest) {
-    return text("is for ", chip_name(family.newest), " alone, the device is ",
-                chip_name(gpu.compute_capability));
-  }
-  return {};
-}
-
 // Whether a family after this one could take the problem instead.
 bool has_alternative(const Family& family, const Gpu& gpu) {
   bool after = false;
   for (const Family& other : families()) {
-    if (after && has_kernels(other) && other_chip(other, gpu).empty()) return true;
+    if (after && has_kernels(other) && other_chip(other.chips(), gpu).empty()) return true;
     after = after || &other == &family;
   }
   return false;
@@ -124,8 +93,8 @@ bool in_place(const TensorSpec& spec) {
 }
 
 Status plan_call(AttentionPlan& plan) {
-  const Family* forced = nullptr;
-  if (Status status = read_forced_family(forced); !status.ok()) return status;
+  const ChipFamily* forced = nullptr;
+  if (Status status = read_forced_family("query", forced); !status.ok()) return status;
   std::optional<ForcedTile> forced_tile;
   if (Status status = read_forced_tile(forced_tile); !status.ok()) return status;
   if (plan.heads_q > kMaxGridYZ) {
@@ -138,11 +107,11 @@ Status plan_call(AttentionPlan& plan) {
   for (const Family& family : families()) {
     std::string why;
     const Kernel* kernel = nullptr;
-    if (forced && forced != &family) {
+    if (forced && forced != &family.chips()) {
       why = text("FLASHMOE_FAMILY asks for ", forced->name);
     } else if (!has_kernels(family)) {
       why = "this build has no kernels of it";
-    } else if (why = other_chip(family, gpu); why.empty()) {
+    } else if (why = other_chip(family.chips(), gpu); why.empty()) {
       why = missing.empty() ? family.lacks(plan) : missing;
       if (why.empty() && !forced && has_alternative(family, gpu)) why = family.slower(plan, gpu);
       if (why.empty()) kernel = choose_tile(plan, family, gpu, forced_tile, why);

@@ -1,7 +1,6 @@
 #include "cuda/attention/tile_choice.h"
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "attention/problem.h"
 #include "core/text.h"
@@ -46,8 +45,6 @@ std::string too_large(const AttentionPlan& plan, const Family& family, const Ker
 
 }  // namespace
 
-std::string chip_name(int compute_capability) { return text("sm_", compute_capability); }
-
 int64_t resident_ctas(const Kernel& kernel, const Chip& chip) {
   const int64_t by_shared = chip.shared_bytes_of_sm / (kernel.shared_bytes + 1024);
   return std::max<int64_t>(std::min<int64_t>(by_shared, kernel.ctas), 1);
@@ -62,18 +59,6 @@ int64_t mean_length(const AttentionPlan& plan) {
   const AttentionProblem& p = plan.problem;
   if (!p.ragged) return std::max(plan.len_q, plan.len_k);
   return std::max(p.query.shape[0], p.key.shape[0]) / std::max<int64_t>(plan.batch, 1);
-}
-
-Status read_forced_tile(std::optional<ForcedTile>& tile) {
-  const char* value = std::getenv("FLASHMOE_TILE");
-  if (!value || !*value) return {};
-  ForcedTile read;
-  int end = 0;
-  if (std::sscanf(value, "%dx%d%n", &read.block_q, &read.block_k, &end) != 2 || value[end]) {
-    return invalid("FLASHMOE_TILE is ", value, "; it must be QUERIESxKEYS, like 128x64");
-  }
-  tile = read;
-  return {};
 }
 
 const Kernel* choose_tile(AttentionPlan& plan, const Family& family, const Gpu& gpu,
@@ -101,7 +86,7 @@ const Kernel* choose_tile(AttentionPlan& plan, const Family& family, const Gpu& 
     }
     if (k.packed) {  // beside the tiles of a head dim, which serve where these do not
       if (!p.ragged || general_score || chosen) continue;
-      const bool matches = forced && k.block_q == forced->block_q && k.block_k == forced->block_k;
+      const bool matches = forced && k.block_q == forced->rows && k.block_k == forced->columns;
       if (forced && !matches) continue;
       std::string reason = family.cannot_pack(plan, k);
       if (reason.empty() && !forced && !short_sequences) reason = kForShort;
@@ -121,7 +106,7 @@ const Kernel* choose_tile(AttentionPlan& plan, const Family& family, const Gpu& 
     tiles += text(tiles.empty() ? "" : ", ", k.block_q, "x", k.block_k);
     if (chosen) continue;
     if (forced) {
-      if (k.block_q == forced->block_q && k.block_k == forced->block_k) chosen = &k;
+      if (k.block_q == forced->rows && k.block_k == forced->columns) chosen = &k;
       continue;
     }
     if (k.for_short != for_short) {
@@ -143,7 +128,7 @@ const Kernel* choose_tile(AttentionPlan& plan, const Family& family, const Gpu& 
   } else if (!bucket) {
     why = text("has no kernels for ", dtype_name(p.query.dtype));
   } else if (forced) {
-    why = text("FLASHMOE_TILE asks for ", forced->block_q, "x", forced->block_k, "; for head dim ",
+    why = text("FLASHMOE_TILE asks for ", forced->rows, "x", forced->columns, "; for head dim ",
                dim, " there are ", tiles);
   } else {
     why = text("no tile for head dim ", dim, " fits ", chip_name(gpu.compute_capability));

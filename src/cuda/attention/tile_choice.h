@@ -8,12 +8,6 @@
 
 namespace flashmoe::cuda {
 
-// FLASHMOE_TILE=128x64: queries x keys.
-struct ForcedTile {
-  int block_q = 0, block_k = 0;
-};
-Status read_forced_tile(std::optional<ForcedTile>& tile);
-
 // The best tile of the family for the problem, or null and why there is none. Better tiles that are
 // passed over leave their reasons in the plan.
 const Kernel* choose_tile(AttentionPlan& plan, const Family& family, const Gpu& gpu,
@@ -27,7 +21,5 @@ bool many_short_sequences(const AttentionPlan& plan, const Gpu& gpu);
 
 // Tokens of a sequence: its queries or its keys, whichever are more; ragged, on average.
 int64_t mean_length(const AttentionPlan& plan);
-
-std::string chip_name(int compute_capability);
 
 }  // namespace flashmoe::cuda

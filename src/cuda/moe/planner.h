@@ -15,7 +15,9 @@ Status run(const MoePlan& plan, const MoeTensors& tensors, void* workspace, cons
 Status run(const RoutePlan& plan, const RouteTensors& tensors, void* workspace,
            const Launch& launch);
 
-// Whether kernels can address the tensor where it lies.
+// Whether kernels can address the tensor where it lies: rows of 16-byte aligned chunks with a unit
+// last stride, or such columns (E, rows, columns) of a multiple of 16 rows. Biases lie as they
+// like.
 bool in_place(const TensorSpec& spec);
 
 }  // namespace flashmoe::cuda::moe

@@ -362,6 +362,12 @@ std::string image_chips(const Image& images) {
   return all;
 }
 
+Status check_aligned(const char* name, const void* data) {
+  if (reinterpret_cast<uintptr_t>(data) % 16 == 0) return {};
+  return invalid(name,
+                 " begins at an address that is not a multiple of 16 bytes; call .clone() on it");
+}
+
 Status prepare(const KernelId& id, int device, uint32_t shared_bytes) {
   const Result<const Driver*> driver = cuda::driver();
   if (!driver.ok()) return driver.status();

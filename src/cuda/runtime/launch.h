@@ -61,6 +61,9 @@ struct KernelInfo {
   int ptx_version = 0;     // 80: compiled from compute_80
 };
 
+// Refuses an address that is not a multiple of 16 bytes.
+Status check_aligned(const char* name, const void* data);
+
 // Loads the kernel on `device` and lets it use `shared_bytes` of dynamic shared memory. Call it
 // when a plan is first made: loading inside a graph capture may break the capture. Cheap when done.
 Status prepare(const KernelId& kernel, int device, uint32_t shared_bytes);

@@ -1,0 +1,162 @@
+#include "cuda/moe/catalogue.h"
+
+#include <algorithm>
+#include <string>
+
+#include "core/text.h"
+#include "cuda/moe/kernels/sm75.h"
+#include "cuda/moe/kernels/sm80.h"
+#include "cuda/moe/tiles.h"
+#include "cuda/runtime/families.h"
+#include "cuda/runtime/images.h"
+
+namespace flashmoe::cuda::moe {
+namespace {
+
+// Lists kernels of one family and dtype, as far as this build has an image of theirs.
+struct Lister {
+  std::vector<Kernel>& list;
+  const char* family;
+  DType dtype;
+
+  void add(const Kernel& kernel) const {
+    if (kernel.id.image) list.push_back(kernel);
+  }
+
+  // sm80_moe_NAME_bf16_128x128 and so on, in the images sm80_moe_IMAGE_bf16. The symbol is that of
+  // NAME<block_m, block_n>(flashmoe::cuda::moe::PARAMS) by the Itanium C++ ABI.
+  template <size_t kRows>
+  void add(Role role, const char* name, const char* image, const char* params, bool along,
+           const GemmTile (&table)[kRows]) const {
+    for (const GemmTile& tile : table) {
+      const std::string stem = text(family, "_", name, "_", dtype_suffix(dtype));
+      const std::string symbol =
+          text("_Z", stem.size(), stem, "ILi", tile.block_m, "ELi", tile.block_n,
+               "EEvN8flashmoe4cuda3moe", std::string(params).size(), params, "E");
+      const KernelId id = embedded_kernel(text(family, "_moe_", image, "_", dtype_suffix(dtype)),
+                                          text(stem, "_", tile.block_m, "x", tile.block_n), symbol);
+      Kernel kernel{id, family, role, dtype, tile, along, tile.threads(), tile.shared_bytes()};
+      if (role == Role::kBwdWeightsSum) {
+        kernel.threads = kRowThreads;
+        kernel.shared_bytes = 0;
+      } else {
+        kernel.shared_bytes +=
+            role == Role::kBwdWeights ? depth_table_bytes(tile) : row_table_bytes(tile);
+      }
+      add(kernel);
+    }
+  }
+
+  // Those with a tile of rows come for either order of the weights.
+  template <size_t kRows>
+  void add_orders(Role role, const char* image, const char* params,
+                  const GemmTile (&table)[kRows]) const {
+    const std::string name = role_name(role);
+    add(role, name.c_str(), image, params, true, table);
+    add(role, (name + "_t").c_str(), image, params, false, table);
+  }
+
+  void add_small(Role role, int threads, int shared_bytes) const {
+    const std::string name = text(family, "_", role_name(role), "_", dtype_suffix(dtype));
+    const std::string image = text(family, "_moe_small_", dtype_suffix(dtype));
+    add({embedded_kernel(image, name, name), family, role, dtype, {}, true, threads, shared_bytes});
+  }
+
+  template <size_t kRows, size_t kTokens>
+  void add_all(const GemmTile (&rows)[kRows], const GemmTile (&tokens)[kTokens]) const {
+    add_orders(Role::kUp, "up", "UpParams", rows);
+    add_orders(Role::kDown, "down", "DownParams", rows);
+    add_orders(Role::kBwdAct, "bwd_act", "BwdActParams", rows);
+    for (const Role role : {Role::kBwdWeights, Role::kBwdWeightsSum}) {
+      add(role, role_name(role), "bwd_weights", "BwdWeightsParams", true, tokens);
+    }
+    const int of_warp = kMaxExperts * 4;
+    add_small(Role::kCount, 32, of_warp);
+    add_small(Role::kScan, kScanThreads, scan_shared_bytes(kMaxExperts));
+    add_small(Role::kPlace, 32, of_warp);
+    add_small(Role::kCombine, kRowThreads, 0);
+    add_small(Role::kPrepare, kScanThreads, scan_shared_bytes(kMaxExperts));
+    add_small(Role::kBwdBias, kBiasThreads, 0);
+    add_small(Role::kBwdBiasSum, kBiasThreads, 0);
+    add_small(Role::kBwdScale, kRowThreads, 0);
+    add_small(Role::kRoute, 32 * kRouteWarps, kRouteSharedBytes);
+    add_small(Role::kRouteBwd, 32 * kRouteWarps, kRouteSharedBytes);
+  }
+};
+
+std::vector<Kernel> list_kernels() {
+  std::vector<Kernel> list;
+  const auto add = [&](const char* family, const auto& rows, const auto& tokens) {
+    for (const DType dtype : find_chip_family(family)->dtypes) {
+      Lister{list, family, dtype}.add_all(rows, tokens);
+    }
+  };
+  add("sm80", sm80::kRows, sm80::kTokens);
+  add("sm75", sm75::kRows, sm75::kTokens);
+  return list;
+}
+
+}  // namespace
+
+const char* role_name(Role role) {
+  switch (role) {
+    case Role::kCount:
+      return "moe_count";
+    case Role::kScan:
+      return "moe_scan";
+    case Role::kPlace:
+      return "moe_place";
+    case Role::kUp:
+      return "moe_up";
+    case Role::kDown:
+      return "moe_down";
+    case Role::kCombine:
+      return "moe_combine";
+    case Role::kPrepare:
+      return "moe_bwd_prepare";
+    case Role::kBwdAct:
+      return "moe_bwd_act";
+    case Role::kBwdWeights:
+      return "moe_bwd_weights";
+    case Role::kBwdWeightsSum:
+      return "moe_bwd_weights_sum";
+    case Role::kBwdBias:
+      return "moe_bwd_bias";
+    case Role::kBwdBiasSum:
+      return "moe_bwd_bias_sum";
+    case Role::kBwdScale:
+      return "moe_bwd_scale";
+    case Role::kRoute:
+      return "moe_route";
+    case Role::kRouteBwd:
+      return "moe_route_bwd";
+  }
+  return "";
+}
+
+const std::vector<Kernel>& kernels() {
+  static const std::vector<Kernel> all = list_kernels();
+  return all;
+}
+
+bool has_kernels(std::string_view family) {
+  return std::any_of(kernels().begin(), kernels().end(),
+                     [&](const Kernel& kernel) { return kernel.family == family; });
+}
+
+const Kernel* find_kernel(Role role, std::string_view family, DType dtype) {
+  return find_kernel(role, family, dtype, GemmTile{});
+}
+
+const Kernel* find_kernel(Role role, std::string_view family, DType dtype, const GemmTile& tile,
+                          bool along) {
+  for (const Kernel& k : kernels()) {
+    if (k.role == role && k.dtype == dtype && k.family == family && k.along == along &&
+        k.tile.block_m == tile.block_m && k.tile.block_n == tile.block_n) {
+      return &k;
+    }
+  }
+  return nullptr;
+}
+
+}  // namespace flashmoe::cuda::moe

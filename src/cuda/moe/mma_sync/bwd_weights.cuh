@@ -1,0 +1,176 @@
+// The gradients of gate_up and down: products whose depth is the rows of an expert.
+//
+//   dGate_up[e] = dh^T x          dDown[e] = dOut^T (weighted act)
+//
+// Both operands lie across the depth: a row of a tile is a row of tokens, those of x and dOut
+// gathered. Where rows lie is kept in shared memory, one entry a row and stage; it is looked up two
+// steps ahead, so that nobody waits for an index.
+//
+// The rows of an expert are cut into slices, so that one expert with most of the rows keeps every
+// SM busy. An expert of one slice is stored at once, one without rows as zeros; the sums of several
+// slices go to the workspace in fp32, and moe_bwd_weights_sum adds them up in their order. The grid
+// is slices x tiles of both gradients, tiles fastest: those share the rows in L2.
+//
+// Shared memory: the main loop's, and depth_table_bytes().
+#pragma once
+
+#include "cuda/moe/experts.cuh"
+#include "cuda/tile/chunk.cuh"
+#include "cuda/tile/gemm.cuh"
+
+namespace flashmoe::cuda::moe {
+
+// One tile of a gradient: where its columns are in both operands.
+struct WeightTile {
+  int product, index;    // which gradient; which tile of both gradients
+  int half_m, half_n;    // of the operands
+  int first_m, first_n;  // columns within the half
+  int left_m, left_n;    // columns up to its end
+};
+
+template <int kBlockM, int kBlockN>
+__device__ __forceinline__ WeightTile find_weight_tile(const BwdWeightsParams& p, int index) {
+  WeightTile t;
+  t.index = index;
+  const int of_first = p.products[0].tiles_m * p.products[0].tiles_n;
+  t.product = index >= of_first ? 1 : 0;
+  const WeightProduct& w = p.products[t.product];
+  const int within = index - t.product * of_first;
+  const int m = within / w.tiles_n, n = within - m * w.tiles_n;
+  const int tiles_m = w.tiles_m / w.left.halves, tiles_n = w.tiles_n / w.right.halves;
+  t.half_m = m / tiles_m;
+  t.half_n = n / tiles_n;
+  t.first_m = (m - t.half_m * tiles_m) * kBlockM;
+  t.first_n = (n - t.half_n * tiles_n) * kBlockN;
+  t.left_m = w.left.columns - t.first_m;
+  t.left_n = w.right.columns - t.first_n;
+  return t;
+}
+
+__device__ __forceinline__ int weight_tiles(const BwdWeightsParams& p) {
+  return p.products[0].tiles_m * p.products[0].tiles_n +
+         p.products[1].tiles_m * p.products[1].tiles_n;
+}
+
+// Stores eight numbers of a tile; nothing where the gradient has no such row or column.
+template <class T>
+__device__ __forceinline__ void store_weights(const BwdWeightsParams& p, const WeightTile& t,
+                                              int expert, int row, int col, const float (&x)[8]) {
+  if (row >= t.left_m || col >= t.left_n) return;
+  const WeightProduct& w = p.products[t.product];
+  const int64_t to_row = int64_t{t.half_m} * w.left.columns + t.first_m + row;
+  const int64_t to_col = int64_t{t.half_n} * w.right.columns + t.first_n + col;
+  store_chunk<T>(static_cast<char*>(w.out) + expert * w.out_expert_bytes +
+                     to_row * w.out_row_bytes + to_col * T::kBytes,
+                 x, t.left_n - col);
+}
+
+template <class Chip, class T, GemmTile kTile>
+__device__ __forceinline__ void moe_bwd_weights(const BwdWeightsParams& p) {
+  using G = Gemm<Chip, T, kTile, false, false>;
+  extern __shared__ __align__(1024) char shared[];
+  int64_t* const sTable = reinterpret_cast<int64_t*>(shared + G::kSharedBytes);
+  const int tiles = weight_tiles(p);
+  const int slot = blockIdx.x / tiles;
+  const ExpertTile slice = p.slices[slot];
+  if (slice.expert < 0) return;
+  const WeightTile t =
+      find_weight_tile<G::kBlockM, G::kBlockN>(p, static_cast<int>(blockIdx.x) - slot * tiles);
+  const WeightProduct& w = p.products[t.product];
+
+  // Threads 0 .. depth - 1 look up rows of the left operand, those after them of the right one.
+  constexpr int kEntries = 2 * G::kDepth;
+  static_assert(kEntries <= G::kThreads);
+  const bool looks_up = threadIdx.x < kEntries;
+  const RowOperand& mine = threadIdx.x < G::kDepth ? w.left : w.right;
+  const auto look_up = [&](int step) {  // a pair, or a row as it is
+    const int i = step * G::kDepth + threadIdx.x % G::kDepth;
+    if (!looks_up || i >= slice.rows) return 0;
+    return mine.gathered ? p.pairs[slice.first + i] : slice.first + i;
+  };
+  const auto entries_of = [&](int step) { return sTable + step % G::kStages * kEntries; };
+  const auto write_entry = [&](int step, int found) {
+    if (!looks_up) return;
+    entries_of(step)[threadIdx.x] = (mine.gathered ? found / p.top_k : found) * mine.row_bytes;
+  };
+#pragma unroll
+  for (int step = 0; step < G::kStages; ++step) write_entry(step, look_up(step));
+  int next = look_up(G::kStages);
+  __syncthreads();
+
+  const char* const gLeft = static_cast<const char*>(w.left.data) + t.half_m * w.left.half_bytes;
+  const char* const gRight = static_cast<const char*>(w.right.data) + t.half_n * w.right.half_bytes;
+  typename G::Sums sums;
+  const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  with_partial(p.partial, [&](auto partial) {
+    constexpr bool kPartial = decltype(partial)::value;
+    using LoaderA = TableLoader<Chip, typename G::LayoutA, G::kDepth, G::kThreads, kPartial>;
+    using LoaderB = TableLoader<Chip, typename G::LayoutB, G::kDepth, G::kThreads, kPartial>;
+    const LoaderA left(gLeft, t.first_m, w.left.columns);
+    const LoaderB right(gRight, t.first_n, w.right.columns);
+    const LoaderB far_right(gRight, t.first_n + G::kHalfN, w.right.columns);
+    G::run(sums, smem, (slice.rows + G::kDepth - 1) / G::kDepth, [&](uint32_t stage, int step) {
+      const int64_t* const entries = entries_of(step);
+      const int rows = slice.rows - step * G::kDepth;
+      typename LoaderA::Places left_rows;
+      typename LoaderB::Places right_rows;
+      left.find(left_rows, entries);
+      right.find(right_rows, entries + G::kDepth);
+      left.load(stage, left_rows, rows);
+      right.load(stage + G::kBytesA, right_rows, rows);
+      far_right.load(stage + G::kBytesA + G::kBytesB, right_rows, rows);
+      // The first kStages steps have their entries. From then on there is a barrier before each
+      // step: the entries of the step that the next one's take the place of were read before it.
+      if (step >= G::kStages - 1) {
+        write_entry(step + 1, next);
+        next = look_up(step + 2);  // needed in the next step only
+      }
+    });
+  });
+  float* const sSums = reinterpret_cast<float*>(shared);
+  G::store(sSums, sums);
+
+  constexpr int kChunks = G::kBlockN / 8;
+  float* const gSums =
+      p.slice_sums + (int64_t{slice.sum} * tiles + t.index) * (G::kBlockM * G::kBlockN);
+#pragma unroll 4
+  for (int i = threadIdx.x; i < G::kBlockM * kChunks; i += G::kThreads) {
+    const int row = i / kChunks, col = i % kChunks * 8;
+    float x[8];
+    G::sums_at(x, sSums, row, col);
+    if (slice.sum < 0) {
+      store_weights<T>(p, t, slice.expert, row, col, x);
+    } else {
+      float4* const to = reinterpret_cast<float4*>(gSums + i * 8);
+      to[0] = {x[0], x[1], x[2], x[3]};
+      to[1] = {x[4], x[5], x[6], x[7]};
+    }
+  }
+}
+
+// Adds up the slices of an expert, in their order. Grid: sliced experts x tiles of both gradients.
+template <class T, GemmTile kTile>
+__device__ __forceinline__ void moe_bwd_weights_sum(const BwdWeightsParams& p) {
+  constexpr int kChunks = kTile.block_n / 8, kTileElems = kTile.block_m * kTile.block_n;
+  const int tiles = weight_tiles(p);
+  const int slot = blockIdx.x / tiles;
+  const SlicedExpert expert = p.sliced[slot];
+  if (expert.expert < 0) return;
+  const WeightTile t = find_weight_tile<kTile.block_m, kTile.block_n>(
+      p, static_cast<int>(blockIdx.x) - slot * tiles);
+  const float* const gSums = p.slice_sums + (int64_t{expert.first} * tiles + t.index) * kTileElems;
+  for (int i = threadIdx.x; i < kTile.block_m * kChunks; i += kRowThreads) {
+    float x[8] = {};
+#pragma unroll 4
+    for (int slice = 0; slice < expert.slices; ++slice) {
+      const float4* const from =
+          reinterpret_cast<const float4*>(gSums + int64_t{slice} * tiles * kTileElems + i * 8);
+      const float4 low = from[0], high = from[1];
+      x[0] += low.x, x[1] += low.y, x[2] += low.z, x[3] += low.w;
+      x[4] += high.x, x[5] += high.y, x[6] += high.z, x[7] += high.w;
+    }
+    store_weights<T>(p, t, expert.expert, i / kChunks, i % kChunks * 8, x);
+  }
+}
+
+}  // namespace flashmoe::cuda::moe

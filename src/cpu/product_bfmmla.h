@@ -2,10 +2,10 @@
 // BFMMLA multiplies 2 x 4 by 4 x 2. A loop of nothing else does 263 GFLOP/s on a Neoverse V1 core,
 // one of fp32 FMAs 82.
 //
-// Both operands are packed the same way, as rows over the depth (B by its columns): two rows side
-// by side, four elements deep, 16 bytes a piece, zeros beyond the edges.
+// Both operands are packed the same way, as rows over the depth (B by its columns): what a tile of
+// eight rows wants next lies side by side, 16 bytes for each two rows, zeros beyond the edges.
 //
-//   [rows / 2][depth / 4][2][4]
+//   [rows / 8][depth / 4][8][4]
 #pragma once
 
 #include "cpu/tile.h"
@@ -20,29 +20,38 @@ constexpr int64_t kBf16Block = 80, kBf16KeyStep = 5;  // see Kernels
 
 // Where four elements of `row` from depth 4 * `quad` on are.
 inline uint16_t* packed_at(uint16_t* packed, int64_t row, int64_t quad, int64_t quads) {
-  return packed + (row / 2 * quads + quad) * 8 + row % 2 * 4;
+  return packed + ((row / 8 * quads + quad) * 8 + row % 8) * 4;
 }
 
-// Packed memory for this many rows. Rows come in fours, as the columns of a result do.
+// Packed memory for this many rows or columns, whichever of the two is the depth.
 constexpr int64_t packed_elems(int64_t rows, int64_t depth) {
-  return round_up(rows, 4) * round_up(depth, 4);
+  return round_up(rows, 8) * round_up(depth, 8);
 }
 
 // Packs the rows of a bf16 tensor.
 template <Side>
 inline void pack_rows(const Matrix& m, int64_t first, int64_t rows, int64_t depth,
                       uint16_t* packed) {
-  const int64_t quads = round_up(depth, 4) / 4, whole = m.col == 1 ? depth / 4 : 0;
-  for (int64_t i = 0; i < round_up(rows, 4); ++i) {
-    const auto* from = reinterpret_cast<const uint16_t*>(element(m, first + i, 0));
-    for (int64_t q = 0; q < quads; ++q) {
-      uint16_t* to = packed_at(packed, i, q, quads);
-      if (i < rows && q < whole) {
-        store(to, load<uint16x4_t>(from + 4 * q));
-        continue;
+  const int64_t quads = round_up(depth, 4) / 4;
+  const auto row = [&](int64_t i) {
+    return reinterpret_cast<const uint16_t*>(element(m, first + i, 0));
+  };
+  for (int64_t i = 0; i < round_up(rows, 8); i += 2) {
+    int64_t q = 0;
+    if (m.col == 1 && i + 2 <= rows) {  // two rows, 8 deep
+      const uint16_t *const upper = row(i), *const lower = row(i + 1);
+      for (; 4 * q + 8 <= depth; q += 2) {
+        const auto u = load<uint64x2_t>(upper + 4 * q), l = load<uint64x2_t>(lower + 4 * q);
+        store(packed_at(packed, i, q, quads), vzip1q_u64(u, l));
+        store(packed_at(packed, i, q + 1, quads), vzip2q_u64(u, l));
       }
-      for (int64_t k = 0; k < 4; ++k) {
-        to[k] = i < rows && 4 * q + k < depth ? from[(4 * q + k) * m.col] : 0;
+    }
+    for (; q < quads; ++q) {
+      for (int64_t r = i; r < i + 2; ++r) {
+        uint16_t* const to = packed_at(packed, r, q, quads);
+        for (int64_t k = 0; k < 4; ++k) {
+          to[k] = r < rows && 4 * q + k < depth ? row(r)[(4 * q + k) * m.col] : 0;
+        }
       }
     }
   }
@@ -70,7 +79,7 @@ inline void pack_cols(const Matrix& m, int64_t first, int64_t depth, int64_t col
         store(packed_at(packed, j + 6, q, quads), vzip2q_u32(hi01, hi23));
       }
     }
-    for (; j < round_up(cols, 4); ++j) {
+    for (; j < round_up(cols, 8); ++j) {
       uint16_t* to = packed_at(packed, j, q, quads);
       for (int64_t k = 0; k < 4; ++k) {
         const bool inside = j < cols && 4 * q + k < depth;
@@ -84,7 +93,7 @@ inline void pack_cols(const Matrix& m, int64_t first, int64_t depth, int64_t col
 inline void pack_rows(const float* tile, int64_t ld, int64_t rows, int64_t depth,
                       uint16_t* packed) {
   const int64_t quads = round_up(depth, 4) / 4;
-  for (int64_t i = 0; i < round_up(rows, 4); ++i) {
+  for (int64_t i = 0; i < round_up(rows, 8); ++i) {
     for (int64_t q = 0; q < quads; ++q) {
       uint16_t* to = packed_at(packed, i, q, quads);
       if (i < rows && 4 * q + 4 <= depth) {
@@ -99,7 +108,7 @@ inline void pack_rows(const float* tile, int64_t ld, int64_t rows, int64_t depth
 }
 
 // Packs the columns of a tile of fp32, whose rows lie along the depth and have room for whole
-// vectors.
+// vectors. Of the last eight columns only whole fours are packed, as a product looks at those.
 template <Side>
 inline void pack_cols(const float* tile, int64_t ld, int64_t depth, int64_t cols,
                       uint16_t* packed) {
@@ -133,8 +142,8 @@ void product_bf16_tile(const uint16_t* a, const uint16_t* b, int64_t quads, floa
   float32x4_t acc[kPairs][2 * kQuads] = {};  // 2 x 2 of C each
   for (int64_t q = 0; q < quads; ++q) {
     bfloat16x8_t ra[kPairs], rb[2 * kQuads];
-    for (int i = 0; i < kPairs; ++i) ra[i] = load<bfloat16x8_t>(a + (i * quads + q) * 8);
-    for (int j = 0; j < 2 * kQuads; ++j) rb[j] = load<bfloat16x8_t>(b + (j * quads + q) * 8);
+    for (int i = 0; i < kPairs; ++i) ra[i] = load<bfloat16x8_t>(a + (4 * q + i) * 8);
+    for (int j = 0; j < 2 * kQuads; ++j) rb[j] = load<bfloat16x8_t>(b + (4 * q + j) * 8);
     for (int i = 0; i < kPairs; ++i) {
       for (int j = 0; j < 2 * kQuads; ++j) acc[i][j] = vbfmmlaq_f32(acc[i][j], ra[i], rb[j]);
     }
@@ -154,19 +163,19 @@ void product_bf16_tile(const uint16_t* a, const uint16_t* b, int64_t quads, floa
   }
 }
 
-// A has `rows` rows; C has `cols` columns, a multiple of 4.
+// A has `rows` rows; C has `cols` columns, a multiple of 4. Eight rows of A stay in the first-level
+// cache while B passes by.
 inline void product_bf16(int64_t rows, int64_t cols, int64_t depth, const uint16_t* a,
                          const uint16_t* b, float* c, int64_t ldc, bool accumulate) {
   const int64_t quads = round_up(depth, 4) / 4;
-  for (int64_t j = 0; j < cols; j += 8) {
-    const uint16_t* panel = b + j * quads * 4;
-    for (int64_t i = 0; i < rows; i += 8) {
-      const uint16_t* strip = a + i * quads * 4;
-      float* at = c + i * ldc + j;
-      const bool wide = j + 8 <= cols, tall = i + 4 < rows;  // A is packed in fours of rows
+  for (int64_t i = 0; i < rows; i += 8) {
+    const uint16_t* const strip = a + i * quads * 4;
+    const bool tall = i + 4 < rows;
+    for (int64_t j = 0; j < cols; j += 8) {
+      const bool wide = j + 4 < cols;
       const auto tile = wide ? (tall ? product_bf16_tile<4, 2> : product_bf16_tile<2, 2>)
                              : (tall ? product_bf16_tile<4, 1> : product_bf16_tile<2, 1>);
-      tile(strip, panel, quads, at, ldc, rows - i, accumulate);
+      tile(strip, b + j * quads * 4, quads, c + i * ldc + j, ldc, rows - i, accumulate);
     }
   }
 }

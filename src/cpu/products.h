@@ -124,6 +124,15 @@ struct ExactProducts {
         transpose(block.data, block.ld, width, depth, panel, kPanel);
         continue;
       }
+      if (as_it_lies && width == kPanel) {
+        for (int64_t k = 0; k < depth; ++k) {
+          const auto* const from = reinterpret_cast<const A*>(element(m, k, j));
+          for (int64_t i = 0; i < kPanel; i += kLanes<A>) {
+            store(panel + k * kPanel + i, load<Vec<A>>(from + i));
+          }
+        }
+        continue;
+      }
       for (int64_t k = 0; k < depth; ++k) {
         load_row(m.dtype, element(m, k, j), m.col, width, panel + k * kPanel);
         for (int64_t i = width; i < padded; ++i) panel[k * kPanel + i] = 0;

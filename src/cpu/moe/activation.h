@@ -1,6 +1,9 @@
 // Activations and their slopes, a vector at a time.
 #pragma once
 
+#include <cstdint>
+#include <type_traits>
+
 #include "cpu/simd.h"
 #include "flashmoe/moe.h"
 
@@ -80,6 +83,17 @@ inline void with_activation(Activation activation, const Body& body) {
     case Activation::kRelu:
       return body(Relu<A>());
   }
+}
+
+// Calls step(i, count) for i over n elements in steps of `count` vectors, first four and then one:
+// a vector's chain of operations is long, and four of them hide each other's latency. step() reads
+// all before it writes any.
+template <class A, class Step>
+inline void by_fours(int64_t n, const Step& step) {
+  constexpr int64_t kFour = 4 * kLanes<A>;
+  int64_t i = 0;
+  for (; i + kFour <= n; i += kFour) step(i, std::integral_constant<int, 4>());
+  for (; i < n; i += kLanes<A>) step(i, std::integral_constant<int, 1>());
 }
 
 }  // namespace

@@ -155,11 +155,11 @@ void sort_pairs(const Params& p, int32_t* offsets, int32_t* pairs) {
 }
 
 // Cuts each expert's rows into blocks of equal size; returns how many.
-int64_t cut_rows(const Params& p, Block* blocks) {
+int64_t cut_rows(const Params& p, int64_t step, Block* blocks) {
   int64_t count = 0;
   for (int32_t e = 0; e < p.s.experts; ++e) {
     const int32_t begin = p.offsets[e], end = p.offsets[e + 1];
-    const auto block = static_cast<int32_t>(even_block(end - begin, p.block_rows, 1));
+    const auto block = static_cast<int32_t>(even_block(end - begin, p.block_rows, step));
     for (int32_t row = begin; row < end; row += block) {
       blocks[count++] = {e, row, std::min(block, end - row)};
     }
@@ -183,7 +183,7 @@ void cut(MoePlan& plan) {
   const bool forward = plan.problem.pass == Pass::kForward;
   plan.kernel = text("cpu_", target().name, forward ? "_moe_fwd" : "_moe_bwd");
   const Kernels& k = kernels(plan.problem);
-  plan.block_m = std::max<int64_t>(1, std::min(k.block_rows, plan.rows));
+  plan.block_m = std::min(k.block_rows, even_block(plan.rows, k.block_rows, k.row_step));
   plan.block_n = even_block(plan.inner, k.block_inner, 16);
   const Params p = make_params(plan, {});
   plan.work_items = Workspace::most_blocks(p) * p.parts;
@@ -223,7 +223,7 @@ Status run(const MoePlan& plan, const MoeTensors& tensors, void* memory, const L
     }
   }
   auto* blocks = reinterpret_cast<Block*>(base + workspace.blocks);
-  const int64_t items = cut_rows(p, blocks) * p.parts;
+  const int64_t items = cut_rows(p, k.row_step, blocks) * p.parts;
   p.blocks = blocks;
   if (Workspace::has_sums(p)) p.sums = base + workspace.sums;
 

@@ -66,21 +66,29 @@ void activate_backward(const Params& p, const Block& b, int64_t cols, const Back
       A* const up = t.pre[1] + i * t.ld;
       const A weight = t.weights[i];
       Vec<A> dot = {};
-      for (int64_t j = 0; j < cols; j += kLanes<A>) {
-        Vec<A> slope;
-        const Vec<A> g = load<Vec<A>>(grad + j);
-        const Vec<A> value = f.value(load<Vec<A>>(gate + j), &slope);
-        Vec<A> a = value;
-        if (p.s.gates == 2) {
-          const Vec<A> u = load<Vec<A>>(up + j);
-          a *= u;
-          slope *= u;
-          store(up + j, g * weight * value);
+      by_fours<A>(cols, [&](int64_t j, auto count) {
+        Vec<A> grad_gate[count], grad_up[count] = {}, weighted[count];
+        for (int k = 0; k < count; ++k) {
+          const int64_t at = j + k * kLanes<A>;
+          Vec<A> slope, a = f.value(load<Vec<A>>(gate + at), &slope);
+          const Vec<A> g = load<Vec<A>>(grad + at);
+          if (p.s.gates == 2) {
+            const Vec<A> u = load<Vec<A>>(up + at);
+            grad_up[k] = g * weight * a;
+            a *= u;
+            slope *= u;
+          }
+          grad_gate[k] = g * weight * slope;
+          weighted[k] = a * weight;
+          dot += g * a;
         }
-        store(gate + j, g * weight * slope);
-        store(grad + j, a * weight);
-        dot += g * a;
-      }
+        for (int k = 0; k < count; ++k) {
+          const int64_t at = j + k * kLanes<A>;
+          store(gate + at, grad_gate[k]);
+          store(grad + at, weighted[k]);
+          if (p.s.gates == 2) store(up + at, grad_up[k]);
+        }
+      });
       for (int k = 0; k < kLanes<A>; ++k) t.dots[i] += dot[k];
     }
   });

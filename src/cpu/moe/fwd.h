@@ -83,11 +83,14 @@ void activate(const Params& p, int64_t cols, int64_t ld, const ForwardScratch<M>
   using A = typename M::A;
   with_activation<A>(p.activation, [&](auto f) {
     const A* const up = t.pre + cols * ld;
-    for (int64_t i = 0; i < cols * ld; i += kLanes<A>) {
-      Vec<A> a = f.value(load<Vec<A>>(t.pre + i));
-      if (p.s.gates == 2) a *= load<Vec<A>>(up + i);
-      store(t.pre + i, a);
-    }
+    by_fours<A>(cols * ld, [&](int64_t i, auto count) {
+      Vec<A> a[count];
+      for (int k = 0; k < count; ++k) {
+        a[k] = f.value(load<Vec<A>>(t.pre + i + k * kLanes<A>));
+        if (p.s.gates == 2) a[k] *= load<Vec<A>>(up + i + k * kLanes<A>);
+      }
+      for (int k = 0; k < count; ++k) store(t.pre + i + k * kLanes<A>, a[k]);
+    });
   });
   store_elements<M>(t.pre, cols * ld, t.activated);
 }

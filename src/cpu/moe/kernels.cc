@@ -14,6 +14,7 @@ constexpr moe::Kernels kKernels = {
     .accumulator_bytes = sizeof(typename M::A),
     .block_rows = 128,
     .block_inner = 128,
+    .row_step = kProductPanel<typename M::A>,
     .grad_rows = moe::kGradRows,
     .grad_cols = moe::kGradCols,
     .forward_scratch = moe::forward_scratch<M>,

@@ -80,6 +80,7 @@ struct Kernels {
   size_t element_bytes;      // of grad_pre and weighted
   size_t accumulator_bytes;  // of sums
   int64_t block_rows, block_inner;
+  int64_t row_step;  // rows of a block come in multiples of this, as far as there are any
   int64_t grad_rows, grad_cols;  // a tile of a weight's gradient
 
   size_t (*forward_scratch)(const Params&);

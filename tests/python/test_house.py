@@ -37,11 +37,13 @@ OF_ATTENTION = r"cuda/attention/(?:[^/]*\.cuh|params\.h|tiles\.h)"
 FAMILIES = r"cuda/attention/(?:sm90|mma_sync)/"
 LAYERS = {
     "src/core/": r"core/|flashmoe/(?:plan|status|tensor)\.h",
-    "src/cuda/runtime/": r"core/|cuda/runtime/|flashmoe/(?:device|status|tensor)\.h",
+    "src/cuda/runtime/": r"core/|cuda/runtime/|flashmoe/(?:device|status|tensor)\.h|images\.inc",
     "src/cuda/ptx/": r"cuda/ptx/",
     "src/cuda/tile/": SHARED,
     "src/cuda/tma/": r"cuda/(?:ptx/|tile/|tma/)",
     "src/cuda/attention/mma_sync/": rf"{SHARED}|{OF_ATTENTION}|cuda/attention/mma_sync/",
+    "src/cuda/moe/mma_sync/": rf"{SHARED}|cuda/moe/(?:[^/]*\.cuh|params\.h|tiles\.h|mma_sync/)",
+    "src/cuda/moe/": r"core/|cuda/(?:moe|runtime|ptx|tile)/|flashmoe/",
     "src/cuda/attention/sm90/": rf"{SHARED}|{OF_ATTENTION}|cuda/tma/|{FAMILIES}",
 }
 # Headers that a program with neither torch nor CUDA can include.
@@ -140,6 +142,8 @@ def test_device_code_is_in_layers():
         ("src/cuda/tma/pipeline.cuh", "cuda/attention/sm90/params.h"),
         ("src/cuda/attention/mma_sync/fwd.cuh", "cuda/attention/sm90/tiles.h"),
         ("src/cuda/attention/mma_sync/fwd.cuh", "cuda/tma/pipeline.cuh"),
+        ("src/cuda/moe/planner.cc", "cuda/attention/families.h"),
+        ("src/cuda/moe/mma_sync/up.cuh", "cuda/moe/catalogue.h"),
     ],
 )
 def test_a_strange_include_would_be_found(name, included):

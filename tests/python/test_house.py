@@ -44,8 +44,9 @@ LAYERS = {
     "src/cuda/tile/": SHARED,
     "src/cuda/tma/": r"cuda/(?:ptx/|tile/|tma/)",
     "src/cuda/attention/mma_sync/": rf"{SHARED}|{OF_ATTENTION}|cuda/attention/mma_sync/",
-    "src/cuda/attention/sm90/": rf"{SHARED}|{OF_ATTENTION}|cuda/tma/|{FAMILIES}",
     "src/cuda/moe/mma_sync/": rf"{SHARED}|cuda/moe/(?:[^/]*\.cuh|params\.h|tiles\.h|mma_sync/)",
+    "src/cuda/moe/": r"core/|cuda/(?:moe|runtime|ptx|tile)/|flashmoe/",
+    "src/cuda/attention/sm90/": rf"{SHARED}|{OF_ATTENTION}|cuda/tma/|{FAMILIES}",
 }
 # Headers that a program with neither torch nor CUDA can include.
 PUBLIC = r"#\s*include\s*[<\"](?:cuda|torch|ATen|c10)"
@@ -144,6 +145,8 @@ def test_device_code_is_in_layers():
         ("src/cuda/attention/mma_sync/fwd.cuh", "cuda/attention/sm90/tiles.h"),
         ("src/cuda/attention/mma_sync/fwd.cuh", "cuda/tma/pipeline.cuh"),
         ("src/cuda/moe/mma_sync/up.cuh", "cuda/attention/params.h"),
+        ("src/cuda/moe/planner.cc", "cuda/attention/families.h"),
+        ("src/cuda/moe/mma_sync/up.cuh", "cuda/moe/catalogue.h"),
     ],
 )
 def test_a_strange_include_would_be_found(name, included):

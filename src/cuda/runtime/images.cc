@@ -1,7 +1,7 @@
 #include "cuda/runtime/images.h"
 
 #include <atomic>
-#include <deque>
+#include <forward_list>
 #include <mutex>
 #include <unordered_map>
 
@@ -43,8 +43,8 @@ using Chips = std::vector<EmbeddedImage>;
 struct Kept {
   std::unordered_map<std::string, Chips> embedded;
   std::unordered_map<std::string, const Image*> chains;
-  std::deque<Image> images;
-  std::deque<std::string> names;
+  std::forward_list<Image> images;
+  std::forward_list<std::string> names;
 
   Kept() {
     for (const EmbeddedImage& one : embedded_images()) embedded[one.image.name].push_back(one);
@@ -64,14 +64,17 @@ const Image* find_images(const std::string& name, bool on_hopper) {
   if (!is_new || embedded == all.embedded.end()) return found->second;
   for (const EmbeddedImage& one : embedded->second) {
     if (one.hopper_rows && !on_hopper) continue;
-    all.images.push_back(one.image);
-    all.images.back().next = found->second;
-    found->second = &all.images.back();
+    all.images.push_front(one.image);
+    all.images.front().next = found->second;
+    found->second = &all.images.front();
   }
   return found->second;
 }
 
-const char* keep(std::string name) { return kept().names.emplace_back(std::move(name)).c_str(); }
+const char* keep(std::string name) {
+  kept().names.push_front(std::move(name));
+  return kept().names.front().c_str();
+}
 
 }  // namespace
 

@@ -112,11 +112,14 @@ struct Gemm {
     __syncthreads();
   }
 
-  // Eight neighbours of a row, from a multiple of 8 on.
+  // Eight neighbours of a row, from a multiple of 8 on. Neighbouring threads take neighbours; odd
+  // ones read their second half first, so that eight threads read from all banks at once.
   static __device__ __forceinline__ void sums_at(float (&x)[8], const float* shared, int row,
                                                  int col) {
     const float4* const from = reinterpret_cast<const float4*>(shared + row * kPitch + col);
-    const float4 low = from[0], high = from[1];
+    const bool odd = threadIdx.x % 2;
+    const float4 first = from[odd], second = from[!odd];
+    const float4 low = odd ? second : first, high = odd ? first : second;
     x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
     x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
   }

@@ -62,10 +62,11 @@ __device__ __forceinline__ void moe_up(const UpParams& p) {
   float* const sSums = reinterpret_cast<float*>(shared);
   G::store(sSums, sums);
 
-  const int chunks = wide / 8;
+  constexpr int kChunks = G::kBlockN / 8, kHalfChunks = G::kHalfN / 8;
 #pragma unroll 2
-  for (int i = threadIdx.x; i < G::kBlockM * chunks; i += G::kThreads) {
-    const int row = i / chunks, col = i % chunks * 8, left = p.inner - first - col;
+  for (int i = threadIdx.x; i < G::kBlockM * (wide / 8); i += G::kThreads) {
+    const int row = p.gated ? i / kHalfChunks : i / kChunks;
+    const int col = (p.gated ? i % kHalfChunks : i % kChunks) * 8, left = p.inner - first - col;
     if (row >= tile.rows || left <= 0) continue;
     const int64_t to = tile.first + row;
     char* const gPre = static_cast<char*>(p.pre) + to * p.pre_row_bytes + (first + col) * T::kBytes;

@@ -25,4 +25,21 @@ __device__ __forceinline__ Curve activation_curve(Kind kind, float x) {
   return {x < 0.f ? 0.f : x, x > 0.f ? 1.f : 0.f};
 }
 
+// Of several numbers, with one branch for all of them.
+template <int kCount>
+__device__ __forceinline__ void activation_curves(Kind kind, const float (&x)[kCount],
+                                                  Curve (&curves)[kCount]) {
+  const auto fill = [&](Kind known) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) curves[i] = activation_curve(known, x[i]);
+  };
+  if (kind == Kind::kSilu) {
+    fill(Kind::kSilu);
+  } else if (kind == Kind::kGelu) {
+    fill(Kind::kGelu);
+  } else {
+    fill(Kind::kRelu);
+  }
+}
+
 }  // namespace flashmoe::cuda::moe

@@ -14,7 +14,7 @@ struct Curve {
 __device__ __forceinline__ Curve activation_curve(Kind kind, float x) {
   if (kind == Kind::kSilu) {
     constexpr float kLog2e = 1.4426950408889634f;
-    const float s = __fdividef(1.f, 1.f + ptx::ex2_approx_ftz(-kLog2e * x));
+    const float s = ptx::rcp_approx_ftz(1.f + ptx::ex2_approx_ftz(-kLog2e * x));
     return {x * s, s * (1.f + x * (1.f - s))};
   }
   if (kind == Kind::kGelu) {  // x times the normal distribution up to x

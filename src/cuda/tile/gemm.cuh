@@ -83,6 +83,7 @@ struct Gemm {
       // The step's tiles are there, every thread's part of them, and nobody reads the stage of the
       // step before any more: it is free.
       __syncthreads();
+      __builtin_assume(next >= kStages - 1);  // so that what `load` does from then on has no branch
       load(free_stage, next);
       Chip::commit();
       multiply_stage(sums, stage + lane_a, stage + lane_b);

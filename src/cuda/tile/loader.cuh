@@ -10,6 +10,7 @@
 // kPartial rows may end within a chunk, of which nothing is read beyond.
 #pragma once
 
+#include "cuda/ptx/math.cuh"
 #include "cuda/ptx/special_registers.cuh"
 #include "cuda/tile/copy.cuh"
 #include "cuda/tile/swizzle.cuh"
@@ -135,7 +136,8 @@ class TableLoader {
     if (place_.is_idle()) return;
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      place_.template copy<Chip, kPartial>(tile, i, place_.from + int64_t{places[i]} * row_bytes_,
+      place_.template copy<Chip, kPartial>(tile, i,
+                                           ptx::mad_wide(places[i], row_bytes_, place_.from),
                                            place_.row + i * Place::kStep < rows ? place_.count : 0);
     }
   }

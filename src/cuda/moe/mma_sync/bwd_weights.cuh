@@ -89,7 +89,7 @@ __device__ __forceinline__ void moe_bwd_weights(const BwdWeightsParams& p) {
   const auto look_up = [&](int step) {  // a pair, or a row as it is
     const int i = step * G::kDepth + threadIdx.x % G::kDepth;
     int found = slice.first + i;
-    if (looks_up && gathered) found = i < slice.rows ? gPairs[i] : 0;
+    if (looks_up && gathered && i < slice.rows) found = gPairs[i];
     return found;
   };
   const auto entries_of = [&](int step) { return sTable + step % G::kStages * kEntries; };

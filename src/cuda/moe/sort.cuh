@@ -2,7 +2,8 @@
 // host. Pairs are cut into chunks, each a CTA's:
 //
 //   moe_count   how many pairs of each expert a chunk has
-//   moe_scan    one CTA: where each expert begins, and each chunk within it; the tiles of experts
+//   moe_scan    one CTA: where each expert begins, and each chunk within it; the tiles of experts.
+//               A single chunk needs no other launch
 //   moe_place   row -> pair and pair -> row, by one warp a chunk
 //
 // When pairs are placed, a warp takes 32 neighbouring ones at a time. Lanes with the same expert
@@ -56,10 +57,36 @@ __device__ __forceinline__ void moe_count(const SortParams& p) {
   }
 }
 
-// Grid: one CTA.
-__device__ __forceinline__ void moe_scan(const SortParams& p) {
-  extern __shared__ __align__(16) char shared[];
-  const ListMemory memory{reinterpret_cast<int*>(shared), reinterpret_cast<int*>(shared) + 32};
+// Gives the pairs first .. last - 1 their rows, by one warp. experts[i] is that of pair first +
+// 32 i + lane; `counters` (E, shared memory) are the next row of each expert.
+template <int kAtOnce>
+__device__ __forceinline__ void place_pairs(const SortParams& p, int* counters, int64_t first,
+                                            int64_t last, int (&experts)[kAtOnce],
+                                            const Divider& token_of) {
+  const int lane = threadIdx.x % 32;
+  for (int64_t batch = first; batch < last; batch += 32 * kAtOnce) {
+    if (batch > first) load_experts(experts, p, batch + lane, 32, last, token_of);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int64_t round = batch + 32 * i;
+      if (round >= last) break;
+      const int expert = experts[i];
+      const uint32_t same = __match_any_sync(kWholeWarp, expert);
+      const int rank = __popc(same & ((1u << lane) - 1));
+      const int row = expert >= 0 ? counters[expert] + rank : -1;
+      __syncwarp();
+      if (expert >= 0 && rank == 0) counters[expert] = row + __popc(same);
+      __syncwarp();
+      if (round + lane >= last) continue;
+      const int pair = static_cast<int>(round) + lane;
+      if (expert >= 0) p.routing.pairs[row] = pair;
+      p.routing.row_of[pair] = row;
+    }
+  }
+}
+
+// counts[e] = how many pairs expert e has, and where each chunk begins among them.
+__device__ __forceinline__ void add_up_chunks(const SortParams& p, int* counts) {
   // A lane has four neighbouring chunks of every 128.
   constexpr int kMost = kMaxChunks / 128;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, experts = p.ids.experts;
@@ -92,50 +119,57 @@ __device__ __forceinline__ void moe_scan(const SortParams& p) {
       }
       before += __shfl_sync(kWholeWarp, sum, 31);
     }
-    if (lane == 0) memory.prefix[e] = before;
+    if (lane == 0) counts[e] = before;
+  }
+}
+
+// Grid: one CTA. A single chunk is counted and placed here as well: a decoding step has one launch.
+__device__ __forceinline__ void moe_scan(const SortParams& p) {
+  extern __shared__ __align__(16) char shared[];
+  const ListMemory memory{reinterpret_cast<int*>(shared), reinterpret_cast<int*>(shared) + 32};
+  const int experts = p.ids.experts;
+  const bool alone = p.chunks <= 1;
+  const Divider token_of(max(p.top_k, 1));
+  if (alone) {
+    for (int e = threadIdx.x; e < experts; e += kScanThreads) memory.prefix[e] = 0;
+    __syncthreads();
+    for (int pair = threadIdx.x; pair < p.pairs; pair += kScanThreads) {
+      const int expert = expert_of(p.ids, pair, token_of);
+      if (expert >= 0) atomicAdd(&memory.prefix[expert], 1);
+    }
+  } else {
+    add_up_chunks(p, memory.prefix);
   }
   __syncthreads();  // prefix[e] is how many pairs expert e has
   sum_over_experts(memory, experts, [&](int e) { return memory.prefix[e]; });
   int32_t* const offsets = p.routing.offsets;
   for (int e = threadIdx.x; e <= experts; e += kScanThreads) offsets[e] = memory.prefix[e];
   __syncthreads();
+  if (alone) {
+    if (threadIdx.x < 32) {
+      int of_pairs[4];
+      load_experts(of_pairs, p, threadIdx.x, 32, p.pairs, token_of);
+      place_pairs(p, memory.prefix, 0, p.pairs, of_pairs, token_of);
+    }
+    __syncthreads();  // the lists take the counters' place
+  }
   make_lists(p.lists, memory, offsets, experts);
 }
 
 // Grid: chunks, a warp each.
 __device__ __forceinline__ void moe_place(const SortParams& p) {
   extern __shared__ __align__(16) char shared[];
-  constexpr int kAtOnce = 16;
-  int* const counters = reinterpret_cast<int*>(shared);  // the next row of each expert
-  const int lane = threadIdx.x;
+  int* const counters = reinterpret_cast<int*>(shared);
   const Divider token_of(p.top_k);
   const int64_t first = int64_t{blockIdx.x} * p.chunk;
   const int64_t last = min(first + p.chunk, int64_t{p.pairs});
-  int experts[kAtOnce];
-  load_experts(experts, p, first + lane, 32, last, token_of);
-  for (int e = lane; e < p.ids.experts; e += 32) {
+  int experts[16];
+  load_experts(experts, p, first + threadIdx.x, 32, last, token_of);
+  for (int e = threadIdx.x; e < p.ids.experts; e += 32) {
     counters[e] = p.routing.offsets[e] + p.bases[int64_t{e} * p.chunk_pitch + blockIdx.x];
   }
   __syncwarp();
-  for (int64_t batch = first; batch < last; batch += 32 * kAtOnce) {
-    if (batch > first) load_experts(experts, p, batch + lane, 32, last, token_of);
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int64_t round = batch + 32 * i;
-      if (round >= last) break;
-      const int expert = experts[i];
-      const uint32_t same = __match_any_sync(kWholeWarp, expert);
-      const int rank = __popc(same & ((1u << lane) - 1));
-      const int row = expert >= 0 ? counters[expert] + rank : -1;
-      __syncwarp();
-      if (expert >= 0 && rank == 0) counters[expert] = row + __popc(same);
-      __syncwarp();
-      if (round + lane >= last) continue;
-      const int pair = static_cast<int>(round) + lane;
-      if (expert >= 0) p.routing.pairs[row] = pair;
-      p.routing.row_of[pair] = row;
-    }
-  }
+  place_pairs(p, counters, first, last, experts, token_of);
 }
 
 // Before a backward pass. Grid: one CTA for the lists, and those that go over the pairs.

@@ -78,8 +78,8 @@ __device__ __forceinline__ void moe_bwd_weights(const BwdWeightsParams& p) {
       find_weight_tile<G::kBlockM, G::kBlockN>(p, static_cast<int>(blockIdx.x) - slot * tiles);
   const WeightProduct& w = p.products[t.product];
 
-  // Threads 0 .. depth - 1 look up rows of the left operand, those after them of the right one. No
-  // branch and no division: the main loop's MMAs are mixed with this.
+  // Threads 0 .. depth - 1 look up rows of the left operand, those after them of the right one,
+  // without a division: the main loop's MMAs are mixed with this.
   constexpr int kEntries = 2 * G::kDepth;
   static_assert(kEntries <= G::kThreads);
   const bool looks_up = threadIdx.x < kEntries;
@@ -94,8 +94,7 @@ __device__ __forceinline__ void moe_bwd_weights(const BwdWeightsParams& p) {
   };
   const auto entries_of = [&](int step) { return sTable + step % G::kStages * kEntries; };
   const auto write_entry = [&](int step, int found) {
-    const int entry = static_cast<int>(token_of(found));
-    if (looks_up) entries_of(step)[threadIdx.x] = entry;
+    if (looks_up) entries_of(step)[threadIdx.x] = static_cast<int>(token_of(found));
   };
 #pragma unroll
   for (int step = 0; step < G::kStages; ++step) write_entry(step, look_up(step));

@@ -124,6 +124,7 @@ SortParams sort_params(const Call& call, const ForwardWorkspace& w) {
   p.top_k = static_cast<int32_t>(plan.top_k);
   p.chunk = static_cast<int32_t>(chunks.chunk);
   p.chunks = static_cast<int32_t>(chunks.chunks);
+  p.chunk_pitch = static_cast<int32_t>(chunks.pitch());
   p.counts = call.at<int32_t>(w.counts);
   p.bases = call.at<int32_t>(w.bases);
   p.routing = routing_of(call, w.routing, w.row_of);

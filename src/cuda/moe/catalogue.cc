@@ -71,7 +71,7 @@ struct Lister {
       add(role, role_name(role), "bwd_weights", "BwdWeightsParams", true, tokens);
     }
     const int of_warp = kMaxExperts * 4;
-    add_small(Role::kCount, 32, of_warp);
+    add_small(Role::kCount, kCountThreads, of_warp);
     add_small(Role::kScan, kScanThreads, scan_shared_bytes(kMaxExperts));
     add_small(Role::kPlace, 32, of_warp);
     add_small(Role::kCombine, kRowThreads, 0);

@@ -40,12 +40,10 @@ __device__ __forceinline__ void moe_combine(const CombineParams& p) {
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const uint32_t words[4] = {y[i].x, y[i].y, y[i].z, y[i].w};
+        float x[8];
+        unpack_chunk<T>(x, y[i]);
 #pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          const auto number = static_cast<typename T::Storage>(words[e / 2] >> (e % 2 * 16));
-          sum[e] += weight[i] * T::unpack(number);
-        }
+        for (int e = 0; e < 8; ++e) sum[e] += weight[i] * x[e];
       }
     }
     store_chunk<T>(static_cast<char*>(p.out) + token * p.out_row_bytes + chunk * 16, sum,

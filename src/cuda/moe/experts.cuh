@@ -8,13 +8,29 @@
 
 namespace flashmoe::cuda::moe {
 
+// n / d for n below 2^31, without the machine's twenty instructions for it: the inverse is rounded
+// down by less than 1 / 2^32, so the first guess is the quotient or one less.
+struct Divider {
+  uint32_t d, inverse;
+  __device__ __forceinline__ explicit Divider(int d)
+      : d(static_cast<uint32_t>(d)), inverse(0xffffffffu / static_cast<uint32_t>(d)) {}
+  __device__ __forceinline__ uint32_t operator()(uint32_t n) const {
+    const uint32_t guess = __umulhi(n, inverse);
+    return guess + (n - guess * d >= d ? 1 : 0);
+  }
+};
+
 // The expert of a pair, or -1.
-__device__ __forceinline__ int expert_of(const Ids& ids, int pair, int top_k) {
-  const int token = pair / top_k;
-  const int64_t at = token * ids.row + (pair - token * top_k) * ids.col;
+__device__ __forceinline__ int expert_of(const Ids& ids, int pair, const Divider& token_of) {
+  const int token = static_cast<int>(token_of(pair));
+  const int64_t at = token * ids.row + (pair - token * static_cast<int>(token_of.d)) * ids.col;
   const int64_t id = ids.are_int64 ? static_cast<const int64_t*>(ids.data)[at]
                                    : static_cast<const int32_t*>(ids.data)[at];
   return id >= 0 && id < ids.experts ? static_cast<int>(id) : -1;
+}
+
+__device__ __forceinline__ int expert_of(const Ids& ids, int pair, int top_k) {
+  return expert_of(ids, pair, Divider(top_k));
 }
 
 __device__ __forceinline__ float weight_of(const RoutingWeights& weights, int pair, int top_k) {

@@ -53,13 +53,14 @@ struct Lists {
   int32_t* first_sum;  // (E): sums of the experts before
 };
 
-// The counting sort. Each chunk of neighbouring pairs is a warp's.
+// The counting sort. Each chunk of neighbouring pairs is a CTA's.
 struct SortParams {
   Ids ids;
   int32_t pairs, top_k;   // T k, k
   int32_t chunk, chunks;  // pairs of a chunk
-  int32_t* counts;        // (E, chunks)
-  int32_t* bases;         // (E, chunks): of the chunks before, the expert's pairs
+  int32_t chunk_pitch;    // `chunks`, rounded up to 16 bytes
+  int32_t* counts;        // (E, chunk_pitch)
+  int32_t* bases;         // (E, chunk_pitch): of the chunks before, the expert's pairs
   Routing routing;
   Lists lists;
 };

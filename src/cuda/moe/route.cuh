@@ -1,10 +1,13 @@
-// The router: scores of all experts of a token, the k largest, and their weights. One warp a token;
-// expert e belongs to lane e % 32.
+// The router: scores of all experts of a token, the k largest, and their weights. One warp a token.
 //
-// The order of scores is kept in shared memory, as numbers that compare like the scores: a NaN is
-// the largest, 0 means taken. Each lane knows its best; k times the warp finds the best of these,
-// with ties to the lower id, and its lane looks for the next. Without a bias the order is that of
-// the logits, exactly: scores of fp32 may be equal where logits are not.
+// Scores are kept as numbers that compare like them: a NaN is the largest, 0 means taken. Each lane
+// knows its best; k times the warp finds the best of these, with ties to the lower id, and its lane
+// looks for the next. Without a bias the order is that of the logits, exactly: scores of fp32 may
+// be equal where logits are not.
+//
+// Up to 32 * kRouteEach experts, of which at most 32 are chosen, stay in registers: a lane has
+// neighbouring experts, so that ties go to the lowest lane, and lane j ends up with choice j.
+// Others are in shared memory, expert e with lane e % 32.
 //
 // Backward, with g the gradient of the weights w and the chosen in C (p is the softmax over all):
 //   softmax                 dl_i = p_i (g_i [i in C] - sum over C of g p)
@@ -98,6 +101,116 @@ struct ChosenScores {
   }
 };
 
+// Logits first .. first + kEach - 1 of a token, -inf where there is no such expert.
+template <class T, int kEach>
+__device__ __forceinline__ void load_logits(float (&x)[kEach], const TokenLogits<T>& logits,
+                                            int first) {
+  static_assert(kEach == 4 || kEach == 8);
+  const RouteParams& p = logits.p;
+  const int bytes = p.logits_are_fp32 ? 4 : T::kBytes;
+  const int64_t at = (logits.token * p.logits_row + first) * bytes;
+  // Rows of whole groups of kEach, 8 bytes of 16-bit numbers at least.
+  const bool whole = p.logits_col == 1 && p.experts % kEach == 0 && p.logits_row % kEach == 0 &&
+                     reinterpret_cast<uint64_t>(p.logits) % (4 * bytes) == 0;
+  const char* const from = static_cast<const char*>(p.logits) + at;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) x[i] = -INFINITY;
+  if (whole && first < p.experts) {
+#pragma unroll
+    for (int i = 0; i < kEach; i += 4) {
+      if (p.logits_are_fp32) {
+        const float4 four = reinterpret_cast<const float4*>(from)[i / 4];
+        x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
+      } else {
+        const uint2 four = reinterpret_cast<const uint2*>(from)[i / 4];
+        x[i] = T::unpack(static_cast<typename T::Storage>(four.x));
+        x[i + 1] = T::unpack(static_cast<typename T::Storage>(four.x >> 16));
+        x[i + 2] = T::unpack(static_cast<typename T::Storage>(four.y));
+        x[i + 3] = T::unpack(static_cast<typename T::Storage>(four.y >> 16));
+      }
+    }
+  } else if (!whole) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      if (first + i < p.experts) x[i] = logits[first + i];
+    }
+  }
+}
+
+// At most 32 * kEach experts, at most 32 of them chosen.
+template <class T, int kEach>
+__device__ __forceinline__ void route_in_registers(const RouteParams& p, int64_t token) {
+  const int lane = threadIdx.x % 32, first = lane * kEach;
+  float logits[kEach];
+  load_logits<T>(logits, TokenLogits<T>{p, token}, first);
+  Softmax softmax{0, 1};
+  if (!p.sigmoid) {
+    float largest = -INFINITY, sum = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) largest = fmaxf(largest, logits[i]);
+    largest = max_of_lanes(largest);
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      if (first + i < p.experts) sum += expf(logits[i] - largest);
+    }
+    softmax = {largest, sum_of_lanes(sum)};
+  }
+  uint32_t order[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    order[i] = 0;
+    if (first + i >= p.experts) continue;
+    float key = logits[i];
+    if (p.bias) {
+      key = (p.sigmoid ? sigmoid(key) : softmax.of(key)) + p.bias[(first + i) * p.bias_col];
+    }
+    order[i] = order_of(key);
+  }
+  const auto best_of = [&] {
+    uint32_t best = order[0];
+#pragma unroll
+    for (int i = 1; i < kEach; ++i) best = max(best, order[i]);
+    return best;
+  };
+  uint32_t best = best_of();
+  int id = 0;  // of choice `lane`
+  float logit = 0;
+  for (int j = 0; j < p.top_k; ++j) {
+    const uint32_t winner = max_of_lanes(best);
+    const int owner = __ffs(__ballot_sync(kWholeWarp, best == winner)) - 1;
+    int found = 0;  // the lowest of the owner's that is the best
+    float its = 0;
+#pragma unroll
+    for (int i = kEach - 1; i >= 0; --i) {
+      if (order[i] == winner) found = i, its = logits[i];
+    }
+    found = __shfl_sync(kWholeWarp, found, owner);
+    its = __shfl_sync(kWholeWarp, its, owner);
+    if (lane == j) id = owner * kEach + found, logit = its;
+    if (lane == owner) {
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        if (i == found) order[i] = 0;
+      }
+      best = best_of();
+    }
+  }
+  // As ChosenScores has it.
+  const bool mine = lane < p.top_k;
+  float score = 0, total = 1;
+  if (mine) score = p.sigmoid ? sigmoid(logit) : softmax.of(logit);
+  if (p.normalize) {
+    if (!p.sigmoid) {
+      const float shift = max_of_lanes(mine ? logit : -INFINITY);
+      if (mine) score = expf(logit - shift);
+    }
+    total = sum_of_lanes(score);
+  }
+  if (!mine) return;
+  p.ids[token * p.ids_row + lane * p.ids_col] = id;
+  p.weights[token * p.weights_row + lane * p.weights_col] = softmax.is_nan() ? NAN : score / total;
+}
+
 // Grid: CTAs of some warps, a token each.
 template <class T>
 __device__ __forceinline__ void moe_route(const RouteParams& p) {
@@ -105,6 +218,14 @@ __device__ __forceinline__ void moe_route(const RouteParams& p) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t token = int64_t{blockIdx.x} * (blockDim.x / 32) + warp;
   if (token >= p.tokens) return;
+  if (p.top_k <= 32 && p.experts <= 32 * kRouteEach) {
+    if (p.experts <= 128) {
+      route_in_registers<T, 4>(p, token);
+    } else {
+      route_in_registers<T, kRouteEach>(p, token);
+    }
+    return;
+  }
   uint32_t* const order = reinterpret_cast<uint32_t*>(shared) + warp * p.experts;
   const TokenLogits<T> logits{p, token};
   const Softmax softmax = p.sigmoid ? Softmax{0, 1} : softmax_of(logits);

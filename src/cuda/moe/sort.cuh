@@ -1,13 +1,15 @@
 // Pairs sorted by expert, stable: a counting sort in three launches, with no count ever seen by the
-// host. Pairs are cut into chunks, each a warp's:
+// host. Pairs are cut into chunks, each a CTA's:
 //
 //   moe_count   how many pairs of each expert a chunk has
-//   moe_scan    one CTA: where each expert begins, and each chunk within it; the tiles of experts
-//   moe_place   row -> pair and pair -> row
+//   moe_scan    one CTA: where each expert begins, and each chunk within it; the tiles of experts.
+//               A single chunk needs no other launch
+//   moe_place   row -> pair and pair -> row, by one warp a chunk
 //
-// A warp takes 32 neighbouring pairs at a time. Lanes with the same expert find each other by
-// match.any, and their order is that of the lanes, so that rows of an expert are in the order of
-// their pairs and bits repeat. T k = 262,144 pairs of 128 experts are 512 chunks of 16 rounds.
+// When pairs are placed, a warp takes 32 neighbouring ones at a time. Lanes with the same expert
+// find each other by match.any, and their order is that of the lanes, so that rows of an expert are
+// in the order of their pairs and bits repeat. T k = 262,144 pairs of 128 experts are 512 chunks of
+// 16 rounds, whose ids are all on their way before the first is needed.
 #pragma once
 
 #include "cuda/moe/experts.cuh"
@@ -15,80 +17,142 @@
 
 namespace flashmoe::cuda::moe {
 
-// Calls visit(pair, expert, count) for each pair of this CTA's chunk, 32 at once: the expert's
-// counter (E of them, in shared memory) before the pair, which adds 1 to it. An expert of -1 has
-// no counter.
-template <class Visit>
-__device__ __forceinline__ void count_chunk(const SortParams& p, int* counters,
-                                            const Visit& visit) {
-  const int lane = threadIdx.x;
-  const int64_t first = int64_t{blockIdx.x} * p.chunk;
-  const int64_t last = min(first + p.chunk, int64_t{p.pairs});
-  const auto expert_at = [&](int64_t pair) {
-    return pair < last ? expert_of(p.ids, static_cast<int>(pair), p.top_k) : -1;
-  };
-  int next = expert_at(first + lane);
-  for (int64_t round = first; round < last; round += 32) {
-    const int expert = next;
-    next = expert_at(round + 32 + lane);  // on its way while the others are counted
-    const uint32_t same = __match_any_sync(kWholeWarp, expert);
-    const int rank = __popc(same & ((1u << lane) - 1));
-    const int start = expert >= 0 ? counters[expert] : 0;
-    __syncwarp();
-    if (expert >= 0 && rank == 0) counters[expert] = start + __popc(same);
-    __syncwarp();
-    if (round + lane < last) visit(static_cast<int>(round) + lane, expert, start + rank);
+// The experts of pairs first, first + stride, ... up to `last`; -1 beyond, and where there is none.
+template <int kCount>
+__device__ __forceinline__ void load_experts(int (&experts)[kCount], const SortParams& p,
+                                             int64_t first, int stride, int64_t last,
+                                             const Divider& token_of) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int64_t pair = first + i * stride;
+    experts[i] = pair < last ? expert_of(p.ids, static_cast<int>(pair), token_of) : -1;
   }
 }
 
-// Grid: chunks, a warp each.
+// Grid: chunks.
 __device__ __forceinline__ void moe_count(const SortParams& p) {
   extern __shared__ __align__(16) char shared[];
+  constexpr int kAtOnce = 4;
   int* const counters = reinterpret_cast<int*>(shared);
-  for (int e = threadIdx.x; e < p.ids.experts; e += 32) counters[e] = 0;
-  __syncwarp();
-  count_chunk(p, counters, [](int, int, int) {});
-  for (int e = threadIdx.x; e < p.ids.experts; e += 32) {
-    p.counts[int64_t{e} * p.chunks + blockIdx.x] = counters[e];
+  for (int e = threadIdx.x; e < p.ids.experts; e += kCountThreads) counters[e] = 0;
+  __syncthreads();
+  const Divider token_of(p.top_k);
+  const int64_t first = int64_t{blockIdx.x} * p.chunk;
+  const int64_t last = min(first + p.chunk, int64_t{p.pairs});
+  for (int64_t pair = first + threadIdx.x; pair < last; pair += kAtOnce * kCountThreads) {
+    int experts[kAtOnce];
+    load_experts(experts, p, pair, kCountThreads, last, token_of);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (experts[i] >= 0) atomicAdd(&counters[experts[i]], 1);  // a sum of integers has no order
+    }
+  }
+  __syncthreads();
+  const int chunk = blockIdx.x;
+  for (int e = threadIdx.x; e < p.ids.experts; e += kCountThreads) {
+    int* const row = p.counts + int64_t{e} * p.chunk_pitch;
+    row[chunk] = counters[e];
+    if (chunk + 1 < p.chunks) continue;
+    for (int i = p.chunks; i < p.chunk_pitch; ++i) row[i] = 0;
   }
 }
 
-// Grid: one CTA.
+// Gives the pairs first .. last - 1 their rows, by one warp. experts[i] is that of pair first +
+// 32 i + lane; `counters` (E, shared memory) are the next row of each expert.
+template <int kAtOnce>
+__device__ __forceinline__ void place_pairs(const SortParams& p, int* counters, int64_t first,
+                                            int64_t last, int (&experts)[kAtOnce],
+                                            const Divider& token_of) {
+  const int lane = threadIdx.x % 32;
+  for (int64_t batch = first; batch < last; batch += 32 * kAtOnce) {
+    if (batch > first) load_experts(experts, p, batch + lane, 32, last, token_of);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int64_t round = batch + 32 * i;
+      if (round >= last) break;
+      const int expert = experts[i];
+      const uint32_t same = __match_any_sync(kWholeWarp, expert);
+      const int rank = __popc(same & ((1u << lane) - 1));
+      const int row = expert >= 0 ? counters[expert] + rank : -1;
+      __syncwarp();
+      if (expert >= 0 && rank == 0) counters[expert] = row + __popc(same);
+      __syncwarp();
+      if (round + lane >= last) continue;
+      const int pair = static_cast<int>(round) + lane;
+      if (expert >= 0) p.routing.pairs[row] = pair;
+      p.routing.row_of[pair] = row;
+    }
+  }
+}
+
+// counts[e] = how many pairs expert e has, and where each chunk begins among them.
+__device__ __forceinline__ void add_up_chunks(const SortParams& p, int* counts) {
+  // A lane has four neighbouring chunks of every 128.
+  constexpr int kMost = kMaxChunks / 128;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, experts = p.ids.experts;
+#pragma unroll 2
+  for (int e = warp; e < experts; e += kScanThreads / 32) {
+    const int64_t row = int64_t{e} * p.chunk_pitch + 4 * lane;
+    int4 mine[kMost];
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      mine[i] = {0, 0, 0, 0};
+      if (128 * i + 4 * lane < p.chunk_pitch) {
+        mine[i] = *reinterpret_cast<const int4*>(p.counts + row + 128 * i);
+      }
+    }
+    int before = 0;
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      if (128 * i >= p.chunk_pitch) break;
+      const auto [a, b, c, d] = mine[i];
+      int sum = a + b + c + d;
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const int other = __shfl_up_sync(kWholeWarp, sum, step);
+        if (lane >= step) sum += other;
+      }
+      const int base = before + sum - (a + b + c + d);
+      if (128 * i + 4 * lane < p.chunk_pitch) {
+        *reinterpret_cast<int4*>(p.bases + row + 128 * i) = {base, base + a, base + a + b,
+                                                             base + a + b + c};
+      }
+      before += __shfl_sync(kWholeWarp, sum, 31);
+    }
+    if (lane == 0) counts[e] = before;
+  }
+}
+
+// Grid: one CTA. A single chunk is counted and placed here as well: a decoding step has one launch.
 __device__ __forceinline__ void moe_scan(const SortParams& p) {
   extern __shared__ __align__(16) char shared[];
   const ListMemory memory{reinterpret_cast<int*>(shared), reinterpret_cast<int*>(shared) + 32};
-  constexpr int kMost = kMaxChunks / 32;  // chunks of a lane
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, experts = p.ids.experts;
-  const int share = (p.chunks + 31) / 32, first = lane * share;
-  const int* __restrict__ const counts = p.counts;
-#pragma unroll 2
-  for (int e = warp; e < experts; e += kScanThreads / 32) {
-    const int64_t row = int64_t{e} * p.chunks;
-    int mine[kMost], sum = 0;
-#pragma unroll
-    for (int i = 0; i < kMost; ++i) {
-      mine[i] = i < share && first + i < p.chunks ? counts[row + first + i] : 0;
-      sum += mine[i];
+  const int experts = p.ids.experts;
+  const bool alone = p.chunks <= 1;
+  const Divider token_of(max(p.top_k, 1));
+  if (alone) {
+    for (int e = threadIdx.x; e < experts; e += kScanThreads) memory.prefix[e] = 0;
+    __syncthreads();
+    for (int pair = threadIdx.x; pair < p.pairs; pair += kScanThreads) {
+      const int expert = expert_of(p.ids, pair, token_of);
+      if (expert >= 0) atomicAdd(&memory.prefix[expert], 1);
     }
-    int before = sum;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(kWholeWarp, before, step);
-      if (lane >= step) before += other;
-    }
-    if (lane == 31) memory.prefix[e] = before;
-    before -= sum;
-#pragma unroll
-    for (int i = 0; i < kMost; ++i) {
-      if (i < share && first + i < p.chunks) p.bases[row + first + i] = before;
-      before += mine[i];
-    }
+  } else {
+    add_up_chunks(p, memory.prefix);
   }
   __syncthreads();  // prefix[e] is how many pairs expert e has
   sum_over_experts(memory, experts, [&](int e) { return memory.prefix[e]; });
   int32_t* const offsets = p.routing.offsets;
   for (int e = threadIdx.x; e <= experts; e += kScanThreads) offsets[e] = memory.prefix[e];
   __syncthreads();
+  if (alone) {
+    if (threadIdx.x < 32) {
+      int of_pairs[4];
+      load_experts(of_pairs, p, threadIdx.x, 32, p.pairs, token_of);
+      place_pairs(p, memory.prefix, 0, p.pairs, of_pairs, token_of);
+    }
+    __syncthreads();  // the lists take the counters' place
+  }
   make_lists(p.lists, memory, offsets, experts);
 }
 
@@ -96,14 +160,16 @@ __device__ __forceinline__ void moe_scan(const SortParams& p) {
 __device__ __forceinline__ void moe_place(const SortParams& p) {
   extern __shared__ __align__(16) char shared[];
   int* const counters = reinterpret_cast<int*>(shared);
+  const Divider token_of(p.top_k);
+  const int64_t first = int64_t{blockIdx.x} * p.chunk;
+  const int64_t last = min(first + p.chunk, int64_t{p.pairs});
+  int experts[16];
+  load_experts(experts, p, first + threadIdx.x, 32, last, token_of);
   for (int e = threadIdx.x; e < p.ids.experts; e += 32) {
-    counters[e] = p.routing.offsets[e] + p.bases[int64_t{e} * p.chunks + blockIdx.x];
+    counters[e] = p.routing.offsets[e] + p.bases[int64_t{e} * p.chunk_pitch + blockIdx.x];
   }
   __syncwarp();
-  count_chunk(p, counters, [&](int pair, int expert, int row) {
-    if (expert >= 0) p.routing.pairs[row] = pair;
-    p.routing.row_of[pair] = expert >= 0 ? row : -1;
-  });
+  place_pairs(p, counters, first, last, experts, token_of);
 }
 
 // Before a backward pass. Grid: one CTA for the lists, and those that go over the pairs.

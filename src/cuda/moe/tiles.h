@@ -26,8 +26,10 @@ constexpr int route_warps(int experts) {
   while (warps > 1 && warps * experts * 4 > kRouteSharedBytes) warps /= 2;
   return warps;
 }
-// Chunks of pairs that are sorted apart, at most.
-inline constexpr int kMaxChunks = 512;
+// Experts of a lane, where the router keeps a token's scores in registers.
+inline constexpr int kRouteEach = 8;
+// Chunks of pairs that are sorted apart, at most, and threads that count one.
+inline constexpr int kMaxChunks = 512, kCountThreads = 128;
 // The CTA that adds up the counts and lists the tiles.
 inline constexpr int kScanThreads = 1024;
 constexpr int scan_shared_bytes(int experts) { return (32 + experts + 1) * 4; }
@@ -42,7 +44,7 @@ inline constexpr int kBiasThreads = 128;
 constexpr int row_table_bytes(const GemmTile& tile) {
   return tile.block_m * (8 + 4) + tile.block_n * 4;
 }
-// Of the product over rows of tokens: where rows of both operands lie, for each stage.
-constexpr int depth_table_bytes(const GemmTile& tile) { return tile.stages * tile.depth * 2 * 8; }
+// Of the product over rows of tokens: which rows of both operands, for each stage.
+constexpr int depth_table_bytes(const GemmTile& tile) { return tile.stages * tile.depth * 2 * 4; }
 
 }  // namespace flashmoe::cuda::moe

@@ -116,7 +116,7 @@ ForwardWorkspace forward_workspace(const MoePlan& plan, const GemmTile& rows) {
   if (!p.routing) {
     w.routing = pieces.take(routing_elems(plan.tokens, plan.top_k, plan.experts), kInt);
   }
-  const int64_t counts = plan.experts * sort_chunks(plan).chunks;
+  const int64_t counts = plan.experts * sort_chunks(plan).pitch();
   w.counts = pieces.take(counts, kInt);
   w.bases = pieces.take(counts, kInt);
   w.row_of = pieces.take(plan.rows, kInt);

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/numbers.h"
 #include "cuda/moe/catalogue.h"
 #include "flashmoe/moe.h"
 
@@ -46,6 +47,7 @@ inline int64_t halves(const MoePlan& plan) { return has_gate(plan.problem.activa
 // Chunks of pairs that are sorted apart.
 struct SortChunks {
   int64_t chunk, chunks;  // pairs of one; how many
+  int64_t pitch() const { return round_up(chunks, 4); }
 };
 SortChunks sort_chunks(const MoePlan& plan);
 

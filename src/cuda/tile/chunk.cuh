@@ -6,21 +6,34 @@
 
 namespace flashmoe::cuda {
 
-// `count` numbers, of which there may be more than 8 or less than 1; zeros where there are none.
+// `count` numbers as they lie, of which there may be more than 8 or less than 1; zeros where there
+// are none. Without kPartial all 8 or none: one load under a predicate, so that a thread has many
+// on their way before it unpacks the first.
+template <class T, bool kPartial>
+__device__ __forceinline__ uint4 read_chunk(const char* from, int count) {
+  uint4 chunk = {0, 0, 0, 0};
+  if (kPartial && count < 8) {
+    uint32_t words[4] = {};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (i < count) {
+        words[i / 2] |= static_cast<uint32_t>(reinterpret_cast<const typename T::Storage*>(from)[i])
+                        << (i % 2 * 16);
+      }
+    }
+    chunk = {words[0], words[1], words[2], words[3]};
+  } else if (count > 0) {
+    chunk = *reinterpret_cast<const uint4*>(from);
+  }
+  return chunk;
+}
+
 template <class T>
-__device__ __forceinline__ void load_chunk(float (&x)[8], const char* from, int count) {
-  if (count >= 8) {
-    const uint4 chunk = *reinterpret_cast<const uint4*>(from);
-    const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+__device__ __forceinline__ void unpack_chunk(float (&x)[8], const uint4& chunk) {
+  const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      x[i] = T::unpack(static_cast<typename T::Storage>(words[i / 2] >> (i % 2 * 16)));
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      x[i] = i < count ? T::unpack(reinterpret_cast<const typename T::Storage*>(from)[i]) : 0.f;
-    }
+  for (int i = 0; i < 8; ++i) {
+    x[i] = T::unpack(static_cast<typename T::Storage>(words[i / 2] >> (i % 2 * 16)));
   }
 }
 

@@ -83,9 +83,14 @@ struct Gemm {
       // The step's tiles are there, every thread's part of them, and nobody reads the stage of the
       // step before any more: it is free.
       __syncthreads();
+      const OperandA a{stage + lane_a};
+      const OperandB b{stage + lane_b};
+      // The first MMAs are under way while the copies are begun.
+      multiply<T, 1>(sums, a, b);
+      __builtin_assume(next >= kStages - 1);  // so that what `load` does from then on has no branch
       load(free_stage, next);
       Chip::commit();
-      multiply_stage(sums, stage + lane_a, stage + lane_b);
+      multiply<T, kDepth / 16 - 1>(sums, Later<OperandA>{a}, Later<OperandB>{b});
       free_stage = stage;
       stage += kStageBytes;
       if (stage == shared + kStages * kStageBytes) stage = shared;
@@ -144,11 +149,16 @@ struct Gemm {
     }
   }
 
-  static __device__ __forceinline__ void multiply_stage(Sums& sums, uint32_t a, uint32_t b) {
-    using A = std::conditional_t<kAlongA, AlongA<LayoutA>, AcrossA<LayoutA>>;
-    using B = std::conditional_t<kAlongB, AlongB<LayoutB>, AcrossB<LayoutB>>;
-    multiply<T, kDepth / 16>(sums, A{a}, B{b});
-  }
+  using OperandA = std::conditional_t<kAlongA, AlongA<LayoutA>, AcrossA<LayoutA>>;
+  using OperandB = std::conditional_t<kAlongB, AlongB<LayoutB>, AcrossB<LayoutB>>;
+  // An operand from its second 16 of the depth on.
+  template <class Operand>
+  struct Later {
+    Operand all;
+    __device__ __forceinline__ void load(uint32_t (&fragment)[4], int i, int step) const {
+      all.load(fragment, i, step + 1);
+    }
+  };
 };
 
 }  // namespace flashmoe::cuda

@@ -10,6 +10,7 @@
 // kPartial rows may end within a chunk, of which nothing is read beyond.
 #pragma once
 
+#include "cuda/ptx/math.cuh"
 #include "cuda/ptx/special_registers.cuh"
 #include "cuda/tile/copy.cuh"
 #include "cuda/tile/swizzle.cuh"
@@ -118,13 +119,13 @@ class AcrossLoader {
 template <class Chip, class Layout, int kRows, int kThreads, bool kPartial>
 class TableLoader {
  public:
-  __device__ __forceinline__ TableLoader(const char* data, int first, int columns)
-      : place_(data, first, columns) {}
-  // Where this thread's rows are: bytes from `data` on, of a table with kRows entries. All are read
+  __device__ __forceinline__ TableLoader(const char* data, int row_bytes, int first, int columns)
+      : place_(data, first, columns), row_bytes_(row_bytes) {}
+  // Which rows of `data` are this thread's, of a table with kRows entries. All are read
   // before the first is needed, and by tiles of the same rows once.
   static constexpr int kSteps = LoaderPlace<Layout, kRows, kThreads>::kSteps;
-  using Places = int64_t[kSteps];
-  __device__ __forceinline__ void find(Places& places, const int64_t* table) const {
+  using Places = int[kSteps];
+  __device__ __forceinline__ void find(Places& places, const int* table) const {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       places[i] = table[place_.is_idle() ? 0 : place_.row + i * Place::kStep];
@@ -135,7 +136,8 @@ class TableLoader {
     if (place_.is_idle()) return;
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      place_.template copy<Chip, kPartial>(tile, i, place_.from + places[i],
+      place_.template copy<Chip, kPartial>(tile, i,
+                                           ptx::mad_wide(places[i], row_bytes_, place_.from),
                                            place_.row + i * Place::kStep < rows ? place_.count : 0);
     }
   }
@@ -143,6 +145,7 @@ class TableLoader {
  private:
   using Place = AcrossPlace<Layout, kRows, kThreads>;
   Place place_;
+  int row_bytes_;
 };
 
 }  // namespace flashmoe::cuda

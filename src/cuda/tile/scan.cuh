@@ -21,6 +21,14 @@ __device__ __forceinline__ float max_of_lanes(float x) {  // of what is no NaN
   return join_lanes(x, [](float a, float b) { return fmaxf(a, b); });
 }
 
+__device__ __forceinline__ uint32_t max_of_lanes(uint32_t x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  return __reduce_max_sync(kWholeWarp, x);
+#else
+  return join_lanes(x, [](uint32_t a, uint32_t b) { return a > b ? a : b; });
+#endif
+}
+
 // The sum of `mine` over the threads before this one; `all` becomes that of all threads. kThreads
 // is a whole number of warps; `warps` has room for one number of each, and is free again after the
 // next barrier.

@@ -13,6 +13,7 @@
 
 #include "cuda/moe/activation.cuh"
 #include "cuda/moe/experts.cuh"
+#include "cuda/ptx/memory.cuh"
 #include "cuda/tile/chunk.cuh"
 #include "cuda/tile/gemm.cuh"
 
@@ -30,6 +31,18 @@ __device__ __forceinline__ void moe_bwd_act(const BwdActParams& p) {
   const int first = column * G::kBlockN;
   for (int i = threadIdx.x; i < tile.rows; i += G::kThreads) {
     sScale[i] = weight_of(p.scale, p.pairs[tile.first + i], p.top_k);
+  }
+  // The epilogue's h to L2 while the main loop runs.
+  constexpr int kChunks = G::kBlockN / 8;  // of a row, in neighbouring lanes of one warp
+  const char* const gPre = static_cast<const char*>(p.pre);
+  constexpr int kSectors = G::kBlockN * T::kBytes / 32;
+  for (int i = threadIdx.x; i < tile.rows * kSectors; i += G::kThreads) {
+    const int at = first + i % kSectors * 16;
+    if (at >= p.inner) continue;
+    const char* const sector =
+        gPre + (int64_t{tile.first} + i / kSectors) * p.pre_row_bytes + int64_t{at} * T::kBytes;
+    ptx::prefetch_l2(sector);
+    if (p.gated) ptx::prefetch_l2(sector + p.pre_half_bytes);
   }
 
   const char* const gOut = static_cast<const char*>(p.grad_out);
@@ -55,49 +68,69 @@ __device__ __forceinline__ void moe_bwd_act(const BwdActParams& p) {
   float* const sSums = reinterpret_cast<float*>(shared);
   G::store(sSums, sums);
 
-  constexpr int kChunks = G::kBlockN / 8;  // of a row, in neighbouring lanes of one warp
-  static_assert(kChunks <= 32 && 32 % kChunks == 0 && G::kBlockM * kChunks % G::kThreads == 0);
-#pragma unroll 2
-  for (int i = threadIdx.x; i < G::kBlockM * kChunks; i += G::kThreads) {
-    const int row = i / kChunks, col = i % kChunks * 8, left = p.inner - first - col;
-    const int64_t at = tile.first + row;
-    const int64_t bytes = int64_t{first + col} * T::kBytes;
-    float row_sum = 0;
-    if (row < tile.rows && left > 0) {
-      const float scale = sScale[row];
-      const char* const gPre = static_cast<const char*>(p.pre) + at * p.pre_row_bytes + bytes;
-      float grad[8], gate[8], up[8], act[8];
-      G::sums_at(grad, sSums, row, col);
-      load_chunk<T>(gate, gPre, left);
-      if (p.gated) load_chunk<T>(up, gPre + p.pre_half_bytes, left);
+  // A thread has one chunk of every kStep-th row, and reads h of kAtOnce of them before it needs
+  // the first.
+  constexpr int kStep = G::kThreads / kChunks, kEach = G::kBlockM / kStep;
+  constexpr int kAtOnce = kEach < 4 ? kEach : 4;
+  static_assert(kChunks <= 32 && 32 % kChunks == 0 && G::kBlockM % (kStep * kAtOnce) == 0);
+  const int col = threadIdx.x % kChunks * 8, left = p.inner - first - col;
+  const int64_t bytes = int64_t{first + col} * T::kBytes;
+  with_partial(p.partial, [&](auto partial) {
+    constexpr bool kPartial = decltype(partial)::value;
+    const int stored = kPartial ? left : 8;
+#pragma unroll 1
+    for (int top = threadIdx.x / kChunks; top < G::kBlockM; top += kStep * kAtOnce) {
+      uint4 h[kAtOnce][2];
 #pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        const Curve curve = activation_curve(p.kind, gate[e]);
-        const float factor = p.gated ? up[e] : 1.f;
-        act[e] = curve.value * factor;
-        if (e < left) row_sum += grad[e] * act[e];
-        act[e] *= scale;
-        gate[e] = scale * grad[e] * curve.slope * factor;
-        up[e] = scale * grad[e] * curve.value;
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int row = top + i * kStep, count = row < tile.rows ? left : 0;
+        const char* const from = gPre + (tile.first + row) * p.pre_row_bytes + bytes;
+        h[i][0] = read_chunk<T, kPartial>(from, count);
+        h[i][1] = read_chunk<T, kPartial>(from + p.pre_half_bytes, p.gated ? count : 0);
       }
-      if (p.grad_pre) {
-        char* const gTo = static_cast<char*>(p.grad_pre) + at * p.grad_pre_row_bytes + bytes;
-        store_chunk<T>(gTo, gate, left);
-        if (p.gated) store_chunk<T>(gTo + p.grad_pre_half_bytes, up, left);
-      }
-      if (p.weighted_act) {
-        char* const gAct = static_cast<char*>(p.weighted_act) + at * p.weighted_act_row_bytes;
-        store_chunk<T>(gAct + bytes, act, left);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int row = top + i * kStep;
+        const int64_t at = tile.first + row;
+        float row_sum = 0;
+        if (row < tile.rows && left > 0) {
+          const float scale = sScale[row];
+          float grad[8], gate[8], up[8], act[8];
+          Curve curves[8];
+          G::sums_at(grad, sSums, row, col);
+          unpack_chunk<T>(gate, h[i][0]);
+          unpack_chunk<T>(up, h[i][1]);
+          activation_curves(p.kind, gate, curves);
+#pragma unroll
+          for (int e = 0; e < 8; ++e) {
+            const float factor = p.gated ? up[e] : 1.f;
+            act[e] = curves[e].value * factor;
+            if (!kPartial || e < left) row_sum += grad[e] * act[e];
+            act[e] *= scale;
+            grad[e] *= scale;
+            gate[e] = grad[e] * curves[e].slope * factor;
+            up[e] = grad[e] * curves[e].value;
+          }
+          if (p.grad_pre) {
+            char* const gTo = static_cast<char*>(p.grad_pre) + at * p.grad_pre_row_bytes + bytes;
+            store_chunk<T>(gTo, gate, stored);
+            if (p.gated) store_chunk<T>(gTo + p.grad_pre_half_bytes, up, stored);
+          }
+          if (p.weighted_act) {
+            char* const gAct = static_cast<char*>(p.weighted_act) + at * p.weighted_act_row_bytes;
+            store_chunk<T>(gAct + bytes, act, stored);
+          }
+        }
+        if (p.row_sums) {
+#pragma unroll
+          for (int step = kChunks / 2; step > 0; step /= 2) {
+            row_sum += __shfl_xor_sync(0xffffffffu, row_sum, step);
+          }
+          if (col == 0 && row < tile.rows) p.row_sums[column * p.row_sums_stride + at] = row_sum;
+        }
       }
     }
-    if (p.row_sums) {
-#pragma unroll
-      for (int step = kChunks / 2; step > 0; step /= 2) {
-        row_sum += __shfl_xor_sync(0xffffffffu, row_sum, step);
-      }
-      if (col == 0 && row < tile.rows) p.row_sums[column * p.row_sums_stride + at] = row_sum;
-    }
-  }
+  });
 }
 
 }  // namespace flashmoe::cuda::moe

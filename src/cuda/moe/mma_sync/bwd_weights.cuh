@@ -69,7 +69,7 @@ template <class Chip, class T, GemmTile kTile>
 __device__ __forceinline__ void moe_bwd_weights(const BwdWeightsParams& p) {
   using G = Gemm<Chip, T, kTile, false, false>;
   extern __shared__ __align__(1024) char shared[];
-  int64_t* const sTable = reinterpret_cast<int64_t*>(shared + G::kSharedBytes);
+  int* const sTable = reinterpret_cast<int*>(shared + G::kSharedBytes);
   const int tiles = weight_tiles(p);
   const int slot = blockIdx.x / tiles;
   const ExpertTile slice = p.slices[slot];
@@ -78,20 +78,23 @@ __device__ __forceinline__ void moe_bwd_weights(const BwdWeightsParams& p) {
       find_weight_tile<G::kBlockM, G::kBlockN>(p, static_cast<int>(blockIdx.x) - slot * tiles);
   const WeightProduct& w = p.products[t.product];
 
-  // Threads 0 .. depth - 1 look up rows of the left operand, those after them of the right one.
+  // Threads 0 .. depth - 1 look up rows of the left operand, those after them of the right one,
+  // without a division: the main loop's MMAs are mixed with this.
   constexpr int kEntries = 2 * G::kDepth;
   static_assert(kEntries <= G::kThreads);
   const bool looks_up = threadIdx.x < kEntries;
-  const RowOperand& mine = threadIdx.x < G::kDepth ? w.left : w.right;
+  const bool gathered = (threadIdx.x < G::kDepth ? w.left : w.right).gathered;
+  const Divider token_of(gathered ? max(p.top_k, 1) : 1);
+  const int* __restrict__ const gPairs = p.pairs + slice.first;
   const auto look_up = [&](int step) {  // a pair, or a row as it is
     const int i = step * G::kDepth + threadIdx.x % G::kDepth;
-    if (!looks_up || i >= slice.rows) return 0;
-    return mine.gathered ? p.pairs[slice.first + i] : slice.first + i;
+    int found = slice.first + i;
+    if (looks_up && gathered && i < slice.rows) found = gPairs[i];
+    return found;
   };
   const auto entries_of = [&](int step) { return sTable + step % G::kStages * kEntries; };
   const auto write_entry = [&](int step, int found) {
-    if (!looks_up) return;
-    entries_of(step)[threadIdx.x] = (mine.gathered ? found / p.top_k : found) * mine.row_bytes;
+    if (looks_up) entries_of(step)[threadIdx.x] = static_cast<int>(token_of(found));
   };
 #pragma unroll
   for (int step = 0; step < G::kStages; ++step) write_entry(step, look_up(step));
@@ -106,11 +109,13 @@ __device__ __forceinline__ void moe_bwd_weights(const BwdWeightsParams& p) {
     constexpr bool kPartial = decltype(partial)::value;
     using LoaderA = TableLoader<Chip, typename G::LayoutA, G::kDepth, G::kThreads, kPartial>;
     using LoaderB = TableLoader<Chip, typename G::LayoutB, G::kDepth, G::kThreads, kPartial>;
-    const LoaderA left(gLeft, t.first_m, w.left.columns);
-    const LoaderB right(gRight, t.first_n, w.right.columns);
-    const LoaderB far_right(gRight, t.first_n + G::kHalfN, w.right.columns);
+    const int left_bytes = static_cast<int>(w.left.row_bytes);
+    const int right_bytes = static_cast<int>(w.right.row_bytes);
+    const LoaderA left(gLeft, left_bytes, t.first_m, w.left.columns);
+    const LoaderB right(gRight, right_bytes, t.first_n, w.right.columns);
+    const LoaderB far_right(gRight, right_bytes, t.first_n + G::kHalfN, w.right.columns);
     G::run(sums, smem, (slice.rows + G::kDepth - 1) / G::kDepth, [&](uint32_t stage, int step) {
-      const int64_t* const entries = entries_of(step);
+      const int* const entries = entries_of(step);
       const int rows = slice.rows - step * G::kDepth;
       typename LoaderA::Places left_rows;
       typename LoaderB::Places right_rows;

@@ -7,7 +7,7 @@
 
 using namespace flashmoe::cuda::moe;
 
-extern "C" __global__ void __launch_bounds__(32)
+extern "C" __global__ void __launch_bounds__(kCountThreads)
     FLASHMOE_KERNEL(moe_count)(const __grid_constant__ SortParams p) {
   moe_count(p);
 }

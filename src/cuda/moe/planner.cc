@@ -243,9 +243,9 @@ Status lay_out_forward(MoePlan& plan, const Kernel& up) {
   const bool along = order_of(p.down) == Order::kRows;
   const Kernel& down = *find_kernel(Role::kDown, plan.family, p.x.dtype, up.tile, along);
   Launches launches(plan);
-  if (chunks > 1) launches.add(Role::kCount, chunks, experts * 4);
+  launches.add(Role::kCount, chunks, experts * 4);
   launches.add(Role::kScan, 1, scan_shared_bytes(experts));
-  if (chunks > 1) launches.add(Role::kPlace, chunks, experts * 4);
+  launches.add(Role::kPlace, chunks, experts * 4);
   launches.add_product(up, up_columns(plan));
   launches.add_product(down, ceil_div(plan.width, down.tile.block_n));
   launches.add_combine();

@@ -2,8 +2,7 @@
 // host. Pairs are cut into chunks, each a CTA's:
 //
 //   moe_count   how many pairs of each expert a chunk has
-//   moe_scan    one CTA: where each expert begins, and each chunk within it; the tiles of experts.
-//               A single chunk needs no other launch
+//   moe_scan    one CTA: where each expert begins, and each chunk within it; the tiles of experts
 //   moe_place   row -> pair and pair -> row, by one warp a chunk
 //
 // When pairs are placed, a warp takes 32 neighbouring ones at a time. Lanes with the same expert
@@ -123,36 +122,17 @@ __device__ __forceinline__ void add_up_chunks(const SortParams& p, int* counts) 
   }
 }
 
-// Grid: one CTA. A single chunk is counted and placed here as well: a decoding step has one launch.
+// Grid: one CTA.
 __device__ __forceinline__ void moe_scan(const SortParams& p) {
   extern __shared__ __align__(16) char shared[];
   const ListMemory memory{reinterpret_cast<int*>(shared), reinterpret_cast<int*>(shared) + 32};
   const int experts = p.ids.experts;
-  const bool alone = p.chunks <= 1;
-  const Divider token_of(max(p.top_k, 1));
-  if (alone) {
-    for (int e = threadIdx.x; e < experts; e += kScanThreads) memory.prefix[e] = 0;
-    __syncthreads();
-    for (int pair = threadIdx.x; pair < p.pairs; pair += kScanThreads) {
-      const int expert = expert_of(p.ids, pair, token_of);
-      if (expert >= 0) atomicAdd(&memory.prefix[expert], 1);
-    }
-  } else {
-    add_up_chunks(p, memory.prefix);
-  }
+  add_up_chunks(p, memory.prefix);
   __syncthreads();  // prefix[e] is how many pairs expert e has
   sum_over_experts(memory, experts, [&](int e) { return memory.prefix[e]; });
   int32_t* const offsets = p.routing.offsets;
   for (int e = threadIdx.x; e <= experts; e += kScanThreads) offsets[e] = memory.prefix[e];
   __syncthreads();
-  if (alone) {
-    if (threadIdx.x < 32) {
-      int of_pairs[4];
-      load_experts(of_pairs, p, threadIdx.x, 32, p.pairs, token_of);
-      place_pairs(p, memory.prefix, 0, p.pairs, of_pairs, token_of);
-    }
-    __syncthreads();  // the lists take the counters' place
-  }
   make_lists(p.lists, memory, offsets, experts);
 }
 

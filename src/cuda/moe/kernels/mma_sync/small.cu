@@ -12,7 +12,7 @@ extern "C" __global__ void __launch_bounds__(kCountThreads)
   moe_count(p);
 }
 
-extern "C" __global__ void __launch_bounds__(kScanThreads)
+extern "C" __global__ void __launch_bounds__(kScanThreads, 1)
     FLASHMOE_KERNEL(moe_scan)(const __grid_constant__ SortParams p) {
   moe_scan(p);
 }

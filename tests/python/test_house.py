@@ -259,13 +259,16 @@ def test_the_library_exports_its_api_and_nothing_else():
     strangers = [
         name
         for kind, name in exported
-        if not name.startswith(("flashmoe::", "flash_attention_")) and kind not in "Vu"
+        if not name.startswith(("flashmoe::", "flash_attention_", "flash_moe_")) and kind not in "Vu"
     ]
     assert not strangers
     names = {name.split("(")[0].split("[")[0] for _, name in exported}
     assert {"flashmoe::plan", "flashmoe::run", "flashmoe::explain"} <= names
     assert {
-        f"flash_attention_{p}_{t}" for p in ("forward", "backward") for t in ("fp16", "bf16")
+        f"flash_{operator}_{p}_{t}"
+        for operator in ("attention", "moe")
+        for p in ("forward", "backward")
+        for t in ("fp16", "bf16")
     } <= names
 
 

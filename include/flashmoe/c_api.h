@@ -1,4 +1,5 @@
-/* Attention from C, and from whatever calls C: Fortran, Julia, Rust, ...
+/* Attention, and below it a mixture of experts, from C and from whatever calls C: Fortran, Julia,
+ * Rust, ...
  *
  *   out = softmax(softcap(scale * q k^T) + bias, over the allowed keys) v
  *   lse = natural log of the softmax denominator
@@ -141,6 +142,98 @@ FLASHMOE_C_API const char* flash_attention_last_error(void);
 
 /* "0.1.0" */
 FLASHMOE_C_API const char* flash_attention_version(void);
+
+/* A mixture of experts.
+ *
+ *   out[t] = sum over j of weights[t, j] * down[e] act(gate_up[e] x[t]),   e = ids[t, j]
+ *
+ *   flash_moe_args args;
+ *   flash_moe_args_init(&args, sizeof args);
+ *   args.tokens = 64;  args.top_k = 2;  args.experts = 8;  args.width = 32;  args.inner = 48;
+ *   args.x.data = x;  args.gate_up.data = gate_up;  args.down.data = down;
+ *   args.ids.data = ids;  args.weights.data = weights;  args.out.data = out;
+ *   if (flash_moe_forward_bf16(&args) != 0) puts(flash_moe_last_error());
+ *
+ * Codes, dtypes and passes are attention's: FLASH_ATTENTION_OK and so on. */
+
+/* The first three have a gate: silu(gate) * up, gelu(gate) * up, relu(gate) * up. gelu is the exact
+ * one (erf). */
+enum {
+  FLASH_MOE_SWIGLU = 0,
+  FLASH_MOE_GEGLU = 1,
+  FLASH_MOE_REGLU = 2,
+  FLASH_MOE_SILU = 3,
+  FLASH_MOE_GELU = 4,
+  FLASH_MOE_RELU = 5
+};
+
+enum { FLASH_MOE_IDS_INT32 = 0, FLASH_MOE_IDS_INT64 = 1 };
+
+/* A tensor of up to three dimensions, with strides as those of flash_attention_tensor; those past
+ * its last dimension are not used. */
+typedef struct flash_moe_tensor {
+  void* data;
+  int64_t strides[3];
+} flash_moe_tensor;
+
+/* One call. G is 2 for an activation with a gate, else 1. Start with flash_moe_args_init(). */
+typedef struct flash_moe_args {
+  uint64_t struct_size; /* set by flash_moe_args_init() */
+
+  int64_t tokens; /* any size may be 0 */
+  int64_t top_k;  /* experts of a token */
+  int64_t experts;
+  int64_t width;
+  int64_t inner;
+  int32_t activation; /* FLASH_MOE_SWIGLU (default) or its like */
+  int32_t ids_dtype;  /* FLASH_MOE_IDS_INT32 (default) or _INT64 */
+
+  /* Inputs. */
+  flash_moe_tensor x;         /* (tokens, width) */
+  flash_moe_tensor gate_up;   /* (experts, G inner, width): gate rows first, then up rows */
+  flash_moe_tensor down;      /* (experts, width, inner) */
+  flash_moe_tensor up_bias;   /* (experts, G inner), added before the activation. NULL: none */
+  flash_moe_tensor down_bias; /* (experts, width), weighted with what it is added to. NULL: none */
+  flash_moe_tensor ids;       /* (tokens, top_k); outside 0 .. experts - 1: no expert */
+  flash_moe_tensor weights;   /* float, (tokens, top_k). NULL: 1 */
+
+  /* Results of the forward pass. The last two are inputs of the backward pass; forward, NULL keeps
+   * nothing for it. */
+  flash_moe_tensor out; /* (tokens, width). Not read backward */
+  flash_moe_tensor pre; /* (tokens top_k, G, inner): pre-activations, in the order of routing */
+  int32_t* routing;     /* (experts + 1 + tokens top_k), dense */
+
+  /* Backward only. The gradient of out: NULL makes all gradients 0. */
+  flash_moe_tensor grad_out;
+  /* Gradients of the inputs: written, not added to; NULL if not wanted. */
+  flash_moe_tensor grad_x;
+  flash_moe_tensor grad_gate_up;
+  flash_moe_tensor grad_down;
+  flash_moe_tensor grad_up_bias;
+  flash_moe_tensor grad_down_bias;
+  flash_moe_tensor grad_weights; /* float */
+
+  /* As those of flash_attention_args. */
+  void* workspace;
+  uint64_t workspace_bytes;
+  int64_t device;
+  void* stream;
+} flash_moe_args;
+
+FLASHMOE_C_API int flash_moe_args_init(flash_moe_args* args, size_t struct_size);
+
+/* Reads the inputs; writes out (pre, routing). */
+FLASHMOE_C_API int flash_moe_forward_fp16(const flash_moe_args* args);
+FLASHMOE_C_API int flash_moe_forward_bf16(const flash_moe_args* args);
+
+/* Reads the inputs, pre, routing and grad_out; writes every grad_* of an input that is not NULL. */
+FLASHMOE_C_API int flash_moe_backward_fp16(const flash_moe_args* args);
+FLASHMOE_C_API int flash_moe_backward_bf16(const flash_moe_args* args);
+
+FLASHMOE_C_API int flash_moe_workspace_bytes(const flash_moe_args* args, int dtype, int pass,
+                                             uint64_t* bytes);
+
+FLASHMOE_C_API const char* flash_moe_last_error(void);
 
 #ifdef __cplusplus
 }

@@ -266,7 +266,10 @@ def test_the_library_exports_its_api_and_nothing_else():
     names = {name.split("(")[0].split("[")[0] for _, name in exported}
     assert {"flashmoe::plan", "flashmoe::run", "flashmoe::explain"} <= names
     assert {
-        f"flash_attention_{p}_{t}" for p in ("forward", "backward") for t in ("fp16", "bf16")
+        f"flash_{operator}_{p}_{t}"
+        for operator in ("attention", "moe")
+        for p in ("forward", "backward")
+        for t in ("fp16", "bf16")
     } <= names
 
 

@@ -1,0 +1,143 @@
+#include <cstring>
+
+#include "c_api/border.h"
+#include "flashmoe/moe.h"
+
+namespace flashmoe::c_api {
+namespace {
+
+Status check_size(uint64_t struct_size) {
+  return check_struct_size(struct_size, sizeof(flash_moe_args), "flash_moe_args_init");
+}
+
+// Where there is nothing to keep, what is kept needs no memory.
+bool keeps(const flash_moe_args& a, const void* data) {
+  return data || a.tokens == 0 || a.top_k == 0;
+}
+
+MoeProblem problem_of(const flash_moe_args& a, DType dtype, Pass pass) {
+  MoeProblem p;
+  p.pass = pass;
+  p.activation = static_cast<Activation>(a.activation);
+  // Sizes are checked as those of tensors are: where these overflow, plan() says so.
+  const int64_t gates = has_gate(p.activation) ? 2 : 1;
+  int64_t up_rows = 0, rows = 0;
+  if (__builtin_mul_overflow(gates, a.inner, &up_rows)) up_rows = a.inner;
+  if (__builtin_mul_overflow(a.tokens, a.top_k, &rows)) rows = a.tokens;
+  const Shape tokens{a.tokens, a.width}, pairs{a.tokens, a.top_k};
+  const Shape up{a.experts, up_rows, a.width}, down{a.experts, a.width, a.inner};
+  const Shape up_bias{a.experts, up_rows}, down_bias{a.experts, a.width};
+  p.x = spec_of(a.x, dtype, tokens);
+  p.gate_up = spec_of(a.gate_up, dtype, up);
+  p.down = spec_of(a.down, dtype, down);
+  p.up_bias = optional_spec(a.up_bias, dtype, up_bias);
+  p.down_bias = optional_spec(a.down_bias, dtype, down_bias);
+  p.ids = spec_of(a.ids, a.ids_dtype == FLASH_MOE_IDS_INT64 ? DType::kInt64 : DType::kInt32, pairs);
+  p.weights = optional_spec(a.weights, DType::kFloat32, pairs);
+  p.out = spec_of(a.out, dtype, tokens);
+  if (keeps(a, a.pre.data)) p.pre = spec_of(a.pre, dtype, {rows, gates, a.inner});
+  if (keeps(a, a.routing) && (a.routing || p.pre)) {
+    int64_t elems = 0;
+    if (__builtin_add_overflow(a.experts, rows, &elems)) elems = rows;
+    p.routing = contiguous(DType::kInt32, {static_cast<int64_t>(static_cast<uint64_t>(elems) + 1)});
+  }
+  if (pass == Pass::kForward) return p;
+  p.grad_out = optional_spec(a.grad_out, dtype, tokens);
+  p.grad_x = optional_spec(a.grad_x, dtype, tokens);
+  p.grad_gate_up = optional_spec(a.grad_gate_up, dtype, up);
+  p.grad_down = optional_spec(a.grad_down, dtype, down);
+  p.grad_up_bias = optional_spec(a.grad_up_bias, dtype, up_bias);
+  p.grad_down_bias = optional_spec(a.grad_down_bias, dtype, down_bias);
+  p.grad_weights = optional_spec(a.grad_weights, DType::kFloat32, pairs);
+  return p;
+}
+
+MoeTensors tensors_of(const flash_moe_args& a) {
+  MoeTensors t;
+  t.x = a.x.data;
+  t.gate_up = a.gate_up.data;
+  t.down = a.down.data;
+  t.up_bias = a.up_bias.data;
+  t.down_bias = a.down_bias.data;
+  t.ids = a.ids.data;
+  t.weights = a.weights.data;
+  t.out = a.out.data;
+  t.pre = a.pre.data;
+  t.routing = a.routing;
+  t.grad_out = a.grad_out.data;
+  t.grad_x = a.grad_x.data;
+  t.grad_gate_up = a.grad_gate_up.data;
+  t.grad_down = a.grad_down.data;
+  t.grad_up_bias = a.grad_up_bias.data;
+  t.grad_down_bias = a.grad_down_bias.data;
+  t.grad_weights = a.grad_weights.data;
+  return t;
+}
+
+// What plan() cannot see: values that C lets through and MoeProblem cannot hold.
+Result<MoePlan> plan_of(const flash_moe_args* args, DType dtype, Pass pass) {
+  if (!args) return invalid("args is NULL");
+  if (Status status = check_size(args->struct_size); !status.ok()) return status;
+  if (args->activation < FLASH_MOE_SWIGLU || args->activation > FLASH_MOE_RELU) {
+    return invalid("activation is ", args->activation,
+                   "; it must be from FLASH_MOE_SWIGLU (0) to FLASH_MOE_RELU (5)");
+  }
+  if (args->ids_dtype != FLASH_MOE_IDS_INT32 && args->ids_dtype != FLASH_MOE_IDS_INT64) {
+    return invalid("ids_dtype is ", args->ids_dtype,
+                   "; it must be FLASH_MOE_IDS_INT32 (0) or FLASH_MOE_IDS_INT64 (1)");
+  }
+  const Result<Device> device = device_of(args->device);
+  if (!device.ok()) return device.status();
+  MoeProblem problem = problem_of(*args, dtype, pass);
+  problem.device = device.value();
+  return plan(problem);
+}
+
+int call(const flash_moe_args* args, DType dtype, Pass pass) noexcept {
+  return guarded([&]() -> Status {
+    const Result<MoePlan> plan = plan_of(args, dtype, pass);
+    if (!plan.ok()) return plan.status();
+    return run_with_workspace(plan.value(), tensors_of(*args), *args);
+  });
+}
+
+}  // namespace
+}  // namespace flashmoe::c_api
+
+using flashmoe::DType;
+using flashmoe::Pass;
+namespace c_api = flashmoe::c_api;
+
+int flash_moe_args_init(flash_moe_args* args, size_t struct_size) {
+  return c_api::guarded([&]() -> flashmoe::Status {
+    if (!args) return flashmoe::invalid("args is NULL");
+    if (flashmoe::Status s = c_api::check_size(struct_size); !s.ok()) return s;
+    std::memset(args, 0, sizeof *args);
+    args->struct_size = struct_size;
+    args->device = FLASH_ATTENTION_HOST;
+    return {};
+  });
+}
+
+int flash_moe_forward_fp16(const flash_moe_args* args) {
+  return c_api::call(args, DType::kFloat16, Pass::kForward);
+}
+
+int flash_moe_forward_bf16(const flash_moe_args* args) {
+  return c_api::call(args, DType::kBFloat16, Pass::kForward);
+}
+
+int flash_moe_backward_fp16(const flash_moe_args* args) {
+  return c_api::call(args, DType::kFloat16, Pass::kBackward);
+}
+
+int flash_moe_backward_bf16(const flash_moe_args* args) {
+  return c_api::call(args, DType::kBFloat16, Pass::kBackward);
+}
+
+int flash_moe_workspace_bytes(const flash_moe_args* args, int dtype, int pass, uint64_t* bytes) {
+  return c_api::workspace_bytes(dtype, pass, bytes,
+                                [&](DType d, Pass p) { return c_api::plan_of(args, d, p); });
+}
+
+const char* flash_moe_last_error(void) { return c_api::last_error().c_str(); }

@@ -13,7 +13,7 @@ import torch
 
 from clocks import CPU
 from flashmoe_science.__main__ import main
-from flashmoe_science.bench import accuracy, memory, moe, plot, report, runner
+from flashmoe_science.bench import accuracy, memory, moe, plot, report, runner, timing
 from flashmoe_science.bench.moe import MOE_WORKLOADS, MoeShape
 from flashmoe_science.bench.peer_file import NotSupported, PeerFile
 from flashmoe_science.bench.results import compare
@@ -82,6 +82,15 @@ def test_peers_compute_the_same_thing(name, dtype):
         # transformers rounds the weights of tokens to the dtype of x.
         rounded = dtype == torch.bfloat16 and peer.startswith("transformers")
         assert verdict.ok or rounded, (peer, verdict.worst)
+
+
+def test_without_transformers_its_peers_cannot_run(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers.integrations.moe", None)
+    clock, case = timing.CpuClock(), make("moe")
+    schedule = timing.Schedule(1, 0.001)
+    found = timing.measure(case, ["loop", "transformers"], "fwd", clock, schedule)["sustained"]
+    assert found["loop"].ms and found["transformers"].ms is None
+    assert "transformers" in found["transformers"].reason
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -57,6 +57,7 @@ every_option = pytest.mark.parametrize("option", OPTIONS)
 
 
 needs_bias = pytest.mark.kernels(role="attention_fwd_bias")
+needs_packed_bias = pytest.mark.kernels(role="attention_bias_transpose")
 needs_short_tiles = pytest.mark.kernels(role="attention_fwd", tile=(32, 32))
 needs_splits = pytest.mark.kernels(role="attention_combine")
 

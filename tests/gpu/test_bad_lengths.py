@@ -17,6 +17,7 @@ from helpers import (
     every_mask,
     integers,
     needs_bias,
+    needs_packed_bias,
     normal,
     on_a_gpu,
     ragged,
@@ -247,7 +248,7 @@ def biased(heads: int, dtype, **shape) -> oracle.Case:
     return with_packed_bias(ragged(LENGTHS, d=32, dtype=dtype, **shape), heads)
 
 
-@needs_bias
+@needs_packed_bias
 @either_head
 @pytest.mark.parametrize("side", ["q", "k"])
 def test_a_biased_sequence_longer_than_stated(side, heads, dtype):
@@ -259,7 +260,7 @@ def test_a_biased_sequence_longer_than_stated(side, heads, dtype):
         judge_ragged(case, replace(case, max_k=1), [], [0, 1, 2, 3])
 
 
-@needs_bias
+@needs_packed_bias
 @either_head
 @pytest.mark.parametrize("side", ["cu_q", "cu_k"])
 @pytest.mark.parametrize("excess", [1, 64, 2**30])
@@ -271,7 +272,7 @@ def test_a_biased_sequence_past_the_last_token(excess, side, heads, dtype):
     judge_ragged(case, replace(case, **{side: cu}), [0, 1, 2], [3])
 
 
-@needs_bias
+@needs_packed_bias
 @either_head
 @pytest.mark.parametrize("side", ["cu_q", "cu_k"])
 def test_biased_lengths_that_fall(side, heads, dtype):
@@ -281,7 +282,7 @@ def test_biased_lengths_that_fall(side, heads, dtype):
     judge_ragged(case, replace(case, **{side: cu}), [0], [])
 
 
-@needs_bias
+@needs_packed_bias
 @either_head
 def test_a_bias_with_too_few_pairs(heads, dtype):
     """Only the device knows how many there have to be."""
@@ -300,7 +301,7 @@ def test_a_bias_with_too_few_pairs(heads, dtype):
         assert got["dbias"][: pair_spans(case)[3][0]].isfinite().all()
 
 
-@needs_bias
+@needs_packed_bias
 @either_head
 def test_a_bias_with_too_many_pairs(heads, dtype):
     """The sequences are right; the gradient of what belongs to none is 0 or NaN, never what lay
@@ -314,7 +315,7 @@ def test_a_bias_with_too_many_pairs(heads, dtype):
     assert (gradient[-100:].eq(0) | gradient[-100:].isnan()).all()
 
 
-@needs_bias
+@needs_packed_bias
 @either_head
 @pytest.mark.parametrize("side", ["cu_q", "cu_k"])
 def test_biased_lengths_of_garbage(side, heads, dtype):

@@ -20,7 +20,7 @@ from helpers import (
     every_option,
     filled,
     gaps,
-    needs_bias,
+    needs_packed_bias,
     put,
     ragged,
     results,
@@ -30,7 +30,7 @@ from helpers import (
 import oracle
 from oracle import same_bits
 
-pytestmark = needs_bias
+pytestmark = needs_packed_bias
 
 # Empty on either side, one token, the edges of tiles, odd and even numbers of keys.
 MIXED = ((31, 31), (1, 7), (0, 5), (64, 65), (17, 0), (0, 0), (70, 40), (1, 1), (65, 129))

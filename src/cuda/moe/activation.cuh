@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/moe/params.h"
+#include "cuda/ptx/arithmetic.cuh"
 #include "cuda/ptx/math.cuh"
 
 namespace flashmoe::cuda::moe {

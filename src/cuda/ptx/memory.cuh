@@ -1,4 +1,4 @@
-// Global memory: what several CTAs share, accumulators and semaphores, and its way to the caches.
+// Global memory that several CTAs share: accumulators and semaphores.
 #pragma once
 
 #include <cstdint>
@@ -15,11 +15,6 @@ __device__ __forceinline__ void red_add_v4_f32(float* global, const float (&x)[4
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(x[0]),
                "f"(x[1]), "f"(x[2]), "f"(x[3])
                : "memory");
-}
-
-// PTX ISA, "prefetch": brings the sector of this address to the second-level cache.
-__device__ __forceinline__ void prefetch_l2(const void* global) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
 }
 
 // PTX ISA, "ld.acquire" and "st.release": what a thread wrote before its release is visible to a

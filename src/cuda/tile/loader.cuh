@@ -10,7 +10,7 @@
 // kPartial rows may end within a chunk, of which nothing is read beyond.
 #pragma once
 
-#include "cuda/ptx/math.cuh"
+#include "cuda/ptx/arithmetic.cuh"
 #include "cuda/ptx/special_registers.cuh"
 #include "cuda/tile/copy.cuh"
 #include "cuda/tile/swizzle.cuh"

@@ -13,7 +13,7 @@
 
 #include "cuda/moe/activation.cuh"
 #include "cuda/moe/experts.cuh"
-#include "cuda/ptx/memory.cuh"
+#include "cuda/ptx/cache.cuh"
 #include "cuda/tile/chunk.cuh"
 #include "cuda/tile/gemm.cuh"
 

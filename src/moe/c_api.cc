@@ -10,11 +10,6 @@ Status check_size(uint64_t struct_size) {
   return check_struct_size(struct_size, sizeof(flash_moe_args), "flash_moe_args_init");
 }
 
-// Where there is nothing to keep, what is kept needs no memory.
-bool keeps(const flash_moe_args& a, const void* data) {
-  return data || a.tokens == 0 || a.top_k == 0;
-}
-
 MoeProblem problem_of(const flash_moe_args& a, DType dtype, Pass pass) {
   MoeProblem p;
   p.pass = pass;
@@ -35,11 +30,12 @@ MoeProblem problem_of(const flash_moe_args& a, DType dtype, Pass pass) {
   p.ids = spec_of(a.ids, a.ids_dtype == FLASH_MOE_IDS_INT64 ? DType::kInt64 : DType::kInt32, pairs);
   p.weights = optional_spec(a.weights, DType::kFloat32, pairs);
   p.out = spec_of(a.out, dtype, tokens);
-  if (keeps(a, a.pre.data)) p.pre = spec_of(a.pre, dtype, {rows, gates, a.inner});
-  if (keeps(a, a.routing) && (a.routing || p.pre)) {
+  // Without pairs, what is kept of them needs no memory.
+  if (a.pre.data || (a.routing && rows == 0)) p.pre = spec_of(a.pre, dtype, {rows, gates, a.inner});
+  if (a.routing) {
     int64_t elems = 0;
-    if (__builtin_add_overflow(a.experts, rows, &elems)) elems = rows;
-    p.routing = contiguous(DType::kInt32, {static_cast<int64_t>(static_cast<uint64_t>(elems) + 1)});
+    if (__builtin_add_overflow(a.experts, rows, &elems)) elems = 0;
+    p.routing = contiguous(DType::kInt32, {elems < INT64_MAX ? elems + 1 : elems});
   }
   if (pass == Pass::kForward) return p;
   p.grad_out = optional_spec(a.grad_out, dtype, tokens);

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Installs the library into an empty prefix, builds both example programs against it as a stranger would,
+# Installs the library into an empty prefix, builds the example programs against it as a stranger would,
 # and runs them.    install_test.sh <cmake> <build folder> <source folder> [extra flags]
 set -eu
 cmake=$1
@@ -14,6 +14,8 @@ trap 'rm -rf "$work"' EXIT
 for language in cpp c; do
   "$cmake" -S "$source/examples/$language" -B "$work/$language" -DCMAKE_PREFIX_PATH="$work/prefix"
   "$cmake" --build "$work/$language"
-  echo "--- examples/$language"
-  "$work/$language/attention"
+  for example in attention moe; do
+    echo "--- examples/$language/$example"
+    "$work/$language/$example"
+  done
 done

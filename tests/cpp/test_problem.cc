@@ -6,6 +6,7 @@
 
 #include "attention/problem.h"
 #include "cases.h"
+#include "refusals.h"
 #include "testing.h"
 
 using namespace testing;
@@ -49,34 +50,7 @@ AttentionProblem ragged_problem() {
   return p;
 }
 
-// A row-major spec whose element count need not fit 64 bits.
-TensorSpec huge_spec(DType dtype, std::initializer_list<int64_t> shape) {
-  TensorSpec spec = contiguous(dtype, {});
-  for (int64_t size : shape) {
-    spec.shape[spec.rank] = size;
-    spec.stride[spec.rank++] = 1;
-  }
-  return spec;
-}
-
-struct Bad {
-  const char* what;
-  std::function<void(AttentionProblem&)> spoil;
-  std::vector<const char*> said;  // each must be in the message
-};
-
-void check_refused(const AttentionProblem& good, const Bad& bad) {
-  const Note note(bad.what);
-  CHECK(flashmoe::plan(good).ok(), flashmoe::plan(good).status().message());
-  AttentionProblem problem = good;
-  bad.spoil(problem);
-  const auto plan = flashmoe::plan(problem);
-  CHECK(!plan.ok());
-  CHECK(plan.status().code() == StatusCode::kInvalidArgument);
-  for (const char* part : bad.said) CHECK_CONTAINS(plan.status().message(), part);
-  CHECK_CONTAINS(flashmoe::explain(problem), plan.status().message());
-  CHECK_EQ(flashmoe::run_reference(problem, {}).message(), plan.status().message());
-}
+using Bad = BadProblem<AttentionProblem>;
 
 }  // namespace
 

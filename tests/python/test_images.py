@@ -52,7 +52,7 @@ HOPPER_ROWS = {
     "attention_bwd_dq": 4,
 }
 MOE_ROWS = {
-    "moe_count": 1,
+    "moe_count": 4,
     "moe_scan": 32,
     "moe_place": 1,
     "moe_combine": 8,

@@ -383,7 +383,7 @@ def strange_code(kernel: str, chip: str, opcodes: Counter[str]) -> list[str]:
     products = role in WITH_PRODUCTS or (short and role in FINISH)
     foreign = some(rf".*(?:{family.foreign})")
     if BY_ROWS.search(kernel):
-        foreign = [opcode for opcode in foreign if not opcode.startswith("LDGSTS")]
+        foreign = [opcode for opcode in foreign if "LDGSTS" not in opcode]
     found = [f"has {opcode}" for opcode in foreign]
     packed = "_packed_" in kernel
     instructions = PACKED if packed else family.instructions
@@ -409,7 +409,7 @@ def strange_code(kernel: str, chip: str, opcodes: Counter[str]) -> list[str]:
         found += [f"has {fences} MEMBAR.GPU"] if fences > 6 else []
     elif role in BACKWARD and not short:  # four numbers at once from Hopper on
         wanted.append(r"REDG?\.E\.ADD\.F32" + (r"x4\b" if chip == "sm_90" else r"\."))
-    elif role in BACKWARD:  # tickets are integers
+    elif role in BACKWARD or role == "moe_count":  # tickets and counts are integers
         found += [f"has {opcode}" for opcode in some(SHARED_SUMS + r".*F32")]
     else:  # everything else has the same bits in every run
         found += [f"has {opcode}" for opcode in some(SHARED_SUMS)]

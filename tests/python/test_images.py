@@ -467,8 +467,9 @@ def test_strange_code_would_be_found():
             assert not strange_code(kernels["sm80", role], "sm_90", codes(good))
             assert strange_code(kernels["sm80", role], "sm_90", codes(f"{good} {four}"))
             assert strange_code(kernels["sm80", role], "sm_90", codes(good.replace("HMMA", "FFMA")))
-        assert not strange_code(kernels["sm80", "moe_count"], "sm_80", codes("LDG.E STG.E"))
-        assert strange_code(kernels["sm80", "moe_count"], "sm_80", codes("LDG.E STG.E ATOMS.ADD"))
+        count = kernels["sm80", "moe_count"]
+        assert not strange_code(count, "sm_80", codes("LDG.E STG.E ATOMS.ADD"))
+        assert strange_code(count, "sm_80", codes(f"LDG.E STG.E {single}"))
         assert strange_code(kernels["sm80", "moe_combine"], "sm_80", codes("LDG.E STG.E"))
         rows = kernels["sm80", "attention_bias_align"]
         assert not strange_code(rows, "sm_90", codes("LDG.E LDG.E.U16 STG.E.128"))

@@ -26,7 +26,7 @@ struct BackwardScratch {
   using Element = typename M::Element;
   int64_t ld, ld_x;  // block_inner and d, padded to whole vectors
   Element* tokens;   // rows x d             dOut
-  A* grad;           // rows x ld            dA, then weighted A
+  A* grad;           // rows x ld, at least d   dA, then weighted A
   A* pre[2];         // rows x ld            H, then dH
   A* grad_x;         // rows x ld_x          dX
   A* weights;        // rows
@@ -42,7 +42,7 @@ struct BackwardScratch {
     ld = round_up(p.block_inner, kLanes<A>);
     ld_x = round_up(d, kLanes<A>);
     tokens = arena.take<Element>(rows * d);
-    grad = arena.take<A>(rows * ld);
+    grad = arena.take<A>(larger(rows * ld, d));
     pre[0] = arena.take<A>(rows * ld);
     pre[1] = arena.take<A>(p.s.gates == 2 ? rows * ld : 0);
     grad_x = arena.take<A>(rows * ld_x);
@@ -94,64 +94,99 @@ void activate_backward(const Params& p, const Block& b, int64_t cols, const Back
   });
 }
 
+// The weights of a block's rows, and what their gradients have from the bias of `down`.
+template <class M>
+void start_rows(const Params& p, const Block& b, bool with_bias, const BackwardScratch<M>& t) {
+  using A = typename M::A;
+  const int64_t d = p.s.width;
+  A *const bias = t.grad_x, *const grad = t.grad;  // not in use yet
+  if (with_bias)
+    load_row(p.down_bias.dtype, element(p.down_bias, b.expert, 0), p.down_bias.col, d, bias);
+  for (int64_t i = 0; i < b.rows; ++i) {
+    const int64_t pair = p.pairs[b.first + i];
+    t.weights[i] = weight_of<A>(p, pair);
+    t.dots[i] = 0;
+    if (!with_bias) continue;
+    load_row(p.grad_out.dtype, element(p.grad_out, pair / p.s.top_k, 0), p.grad_out.col, d, grad);
+    for (int64_t j = 0; j < d; ++j) t.dots[i] += grad[j] * bias[j];
+  }
+}
+
+// H of the inner columns [col, col + cols).
+template <class M>
+void load_pre(const Params& p, const Block& b, int64_t col, int64_t cols,
+              const BackwardScratch<M>& t) {
+  for (int64_t g = 0; g < p.s.gates; ++g) {
+    const Matrix pre = at(p.pre, g);
+    for (int64_t i = 0; i < b.rows; ++i) {
+      auto* const row = t.pre[g] + i * t.ld;
+      load_row(pre.dtype, element(pre, b.first + i, col), pre.col, cols, row);
+      for (int64_t j = cols; j < round_up(cols, kLanes<typename M::A>); ++j) row[j] = 0;
+    }
+  }
+}
+
+// Where the gradients of a row's pre-activations are in the workspace.
+template <class M>
+typename M::Element* grad_pre_at(const Params& p, int64_t row, int64_t gate, int64_t col) {
+  return static_cast<typename M::Element*>(p.grad_pre) + (row * p.s.gates + gate) * p.s.inner + col;
+}
+
+// dH and weighted A to the workspace.
+template <class M>
+void keep_inner(const Params& p, const Block& b, int64_t col, int64_t cols,
+                const BackwardScratch<M>& t) {
+  for (int64_t i = 0; i < b.rows; ++i) {
+    const int64_t row = b.first + i;
+    for (int64_t g = 0; p.grad_pre && g < p.s.gates; ++g) {
+      store_elements<M>(t.pre[g] + i * t.ld, cols, grad_pre_at<M>(p, row, g, col));
+    }
+    if (!p.weighted) continue;
+    auto* const weighted = static_cast<typename M::Element*>(p.weighted) + row * p.s.inner + col;
+    store_elements<M>(t.grad + i * t.ld, cols, weighted);
+  }
+}
+
+// dX += dH gate_up, of the inner columns [col, col + cols).
+template <class M>
+void add_grad_x(const Params& p, const Block& b, int64_t col, int64_t cols, bool accumulate,
+                const BackwardScratch<M>& t) {
+  const int64_t d = p.s.width;
+  const Matrix gate_up = at(p.gate_up, b.expert);
+  for (int64_t g = 0; g < p.s.gates; ++g) {
+    const Matrix grad_pre =
+        scratch_matrix<M>(grad_pre_at<M>(p, b.first, g, col), p.s.gates * p.s.inner);
+    const auto grads = M::left(grad_pre, b.rows, cols, d, t.inner);
+    for (int64_t j = 0; j < d; j += kColumns) {
+      const int64_t wide = smaller(kColumns, d - j);
+      const auto weights =
+          M::right(part(gate_up, g * p.s.inner + col, j), cols, wide, b.rows, t.right);
+      M::multiply(grads, weights, b.rows, round_up(wide, kLanes<typename M::A>), cols, t.grad_x + j,
+                  t.ld_x, accumulate || g > 0);
+    }
+  }
+}
+
 template <class M>
 void backward(const Params& p, int64_t item, void* memory) {
   using A = typename M::A;
-  using Element = typename M::Element;
   const BackwardScratch<M> t(p, memory);
   const Block b = p.blocks[item / p.parts];
-  const int64_t part_index = item % p.parts, d = p.s.width, n = p.s.inner;
-  const Matrix gate_up = at(p.gate_up, b.expert), down = at(p.down, b.expert);
+  const int64_t part_index = item % p.parts, d = p.s.width;
+  start_rows<M>(p, b, p.down_bias && p.grad_weights && part_index == 0, t);
+  const Matrix down = at(p.down, b.expert);
   const Matrix grad_out = gather<M>(p, p.grad_out, b.first, b.rows, 0, d, t.tokens);
-  const auto left = M::left(grad_out, b.rows, d, n, t.left);
-  for (int64_t i = 0; i < b.rows; ++i) {
-    t.weights[i] = weight_of<A>(p, p.pairs[b.first + i]);
-    t.dots[i] = 0;
-    for (int64_t j = 0; j < d && part_index == 0 && p.down_bias && p.grad_weights; ++j) {
-      A grad;
-      load_row(p.grad_out.dtype, element(p.grad_out, p.pairs[b.first + i] / p.s.top_k, j), 1, 1,
-               &grad);
-      t.dots[i] += grad * bias_of<A>(p.down_bias, b.expert, j);
-    }
-  }
+  const auto left = M::left(grad_out, b.rows, d, p.s.inner, t.left);
   const Range inner = part_of_inner(p, part_index);
   for (int64_t i = 0; inner.begin == inner.end && i < b.rows * t.ld_x; ++i) t.grad_x[i] = 0;
   for (int64_t col = inner.begin; col < inner.end; col += p.block_inner) {
     const int64_t cols = smaller(p.block_inner, inner.end - col);
-    const int64_t padded = round_up(cols, kLanes<A>);
     const auto right = M::right(part(down, 0, col), d, cols, b.rows, t.right);
-    M::multiply(left, right, b.rows, padded, d, t.grad, t.ld, false);
-    for (int64_t g = 0; g < p.s.gates; ++g) {
-      const Matrix pre = at(p.pre, g);
-      for (int64_t i = 0; i < b.rows; ++i) {
-        A* const row = t.pre[g] + i * t.ld;
-        load_row(pre.dtype, element(pre, b.first + i, col), pre.col, cols, row);
-        for (int64_t j = cols; j < padded; ++j) row[j] = 0;
-      }
-    }
+    M::multiply(left, right, b.rows, round_up(cols, kLanes<A>), d, t.grad, t.ld, false);
+    load_pre<M>(p, b, col, cols, t);
     activate_backward<M>(p, b, cols, t);
-    for (int64_t i = 0; i < b.rows; ++i) {
-      const int64_t row = b.first + i;
-      for (int64_t g = 0; p.grad_pre && g < p.s.gates; ++g) {
-        store_elements<M>(t.pre[g] + i * t.ld, cols,
-                          static_cast<Element*>(p.grad_pre) + (row * p.s.gates + g) * n + col);
-      }
-      if (p.weighted) {
-        store_elements<M>(t.grad + i * t.ld, cols,
-                          static_cast<Element*>(p.weighted) + row * n + col);
-      }
-    }
-    for (int64_t g = 0; p.grad_x && g < p.s.gates; ++g) {
-      const Matrix grad_pre = scratch_matrix<M>(
-          static_cast<Element*>(p.grad_pre) + (b.first * p.s.gates + g) * n + col, p.s.gates * n);
-      const auto grads = M::left(grad_pre, b.rows, cols, d, t.inner);
-      for (int64_t j = 0; j < d; j += kColumns) {
-        const int64_t width = smaller(kColumns, d - j);
-        const auto weights = M::right(part(gate_up, g * n + col, j), cols, width, b.rows, t.right);
-        M::multiply(grads, weights, b.rows, round_up(width, kLanes<A>), cols, t.grad_x + j, t.ld_x,
-                    col > inner.begin || g > 0);
-      }
-    }
+    keep_inner<M>(p, b, col, cols, t);
+    if (p.grad_x) add_grad_x<M>(p, b, col, cols, col > inner.begin, t);
   }
   for (int64_t i = 0; i < b.rows; ++i) {
     const int64_t pair = p.pairs[b.first + i];
@@ -232,8 +267,7 @@ void grad_gate_up(const Params& p, int64_t item, void* memory) {
   const int64_t wide = p.s.gates * p.s.inner;
   const GradTile tile = grad_tile(item, wide, p.s.width);
   const auto grad_pre = [&](int64_t first, int64_t) {
-    return scratch_matrix<M>(
-        static_cast<typename M::Element*>(p.grad_pre) + first * wide + tile.row, wide);
+    return scratch_matrix<M>(grad_pre_at<M>(p, first, 0, tile.row), wide);
   };
   if (p.grad_gate_up) {
     sum_over_rows<M>(p, tile, p.grad_gate_up, t, grad_pre, [&](int64_t first, int64_t count) {

@@ -13,6 +13,7 @@ add_library(flashmoe_torch MODULE
   src/torch/schema.cc
   src/torch/attention_forward.cc
   src/torch/attention_backward.cc
+  src/torch/attention_tangent.cc
   src/torch/explain.cc
   src/torch/moe_forward.cc
   src/torch/moe_backward.cc

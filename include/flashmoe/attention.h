@@ -66,18 +66,26 @@ struct AttentionProblem {
   std::optional<TensorSpec> key_lengths;  // broadcasts to (...)     -
   std::optional<Ragged> ragged;
 
-  // Results of the forward pass, inputs of the backward pass.
+  // Results of the forward pass, inputs of all others.
   TensorSpec out;                 // (..., Hq, Sq, Dv)       (Tq, Hq, Dv)
   std::optional<TensorSpec> lse;  // (..., Hq, Sq)           (Tq, Hq)
-                                  // fp32; fp64 for fp64 inputs. Needed backward.
+                                  // fp32; fp64 for fp64 inputs. Optional forward alone.
 
-  // Backward only. A gradient that is not asked for costs nothing.
+  // Backward and second pass. A gradient that is not asked for costs nothing.
   std::optional<TensorSpec> grad_out;    // like out; absent = zero
   std::optional<TensorSpec> grad_lse;    // like lse; absent = zero
   std::optional<TensorSpec> grad_query;  // like query, in its dtype
   std::optional<TensorSpec> grad_key;
   std::optional<TensorSpec> grad_value;
   std::optional<TensorSpec> grad_bias;  // the bias's own shape and dtype
+
+  // Tangent and second pass: the inputs move along their tangents.
+  std::optional<TensorSpec> tangent_query;  // like query, in its dtype; absent = zero
+  std::optional<TensorSpec> tangent_key;
+  std::optional<TensorSpec> tangent_value;
+  std::optional<TensorSpec> tangent_bias;
+  std::optional<TensorSpec> tangent_out;  // like out; a result of the tangent pass, which the
+  std::optional<TensorSpec> tangent_lse;  // second pass needs; like lse
 
   AttentionOptions options;
 
@@ -93,7 +101,7 @@ struct AttentionTensors {
   const void* key_lengths = nullptr;
   const void* cu_seqlens_q = nullptr;
   const void* cu_seqlens_k = nullptr;
-  void* out = nullptr;  // written forward, read backward
+  void* out = nullptr;  // written forward, else read
   void* lse = nullptr;
   const void* grad_out = nullptr;
   const void* grad_lse = nullptr;
@@ -101,6 +109,12 @@ struct AttentionTensors {
   void* grad_key = nullptr;
   void* grad_value = nullptr;
   void* grad_bias = nullptr;
+  const void* tangent_query = nullptr;
+  const void* tangent_key = nullptr;
+  const void* tangent_value = nullptr;
+  const void* tangent_bias = nullptr;
+  void* tangent_out = nullptr;  // written by the tangent pass, read by the second
+  void* tangent_lse = nullptr;
 };
 
 // What a launch of a call is given: the structs of src/cuda/attention/params.h.

@@ -7,7 +7,13 @@
 
 namespace flashmoe {
 
-enum class Pass { kForward, kBackward };
+enum class Pass {
+  kForward,
+  kBackward,
+  // Attention alone has these two.
+  kTangent,  // forward mode: how the results move when the inputs move along their tangents
+  kSecond,   // the gradient of <grad_out, tangent_out> + <grad_lse, tangent_lse> by the inputs
+};
 
 // One way to run a problem that the planner looked at.
 struct Candidate {

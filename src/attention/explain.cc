@@ -24,6 +24,20 @@ std::string options_text(const AttentionProblem& p, const Geometry& g) {
   return line;
 }
 
+const char* pass_name(Pass pass) {
+  switch (pass) {
+    case Pass::kForward:
+      return "forward";
+    case Pass::kBackward:
+      return "backward";
+    case Pass::kTangent:
+      return "tangent of";
+    case Pass::kSecond:
+      return "second derivative of";
+  }
+  return "";
+}
+
 std::string work_text(const AttentionPlan& plan) {
   if (plan.problem.device.type == DeviceType::kCuda) {
     std::string lines;
@@ -61,14 +75,13 @@ std::string explain(const AttentionProblem& problem) {
   const AttentionPlan& plan = result.value();
   const Geometry g = geometry(problem);
   const std::string value_dim = plan.head_dim_v != plan.head_dim ? text("/", plan.head_dim_v) : "";
-  return text(problem.pass == Pass::kForward ? "forward" : "backward", " attention in ",
-              dtype_name(problem.query.dtype), ": batch ", plan.batch, ", heads ", plan.heads_q,
-              "/", plan.heads_k, ", ", plan.len_q, " queries x ", plan.len_k, " keys, head dim ",
-              plan.head_dim, value_dim, "\n  options    ", options_text(problem, g),
-              "\n  kernel     ", plan.kernel, "\n  tile       ", plan.block_q, " queries x ",
-              plan.block_k, " keys\n  ", work_text(plan), "\n  workspace  ",
-              mebibytes(plan.workspace_bytes), "\n  ", reproducible_text(plan), "\n  ",
-              candidates_text(plan.candidates));
+  return text(pass_name(problem.pass), " attention in ", dtype_name(problem.query.dtype),
+              ": batch ", plan.batch, ", heads ", plan.heads_q, "/", plan.heads_k, ", ", plan.len_q,
+              " queries x ", plan.len_k, " keys, head dim ", plan.head_dim, value_dim,
+              "\n  options    ", options_text(problem, g), "\n  kernel     ", plan.kernel,
+              "\n  tile       ", plan.block_q, " queries x ", plan.block_k, " keys\n  ",
+              work_text(plan), "\n  workspace  ", mebibytes(plan.workspace_bytes), "\n  ",
+              reproducible_text(plan), "\n  ", candidates_text(plan.candidates));
 }
 
 }  // namespace flashmoe

@@ -163,7 +163,6 @@ Status check_results(const AttentionProblem& p) {
 }
 
 Status check_backward(const AttentionProblem& p) {
-  if (!p.lse) return invalid("lse is missing; the backward pass needs the one of the forward pass");
   return check_gradients({
       {"grad_out", &p.grad_out, &p.out, false},
       {"grad_lse", &p.grad_lse, &*p.lse, false},
@@ -172,6 +171,27 @@ Status check_backward(const AttentionProblem& p) {
       {"grad_value", &p.grad_value, &p.value},
       {"grad_bias", &p.grad_bias, if_any(p.bias)},
   });
+}
+
+Status check_tangents(const AttentionProblem& p) {
+  const bool results = p.pass == Pass::kTangent;
+  FLASHMOE_RETURN_IF_ERROR(check_gradients({
+      {"tangent_query", &p.tangent_query, &p.query, false},
+      {"tangent_key", &p.tangent_key, &p.key, false},
+      {"tangent_value", &p.tangent_value, &p.value, false},
+      {"tangent_bias", &p.tangent_bias, if_any(p.bias), false},
+      {"tangent_out", &p.tangent_out, &p.out, results},
+      {"tangent_lse", &p.tangent_lse, &*p.lse, results},
+  }));
+  if (results) return {};
+  if (p.grad_out && !p.tangent_out) {
+    return invalid("tangent_out is missing; with grad_out the second pass needs the one of the ",
+                   "tangent pass");
+  }
+  if (!p.tangent_lse) {
+    return invalid("tangent_lse is missing; the second pass needs the one of the tangent pass");
+  }
+  return {};
 }
 
 }  // namespace
@@ -195,8 +215,10 @@ Status check(const AttentionProblem& p) {
   }
   FLASHMOE_RETURN_IF_ERROR(check_options(p.options));
   FLASHMOE_RETURN_IF_ERROR(check_results(p));
-  if (p.pass == Pass::kBackward) FLASHMOE_RETURN_IF_ERROR(check_backward(p));
-  return {};
+  if (p.pass == Pass::kForward) return {};
+  if (!p.lse) return invalid("lse is missing; this pass needs the one of the forward pass");
+  if (!by_queries(p.pass)) FLASHMOE_RETURN_IF_ERROR(check_backward(p));
+  return p.pass == Pass::kBackward ? Status() : check_tangents(p);
 }
 
 Geometry geometry(const AttentionProblem& p) {

@@ -27,6 +27,9 @@ struct Geometry {
   bool ragged = false;
 };
 
+// Passes that give rows of queries something go by queries; those that give gradients go by keys.
+constexpr bool by_queries(Pass pass) { return pass == Pass::kForward || pass == Pass::kTangent; }
+
 // Ok exactly when the problem is legal, whatever the device.
 Status check(const AttentionProblem& problem);
 

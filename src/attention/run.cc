@@ -9,7 +9,8 @@ namespace {
 
 Status check_call(const AttentionPlan& plan, const AttentionTensors& t, const void* workspace) {
   const AttentionProblem& p = plan.problem;
-  const bool backward = p.pass == Pass::kBackward;
+  const bool backward = !by_queries(p.pass);
+  const bool moves = p.pass == Pass::kTangent || p.pass == Pass::kSecond;
   return check_pointers(
       {
           {"query", &p.query, t.query},
@@ -27,6 +28,12 @@ Status check_call(const AttentionPlan& plan, const AttentionTensors& t, const vo
           {"grad_key", backward ? if_any(p.grad_key) : nullptr, t.grad_key},
           {"grad_value", backward ? if_any(p.grad_value) : nullptr, t.grad_value},
           {"grad_bias", backward ? if_any(p.grad_bias) : nullptr, t.grad_bias},
+          {"tangent_query", moves ? if_any(p.tangent_query) : nullptr, t.tangent_query},
+          {"tangent_key", moves ? if_any(p.tangent_key) : nullptr, t.tangent_key},
+          {"tangent_value", moves ? if_any(p.tangent_value) : nullptr, t.tangent_value},
+          {"tangent_bias", moves ? if_any(p.tangent_bias) : nullptr, t.tangent_bias},
+          {"tangent_out", moves ? if_any(p.tangent_out) : nullptr, t.tangent_out},
+          {"tangent_lse", moves ? if_any(p.tangent_lse) : nullptr, t.tangent_lse},
       },
       plan.workspace_bytes, workspace);
 }

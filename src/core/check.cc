@@ -80,8 +80,9 @@ Status check_gradients(std::initializer_list<Gradient> gradients) {
   for (const Gradient& g : gradients) {
     if (!*g.grad) continue;
     if (!g.like) {
-      const std::string of = g.name + sizeof("grad_") - 1;
-      return invalid(g.name, " is asked for, but the problem has no ", of);
+      const std::string name = g.name, of = name.substr(name.find('_') + 1);
+      return invalid(name, g.written ? " is asked for" : " is given", ", but the problem has no ",
+                     of);
     }
     const TensorSpec& spec = **g.grad;
     FLASHMOE_RETURN_IF_ERROR(check_extent(g.name, spec));

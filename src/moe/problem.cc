@@ -101,6 +101,11 @@ Status check_routing(const MoeProblem& p) {
   return {};
 }
 
+Status check_pass(Pass pass) {
+  if (pass == Pass::kForward || pass == Pass::kBackward) return {};
+  return unsupported("experts and their router have no forward mode and no second derivatives");
+}
+
 // What the forward pass leaves for the backward pass.
 Status check_kept(const MoeProblem& p) {
   const bool backward = p.pass == Pass::kBackward;
@@ -130,6 +135,7 @@ Status check_kept(const MoeProblem& p) {
 }  // namespace
 
 Status check(const MoeProblem& p) {
+  FLASHMOE_RETURN_IF_ERROR(check_pass(p.pass));
   FLASHMOE_RETURN_IF_ERROR(check_x(p));
   FLASHMOE_RETURN_IF_ERROR(check_expert_weights(p));
   FLASHMOE_RETURN_IF_ERROR(check_routing(p));
@@ -152,6 +158,7 @@ Status check(const MoeProblem& p) {
 }
 
 Status check(const RouteProblem& p) {
+  FLASHMOE_RETURN_IF_ERROR(check_pass(p.pass));
   FLASHMOE_RETURN_IF_ERROR(check_extent("logits", p.logits));
   FLASHMOE_RETURN_IF_ERROR(check_float("logits", p.logits));
   FLASHMOE_RETURN_IF_ERROR(check_rank("logits", p.logits, 2, "(tokens, experts)"));

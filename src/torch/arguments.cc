@@ -36,6 +36,27 @@ BackwardArguments BackwardArguments::read(ArgumentReader& in) {
           .needs_bias = in.next<bool>()};
 }
 
+Tangents Tangents::read(ArgumentReader& in) {
+  return {.query = in.next<OptionalTensor>(),
+          .key = in.next<OptionalTensor>(),
+          .value = in.next<OptionalTensor>(),
+          .bias = in.next<OptionalTensor>()};
+}
+
+TangentArguments TangentArguments::read(ArgumentReader& in) {
+  return {.tangents = Tangents::read(in),
+          .out = in.next<Tensor>(),
+          .lse = in.next<Tensor>(),
+          .forward = Arguments::read(in)};
+}
+
+SecondArguments SecondArguments::read(ArgumentReader& in) {
+  return {.tangents = Tangents::read(in),
+          .tangent_out = in.next<Tensor>(),
+          .tangent_lse = in.next<Tensor>(),
+          .backward = BackwardArguments::read(in)};
+}
+
 ExplainArguments ExplainArguments::read(ArgumentReader& in) {
   return {
       .call = Arguments::read(in), .backward = in.next<bool>(), .device = in.next<std::string>()};
@@ -50,6 +71,13 @@ void check_same_device(const Arguments& a, std::initializer_list<NamedTensor> mo
                             {"cu_seqlens_q", pointer_to(a.cu_seqlens_q)},
                             {"cu_seqlens_k", pointer_to(a.cu_seqlens_k)}});
   check_same_device(query, more);
+}
+
+void check_same_device(const Arguments& a, const Tangents& tangents) {
+  check_same_device({"query", &a.query}, {{"tangent_query", pointer_to(tangents.query)},
+                                          {"tangent_key", pointer_to(tangents.key)},
+                                          {"tangent_value", pointer_to(tangents.value)},
+                                          {"tangent_bias", pointer_to(tangents.bias)}});
 }
 
 AttentionTensors addresses(const Arguments& a, const Tensor& query, const Tensor& key,

@@ -29,6 +29,29 @@ struct BackwardArguments {
   static BackwardArguments read(ArgumentReader& in);
 };
 
+// How the inputs of a call move: FLASHMOE_TANGENTS of schema.cc. Absent: not at all.
+struct Tangents {
+  OptionalTensor query, key, value, bias;
+
+  static Tangents read(ArgumentReader& in);
+};
+
+struct TangentArguments {
+  Tangents tangents;
+  Tensor out, lse;
+  Arguments forward;
+
+  static TangentArguments read(ArgumentReader& in);
+};
+
+struct SecondArguments {
+  Tangents tangents;
+  Tensor tangent_out, tangent_lse;
+  BackwardArguments backward;
+
+  static SecondArguments read(ArgumentReader& in);
+};
+
 struct ExplainArguments {
   Arguments call;
   bool backward;
@@ -39,6 +62,9 @@ struct ExplainArguments {
 
 // Fails unless all of them, and the tensors that an op has besides, are where query is.
 void check_same_device(const Arguments& a, std::initializer_list<NamedTensor> more = {});
+
+// The same for tangents.
+void check_same_device(const Arguments& a, const Tangents& tangents);
 
 // Addresses of the inputs, with query, key and value where the kernels read them.
 AttentionTensors addresses(const Arguments& a, const Tensor& query, const Tensor& key,

@@ -1,4 +1,5 @@
-// The backward pass. A gradient nobody needs is an empty tensor.
+// The passes that give gradients: the backward pass, and the one of second derivatives. A gradient
+// nobody needs is an empty tensor.
 #include <tuple>
 
 #include "call.h"
@@ -7,7 +8,10 @@
 namespace flashmoe::ops {
 namespace {
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const BackwardArguments& b) {
+using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+// With `more`, what the second pass has besides.
+Gradients gradients(const BackwardArguments& b, const SecondArguments* more) {
   Arguments a = b.forward;
   a.bias = start_aligned(a.bias);
   check_same_device(a, {{"out", &b.out},
@@ -23,8 +27,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const BackwardArguments& b) 
                               .needs_key = b.needs_key,
                               .needs_value = b.needs_value,
                               .needs_bias = b.needs_bias};
-  const BackwardCall call = backward_call(a, inputs, device);
-  const AttentionProblem& problem = call.problem;
+  BackwardCall call = backward_call(a, inputs, device);
+  AttentionProblem& problem = call.problem;
+  TangentPlacements tangent_placements;
+  Placement tangent_out;
+  if (more) {
+    check_same_device(a, more->tangents);
+    check_same_device(a,
+                      {{"tangent_out", &more->tangent_out}, {"tangent_lse", &more->tangent_lse}});
+    problem.pass = Pass::kSecond;
+    tangent_placements = place_tangents(more->tangents, device, problem);
+    tangent_out = place("tangent_out", more->tangent_out, device, needs_copy);
+    problem.tangent_out = tangent_out.inside;
+    problem.tangent_lse = spec_of("tangent_lse", more->tangent_lse);
+  }
   // Refused before anything is copied or allocated.
   const auto plan = plan_or_fail<AttentionPlan>(problem);
 
@@ -36,6 +52,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const BackwardArguments& b) 
   tensors.lse = const_cast<void*>(b.lse.const_data_ptr());
   tensors.grad_out = data_of(grad_out);
   tensors.grad_lse = data_of(b.grad_lse);
+  Tangents tangents;
+  OptionalTensor moved_out;
+  if (more) {
+    tangents = bring_in(more->tangents, tangent_placements, tensors);
+    moved_out = bring_in(more->tangent_out, tangent_out);
+    tensors.tangent_out = const_cast<void*>(data_of(moved_out));
+    tensors.tangent_lse = const_cast<void*>(more->tangent_lse.const_data_ptr());
+  }
   const DType dtype = problem.query.dtype;
   const Tensor dq = allocate_gradient(problem.grad_query, dtype, a.query, tensors.grad_query);
   const Tensor dk = allocate_gradient(problem.grad_key, dtype, a.query, tensors.grad_key);
@@ -47,13 +71,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const BackwardArguments& b) 
           db};
 }
 
+Gradients backward(const BackwardArguments& b) { return gradients(b, nullptr); }
+
+Gradients second(const SecondArguments& b) { return gradients(b.backward, &b); }
+
 }  // namespace
 }  // namespace flashmoe::ops
 
 STABLE_TORCH_LIBRARY_IMPL(flashmoe, CPU, m) {
   m.impl("attention_backward", flashmoe::ops::Boxed<flashmoe::ops::backward>::call);
+  m.impl("attention_second", flashmoe::ops::Boxed<flashmoe::ops::second>::call);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashmoe, CUDA, m) {
   m.impl("attention_backward", flashmoe::ops::Boxed<flashmoe::ops::backward>::call);
+  m.impl("attention_second", flashmoe::ops::Boxed<flashmoe::ops::second>::call);
 }

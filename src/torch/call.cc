@@ -93,4 +93,30 @@ BackwardCall backward_call(const Arguments& a, const BackwardInputs& in, const D
   return call;
 }
 
+TangentPlacements place_tangents(const Tangents& tangents, const Device& device,
+                                 AttentionProblem& problem) {
+  const TangentPlacements there = {
+      .query = place("tangent_query", tangents.query, device, needs_copy),
+      .key = place("tangent_key", tangents.key, device, needs_copy),
+      .value = place("tangent_value", tangents.value, device, needs_copy)};
+  problem.tangent_query = inside(there.query);
+  problem.tangent_key = inside(there.key);
+  problem.tangent_value = inside(there.value);
+  problem.tangent_bias = spec_of("tangent_bias", tangents.bias);
+  return there;
+}
+
+Tangents bring_in(const Tangents& tangents, const TangentPlacements& placements,
+                  AttentionTensors& tensors) {
+  const Tangents there = {.query = bring_in(tangents.query, placements.query),
+                          .key = bring_in(tangents.key, placements.key),
+                          .value = bring_in(tangents.value, placements.value),
+                          .bias = start_aligned(tangents.bias)};
+  tensors.tangent_query = data_of(there.query);
+  tensors.tangent_key = data_of(there.key);
+  tensors.tangent_value = data_of(there.value);
+  tensors.tangent_bias = data_of(there.bias);
+  return there;
+}
+
 }  // namespace flashmoe::ops

@@ -35,4 +35,17 @@ struct BackwardCall {
 
 BackwardCall backward_call(const Arguments& a, const BackwardInputs& inputs, const Device& device);
 
+// Where tangents of the inputs lie; that of the bias is read as it lies.
+struct TangentPlacements {
+  std::optional<Placement> query, key, value;
+};
+
+// Adds tangents to a problem.
+TangentPlacements place_tangents(const Tangents& tangents, const Device& device,
+                                 AttentionProblem& problem);
+
+// The tensors that kernels read, and their addresses in `tensors`.
+Tangents bring_in(const Tangents& tangents, const TangentPlacements& placements,
+                  AttentionTensors& tensors);
+
 }  // namespace flashmoe::ops

@@ -9,6 +9,16 @@
   "SymInt max_seqlen_k, bool causal, SymInt window_left, SymInt window_right, " \
   "float? scale, float softcap, bool deterministic"
 
+// Tangents (arguments.h) in its order.
+#define FLASHMOE_TANGENTS                                               \
+  "Tensor? tangent_query, Tensor? tangent_key, Tensor? tangent_value, " \
+  "Tensor? tangent_bias"
+
+// BackwardArguments (arguments.h) in its order.
+#define FLASHMOE_BACKWARD_ARGUMENTS                                                 \
+  "Tensor? grad_out, Tensor? grad_lse, Tensor out, Tensor lse, " FLASHMOE_ARGUMENTS \
+  ", bool needs_query, bool needs_key, bool needs_value, bool needs_bias"
+
 // MoeArguments (moe_arguments.h) in its order.
 #define FLASHMOE_MOE_ARGUMENTS                                                  \
   "Tensor x, Tensor gate_up, Tensor down, Tensor? up_bias, Tensor? down_bias, " \
@@ -17,11 +27,13 @@
 STABLE_TORCH_LIBRARY(flashmoe, m) {
   m.def("attention_forward(" FLASHMOE_ARGUMENTS ") -> (Tensor out, Tensor lse)");
   m.def("attention(" FLASHMOE_ARGUMENTS ") -> (Tensor out, Tensor lse)");
-  m.def(
-      "attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor out, Tensor "
-      "lse, " FLASHMOE_ARGUMENTS
-      ", bool needs_query, bool needs_key, bool needs_value, bool needs_bias)"
-      " -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_bias)");
+  m.def("attention_backward(" FLASHMOE_BACKWARD_ARGUMENTS
+        ") -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_bias)");
+  m.def("attention_tangent(" FLASHMOE_TANGENTS ", Tensor out, Tensor lse, " FLASHMOE_ARGUMENTS
+        ") -> (Tensor tangent_out, Tensor tangent_lse)");
+  m.def("attention_second(" FLASHMOE_TANGENTS
+        ", Tensor tangent_out, Tensor tangent_lse, " FLASHMOE_BACKWARD_ARGUMENTS
+        ") -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_bias)");
   m.def("explain(" FLASHMOE_ARGUMENTS ", bool backward, str device) -> str");
 
   // Without `keep`, pre and routing are empty.

@@ -16,13 +16,21 @@ using flashmoe::AttentionPlan;
 using flashmoe::contiguous;
 using flashmoe::CudaKernel;
 
+constexpr Pass kEveryPass[] = {Pass::kForward, Pass::kBackward, Pass::kTangent, Pass::kSecond};
+
 inline AttentionProblem problem(Pass pass, int64_t batch, int64_t heads, int64_t length,
                                 int64_t dim, DType dtype = DType::kFloat32) {
   AttentionProblem p;
   p.pass = pass;
   p.query = p.key = p.value = p.out = contiguous(dtype, {batch, heads, length, dim});
   p.lse = contiguous(dtype == DType::kFloat64 ? dtype : DType::kFloat32, {batch, heads, length});
-  if (pass == Pass::kBackward) p.grad_out = p.grad_query = p.grad_key = p.grad_value = p.out;
+  if (pass == Pass::kBackward || pass == Pass::kSecond) {
+    p.grad_out = p.grad_query = p.grad_key = p.grad_value = p.out;
+  }
+  if (pass == Pass::kTangent || pass == Pass::kSecond) {
+    p.tangent_query = p.tangent_key = p.tangent_value = p.tangent_out = p.out;
+    p.tangent_lse = p.lse;
+  }
   return p;
 }
 

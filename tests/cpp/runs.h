@@ -11,6 +11,7 @@
 #include <functional>
 #include <map>
 #include <new>
+#include <span>
 #include <thread>
 
 #include "flashmoe/device.h"
@@ -128,9 +129,17 @@ inline void compare(const char* name, const Tensor& got, const Values& oracle, D
   }
 }
 
+// In their order: each takes what those before it leave in the case.
+inline constexpr Pass kPasses[] = {Pass::kForward, Pass::kBackward};
+template <class Case>
+constexpr std::span<const Pass> passes_of = [] {
+  if constexpr (requires { Case::kPasses; }) return std::span<const Pass>(Case::kPasses);
+  return std::span<const Pass>(kPasses);
+}();
+
 template <class Case>
 void run_oracle(const Case& c) {
-  for (Pass pass : {Pass::kForward, Pass::kBackward}) {
+  for (Pass pass : passes_of<Case>) {
     const flashmoe::Status status = run_reference(c.problem(pass), c.tensors());
     CHECK(status.ok(), status.message());
   }
@@ -144,7 +153,7 @@ std::map<std::string, double> movements(Case& twin, int samples, const Change& c
   for (int sample = 0; sample < samples; ++sample) {
     Case moved = change();
     run_oracle(moved);
-    for (Pass pass : {Pass::kForward, Pass::kBackward}) {
+    for (Pass pass : passes_of<Case>) {
       const auto before = twin.results(pass), after = moved.results(pass);
       for (size_t n = 0; n < before.size(); ++n) {
         Values difference = before[n].second->values();

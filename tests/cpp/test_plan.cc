@@ -1,5 +1,6 @@
 // The plan of a call, looked at as data: no tensor is needed for any of this.
 #include "plans.h"
+#include "second_cases.h"
 
 using namespace testing;
 
@@ -30,9 +31,9 @@ TEST(a_given_scale_stays) {
 TEST(the_cut_does_not_depend_on_threads) {
   for (int i = 0; i < 200; ++i) {
     Random random(i);
-    const Case c = random_case(random);
+    const SecondCase c = random_second_case(random);
     const Note note(describe(c));
-    for (Pass pass : {Pass::kForward, Pass::kBackward}) {
+    for (Pass pass : kEveryPass) {
       const AttentionPlan one = plan_for(c.problem(pass), 1);
       CHECK_EQ(one.workers, 1);
       for (int threads : {2, 3, 64}) {
@@ -52,7 +53,7 @@ TEST(the_cut_does_not_depend_on_threads) {
 }
 
 TEST(blocks_and_items_are_sensible) {
-  for (Pass pass : {Pass::kForward, Pass::kBackward}) {
+  for (Pass pass : kEveryPass) {
     for (int64_t length : {1, 17, 96, 97, 1000, 100000}) {
       const AttentionPlan plan = plan_for(problem(pass, 2, 3, length, 32), 8);
       CHECK(plan.block_q >= 1 && plan.block_k >= 1);
@@ -68,13 +69,14 @@ TEST(blocks_and_items_are_sensible) {
 
 // No buffer of size S x S: twice the length takes at most about twice the memory.
 TEST(workspace_is_linear_in_length) {
-  for (Pass pass : {Pass::kForward, Pass::kBackward}) {
+  for (Pass pass : kEveryPass) {
     for (bool with_bias : {false, true}) {
       const auto bytes = [&](int64_t length) {
         AttentionProblem p = problem(pass, 1, 4, length, 64);
         if (with_bias) {
           p.bias = contiguous(DType::kFloat32, {length, length});
-          if (pass == Pass::kBackward) p.grad_bias = p.bias;
+          if (pass == Pass::kBackward || pass == Pass::kSecond) p.grad_bias = p.bias;
+          if (pass == Pass::kTangent || pass == Pass::kSecond) p.tangent_bias = p.bias;
         }
         return static_cast<double>(plan_for(p, 4).workspace_bytes);
       };
@@ -119,6 +121,18 @@ TEST(explain_names_the_kernel_and_the_options) {
        {plan_for(p, 0).kernel, std::string("causal"), std::string("softcap 30"),
         std::string("float16"), std::string("backward"), std::string("(300, 300)")}) {
     CHECK_CONTAINS(words, part);
+  }
+}
+
+TEST(passes_without_cuda_kernels_are_refused) {
+  for (Pass pass : {Pass::kTangent, Pass::kSecond}) {
+    AttentionProblem p = problem(pass, 1, 2, 100, 64, DType::kFloat16);
+    CHECK(flashmoe::plan(p).ok());
+    CHECK_CONTAINS(flashmoe::explain(p), pass == Pass::kTangent ? "tangent of" : "second");
+    p.device = {.type = flashmoe::DeviceType::kCuda, .compute_capability = 90};
+    const auto plan = flashmoe::plan(p);
+    CHECK(plan.status().code() == flashmoe::StatusCode::kUnsupported);
+    CHECK_CONTAINS(plan.status().message(), ".cpu()");
   }
 }
 

@@ -33,6 +33,13 @@ AttentionProblem dense_problem(Pass pass = Pass::kForward) {
   p.grad_query = p.query;
   p.grad_key = p.key;
   p.grad_value = p.value;
+  if (pass == Pass::kBackward) return p;
+  p.tangent_query = p.query;
+  p.tangent_key = p.key;
+  p.tangent_value = p.value;
+  p.tangent_bias = p.bias;
+  p.tangent_out = p.out;
+  p.tangent_lse = p.lse;
   return p;
 }
 
@@ -170,6 +177,49 @@ TEST(bad_backward_problems) {
        {"grad_bias", "2^63"}},
   };
   for (const Bad& b : bad) check_refused(dense_problem(Pass::kBackward), b);
+}
+
+TEST(bad_tangents) {
+  using P = AttentionProblem&;
+  std::vector<Bad> bad = {
+      {"no lse", [](P p) { p.lse.reset(); }, {"lse"}},
+      {"tangent_query shape",
+       [](P p) { p.tangent_query->shape[3] = 6; },
+       {"tangent_query", "(2, 4, 5, 6)", "(2, 4, 5, 8)"}},
+      {"tangent_key dtype",
+       [](P p) { p.tangent_key->dtype = DType::kFloat16; },
+       {"tangent_key", "float16", "float32"}},
+      {"tangent_value shape",
+       [](P p) { p.tangent_value->rank = 3; },
+       {"tangent_value", "(2, 2, 7)"}},
+      {"tangent_bias without bias",
+       [](P p) {
+         p.bias.reset();
+         p.grad_bias.reset();
+       },
+       {"tangent_bias is given", "no bias"}},
+      {"tangent_out shape",
+       [](P p) { p.tangent_out->shape[2] = 6; },
+       {"tangent_out", "(2, 4, 6, 6)"}},
+      {"tangent_lse dtype",
+       [](P p) { p.tangent_lse->dtype = DType::kFloat64; },
+       {"tangent_lse", "float64", "float32"}},
+  };
+  const Bad overlaps = {"tangent_out overlaps",
+                        [](P p) { p.tangent_out->stride[2] = 0; },
+                        {"tangent_out", "stride 0"}};
+  for (const Bad& b : bad) check_refused(dense_problem(Pass::kTangent), b);
+  check_refused(dense_problem(Pass::kTangent), overlaps);
+  bad.insert(bad.end(),
+             {{"no tangent_out", [](P p) { p.tangent_out.reset(); }, {"tangent_out is missing"}},
+              {"no tangent_lse", [](P p) { p.tangent_lse.reset(); }, {"tangent_lse is missing"}},
+              {"grad_key dtype",
+               [](P p) { p.grad_key->dtype = DType::kFloat16; },
+               {"grad_key", "float16"}}});
+  for (const Bad& b : bad) check_refused(dense_problem(Pass::kSecond), b);
+  AttentionProblem p = dense_problem(Pass::kSecond);
+  overlaps.spoil(p);  // only read here
+  CHECK(flashmoe::plan(p).ok());
 }
 
 TEST(bad_ragged_problems) {

@@ -4,12 +4,14 @@
 
 #include "cases.h"
 #include "differences.h"
+#include "second_cases.h"
 #include "testing.h"
 
 using namespace testing;
 
 namespace {
 
+template <class Case>
 void run(const Case& c, Pass pass) {
   const flashmoe::Status status = flashmoe::run_reference(c.problem(pass), c.tensors());
   CHECK(status.ok(), status.message());
@@ -42,7 +44,69 @@ double loss(const Case& c) {
   return sum;
 }
 
+// The number whose gradient the second pass gives.
+double tangent_loss(const SecondCase& c) {
+  run(c, Pass::kTangent);
+  double sum = 0;
+  if (c.grad_out) sum += dot(c.grad_out.values(), c.tangent_out.values());
+  if (c.grad_lse) sum += dot(c.grad_lse.values(), c.tangent_lse.values());
+  return sum;
+}
+
+// How `result` moves when the inputs go `step` along their tangents.
+Values moved(SecondCase& c, const Tensor& result, double step) {
+  const auto move = [&](Tensor& input, const Tensor& tangent, double by) {
+    if (!tangent) return;
+    Values values = input.values();
+    const Values along = tangent.values();
+    for (size_t i = 0; i < values.size(); ++i) values[i] += by * along[i];
+    input.set(values);
+  };
+  const auto move_all = [&](double by) {
+    move(c.query, c.tangent_query, by);
+    move(c.key, c.tangent_key, by);
+    move(c.value, c.tangent_value, by);
+    move(c.bias, c.tangent_bias, by);
+  };
+  move_all(step);
+  run(c, Pass::kForward);
+  move_all(-step);
+  return result.values();
+}
+
 }  // namespace
+
+TEST(tangents_match_finite_differences) {
+  constexpr double kStep = 1e-5;
+  for (int i = 0; i < 150; ++i) {
+    Random random(40000 + i);
+    SecondCase c = float64_twin(random_second_case(random, small_rules()));
+    const Note note("case ", i, " ", describe(c));
+    run(c, Pass::kTangent);
+    for (const auto& [result, tangent] :
+         {std::pair{&c.out, &c.tangent_out}, std::pair{&c.lse, &c.tangent_lse}}) {
+      const Values above = moved(c, *result, kStep), below = moved(c, *result, -kStep);
+      const Values got = tangent->values();
+      for (size_t n = 0; n < got.size(); ++n) {
+        const double want = std::isfinite(above[n]) ? (above[n] - below[n]) / (2 * kStep) : 0;
+        CHECK(std::fabs(got[n] - want) < 1e-7 * (1 + std::fabs(want)), n, got[n], want);
+      }
+    }
+  }
+}
+
+TEST(second_derivatives_match_finite_differences) {
+  for (int i = 0; i < 150; ++i) {
+    Random random(50000 + i);
+    SecondCase c = float64_twin(random_second_case(random, small_rules()));
+    const Note note("case ", i, " ", describe(c));
+    run(c, Pass::kSecond);
+    check_gradient("grad_query", tangent_loss, c, c.query, c.grad_query);
+    check_gradient("grad_key", tangent_loss, c, c.key, c.grad_key);
+    check_gradient("grad_value", tangent_loss, c, c.value, c.grad_value);
+    check_gradient("grad_bias", tangent_loss, c, c.bias, c.grad_bias);
+  }
+}
 
 TEST(gradients_match_finite_differences) {
   for (int i = 0; i < 150; ++i) {

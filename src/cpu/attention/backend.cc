@@ -72,7 +72,7 @@ Operand integers(const TensorSpec& spec, const void* data, const Geometry& g) {
 
 // How the bias's gradient comes about: see Params.
 void set_bias_grad(const AttentionProblem& problem, Params& p) {
-  if (problem.pass != Pass::kBackward || !problem.grad_bias) return;
+  if (by_queries(problem.pass) || !problem.grad_bias) return;
   const Geometry& g = p.geometry;
   const TensorSpec& bias = *problem.bias;
   if (g.ragged) {
@@ -112,13 +112,22 @@ Params make_params(const AttentionPlan& plan, const AttentionTensors& t) {
     p.cu_seqlens_q = integers(problem.ragged->cu_seqlens_q, t.cu_seqlens_q, g);
     p.cu_seqlens_k = integers(problem.ragged->cu_seqlens_k, t.cu_seqlens_k, g);
   }
-  if (problem.pass == Pass::kBackward) {
+  if (!by_queries(problem.pass)) {
     p.grad_out = operand(problem.grad_out, t.grad_out, g, true);
     p.grad_lse = operand(problem.grad_lse, t.grad_lse, g, false);
     p.grad_query = operand(problem.grad_query, t.grad_query, g, true);
     p.grad_key = operand(problem.grad_key, t.grad_key, g, true);
     p.grad_value = operand(problem.grad_value, t.grad_value, g, true);
     p.grad_bias = bias_operand(problem.grad_bias, t.grad_bias, g);
+  }
+  if (problem.pass == Pass::kTangent || problem.pass == Pass::kSecond) {
+    p.tangent_query = operand(problem.tangent_query, t.tangent_query, g, true);
+    p.tangent_key = operand(problem.tangent_key, t.tangent_key, g, true);
+    p.tangent_value = operand(problem.tangent_value, t.tangent_value, g, true);
+    p.has_tangent_bias = problem.tangent_bias.has_value();
+    p.tangent_bias = bias_operand(problem.tangent_bias, t.tangent_bias, g);
+    p.tangent_out = operand(problem.tangent_out, t.tangent_out, g, true);
+    p.tangent_lse = operand(problem.tangent_lse, t.tangent_lse, g, false);
   }
   set_bias_grad(problem, p);
   p.block_q = plan.block_q;
@@ -138,7 +147,7 @@ struct Workspace {
     partial =
         bias_offset +
         (p.geometry.ragged && plan.problem.bias ? aligned(p.geometry.batch * sizeof(int64_t)) : 0);
-    bytes = partial + (plan.problem.pass == Pass::kBackward ? aligned(k.partial_bytes(p)) : 0);
+    bytes = partial + (by_queries(plan.problem.pass) ? 0 : aligned(k.partial_bytes(p)));
     if (bytes) bytes += kWorkspaceAlign;  // room to align whatever memory we are given
   }
 };
@@ -177,11 +186,42 @@ void fill_unused_tokens(const AttentionProblem& problem, const Params& p) {
   if (problem.pass == Pass::kForward) {
     fill_rest(p.out, g.heads_q, g.head_dim_v, rows, all_rows, 0);
     fill_rest(p.lse, g.heads_q, 1, rows, all_rows, -HUGE_VAL);
+  } else if (problem.pass == Pass::kTangent) {
+    fill_rest(p.tangent_out, g.heads_q, g.head_dim_v, rows, all_rows, 0);
+    fill_rest(p.tangent_lse, g.heads_q, 1, rows, all_rows, 0);
   } else {
     fill_rest(p.grad_query, g.heads_q, g.head_dim, rows, all_rows, 0);
     fill_rest(p.grad_key, g.heads_k, g.head_dim, keys, all_keys, 0);
     fill_rest(p.grad_value, g.heads_k, g.head_dim_v, keys, all_keys, 0);
   }
+}
+
+const char* kernel_name(Pass pass) {
+  switch (pass) {
+    case Pass::kForward:
+      return "_attention_fwd";
+    case Pass::kBackward:
+      return "_attention_bwd";
+    case Pass::kTangent:
+      return "_attention_tangent";
+    case Pass::kSecond:
+      return "_attention_second";
+  }
+  return "";
+}
+
+size_t scratch_bytes(Pass pass, const Kernels& k, const Params& p) {
+  switch (pass) {
+    case Pass::kForward:
+      return k.forward_scratch(p);
+    case Pass::kBackward:
+      return k.backward.scratch(p);
+    case Pass::kTangent:
+      return k.tangent_scratch(p);
+    case Pass::kSecond:
+      return k.second.scratch(p);
+  }
+  return 0;
 }
 
 int64_t shared_bias_items(const Params& p) {
@@ -198,8 +238,8 @@ int64_t shared_bias_items(const Params& p) {
 }  // namespace
 
 void cut(AttentionPlan& plan) {
-  const bool forward = plan.problem.pass == Pass::kForward;
-  plan.kernel = text("cpu_", target().name, forward ? "_attention_fwd" : "_attention_bwd");
+  const bool forward = by_queries(plan.problem.pass);
+  plan.kernel = text("cpu_", target().name, kernel_name(plan.problem.pass));
   const Kernels& k = kernels(plan.problem);
   plan.block_q = even_block(plan.len_q, k.block, 16);
   plan.block_k = even_block(plan.len_k, k.block, k.key_step);
@@ -219,7 +259,7 @@ void cut(AttentionPlan& plan) {
   if (p.bias_grad == Params::BiasGrad::kShared)
     most_items = std::max(most_items, shared_bias_items(p));
   plan.workers = workers_for(plan.problem.device, most_items);
-  plan.scratch_bytes = aligned(forward ? k.forward_scratch(p) : k.backward_scratch(p));
+  plan.scratch_bytes = aligned(scratch_bytes(plan.problem.pass, k, p));
   plan.workspace_bytes = Workspace(plan, p).bytes;
 }
 
@@ -249,14 +289,16 @@ void run(const AttentionPlan& plan, const AttentionTensors& tensors, void* memor
       p.bias_offset = offset;
     }
   }
-  if (plan.problem.pass == Pass::kForward) {
-    phase(plan.work_items, k.forward);
+  const Pass pass = plan.problem.pass;
+  if (by_queries(pass)) {
+    phase(plan.work_items, pass == Pass::kForward ? k.forward : k.tangent);
     return;
   }
+  const GradientKernels& of = pass == Pass::kBackward ? k.backward : k.second;
   p.partial = base + workspace.partial;
-  phase(plan.work_items, k.backward);
+  phase(plan.work_items, of.gradients);
   if (p.chunks > 1) phase(g.batch * g.heads_k * ceil_div(g.len_k, p.block_k), k.reduce);
-  if (p.bias_grad == Params::BiasGrad::kShared) phase(shared_bias_items(p), k.bias_grad);
+  if (p.bias_grad == Params::BiasGrad::kShared) phase(shared_bias_items(p), of.bias);
 }
 
 }  // namespace flashmoe::cpu

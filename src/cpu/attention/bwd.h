@@ -8,6 +8,9 @@
 // fp32 (fp64) in scratch; where a head is cut into chunks, each chunk sums into memory of its own
 // and `reduce` adds the chunks up in their order. No two work items write to one place, and no sum
 // depends on who runs first.
+//
+// The loops are those of second.h too: what a block loads and a tile adds is found by the type of
+// the scratch.
 #pragma once
 
 #include "cpu/attention/fwd.h"
@@ -21,8 +24,9 @@ int64_t partial_elems(const Geometry& g) {
   return g.len_k * (round_up(g.head_dim, kLanes<A>) + round_up(g.head_dim_v, kLanes<A>));
 }
 
-template <class M>
+template <class Products>
 struct BackwardScratch {
+  using M = Products;
   using A = typename M::A;
   int64_t ld, ld_in, ld_out;  // queries in a block, D, Dv, padded to whole vectors
   A* rows;           // max(block_q, block_k) x max(ld_in, ld_out), for one tensor at a time
@@ -84,6 +88,7 @@ struct BackwardScratch {
 // The tensors of one (batch, query head).
 struct HeadTensors {
   Matrix query, key, value, bias, out, lse, grad_out, grad_lse, grad_query, grad_bias;
+  Matrix tangent_query, tangent_key, tangent_value, tangent_bias, tangent_out, tangent_lse;
 
   HeadTensors(const Params& p, const Sequence& s, int64_t head) {
     const int64_t head_k = head / p.geometry.group;
@@ -97,6 +102,12 @@ struct HeadTensors {
     grad_lse = matrix(p, p.grad_lse, s.batch, head, s.first_row);
     grad_query = matrix(p, p.grad_query, s.batch, head, s.first_row);
     grad_bias = bias_matrix(p, p.grad_bias, s, head);
+    tangent_query = matrix(p, p.tangent_query, s.batch, head, s.first_row);
+    tangent_key = matrix(p, p.tangent_key, s.batch, head_k, s.first_key);
+    tangent_value = matrix(p, p.tangent_value, s.batch, head_k, s.first_key);
+    tangent_bias = bias_matrix(p, p.tangent_bias, s, head);
+    tangent_out = matrix(p, p.tangent_out, s.batch, head, s.first_row);
+    tangent_lse = matrix(p, p.tangent_lse, s.batch, head, s.first_row);
   }
 };
 
@@ -107,8 +118,29 @@ struct QueryBlock {
   typename M::Right queries, queries_t, grads, grads_t;
 };
 
-// lse and delta of each query. Queries past the last, and those that see no key, get an lse of
-// +inf, which makes every probability 0.
+// The product of one row of two tensors like out.
+template <class M, class A = typename M::A>
+A row_product(const Geometry& g, const Matrix& a, const Matrix& b, int64_t row,
+              const BackwardScratch<M>& t) {
+  const Block<A> x = load_block(a, row, 1, g.head_dim_v, t.rows);
+  const Block<A> y = load_block(b, row, 1, g.head_dim_v, t.rows + t.ld_out);
+  Vec<A> sums = {};
+  for (int64_t d = 0; d < t.ld_out; d += kLanes<A>) {
+    sums += load<Vec<A>>(x.data + d) * load<Vec<A>>(y.data + d);
+  }
+  A sum = 0;
+  for (int d = 0; d < kLanes<A>; ++d) sum += sums[d];
+  return sum;
+}
+
+template <class A>
+A row_number(const Matrix& of, int64_t row) {
+  A number = 0;
+  if (of) load_row(of.dtype, element(of, row, 0), 1, 1, &number);
+  return number;
+}
+
+// lse and delta of each query. Queries past the last are as those that see no key.
 template <class M>
 void load_row_numbers(const Geometry& g, const HeadTensors& x, const QueryBlock<M>& q,
                       const BackwardScratch<M>& t) {
@@ -117,25 +149,9 @@ void load_row_numbers(const Geometry& g, const HeadTensors& x, const QueryBlock<
     t.lse[i] = kInf<A>;
     t.lse_rest[i] = 0;
     t.delta[i] = 0;
-    if (i >= q.rows) continue;
-    A lse, grad_lse = 0;
-    load_row(x.lse.dtype, element(x.lse, q.row + i, 0), 1, 1, &lse);
-    if (lse == -kInf<A>) continue;
-    const double base2 = lse * kLog2e;
-    t.lse[i] = static_cast<A>(base2);
-    t.lse_rest[i] = static_cast<A>(base2 - t.lse[i]);
-    if (x.grad_lse) load_row(x.grad_lse.dtype, element(x.grad_lse, q.row + i, 0), 1, 1, &grad_lse);
-    Vec<A> sum = {};
-    if (x.grad_out) {
-      const Block<A> out = load_block(x.out, q.row + i, 1, g.head_dim_v, t.rows);
-      const Block<A> grad = load_block(x.grad_out, q.row + i, 1, g.head_dim_v, t.rows + t.ld_out);
-      for (int64_t d = 0; d < t.ld_out; d += kLanes<A>) {
-        sum += load<Vec<A>>(out.data + d) * load<Vec<A>>(grad.data + d);
-      }
-    }
-    A delta = -grad_lse;
-    for (int d = 0; d < kLanes<A>; ++d) delta += sum[d];
-    t.delta[i] = delta;
+    if (i >= q.rows || !load_lse(x.lse, q.row + i, &t.lse[i], &t.lse_rest[i])) continue;
+    t.delta[i] = -row_number<A>(x.grad_lse, q.row + i);
+    if (x.grad_out) t.delta[i] += row_product(g, x.out, x.grad_out, q.row + i, t);
   }
 }
 
@@ -221,6 +237,19 @@ bool finite(const Matrix& m, int64_t first, int64_t rows, int64_t cols,
   return !m || all_finite(load_block(m, first, rows, cols, t.rows), rows, cols);
 }
 
+// C += A B, A being a tile of scores and B rows of a tensor, which `ready` has as an operand.
+template <class M, class Left, class A = typename M::A>
+void add_tile(const Left& a, const TileView<A>& tile, const Matrix& b, int64_t first,
+              const typename M::Right& ready, int64_t rows, int64_t cols, int64_t depth,
+              bool may_be_masked, bool accumulate, A* c, const BackwardScratch<M>& t) {
+  const int64_t ld = round_up(cols, kLanes<A>);
+  if (may_be_masked && !finite(b, first, depth, cols, t)) {
+    multiply_contained<M>(a, tile, b, first, rows, cols, depth, c, ld, accumulate, t.rows, t.spare);
+  } else {
+    M::multiply(a, ready, rows, ld, depth, c, ld, accumulate);
+  }
+}
+
 // dQ, dK and dV gain one tile.
 template <class M>
 void accumulate_gradients(const Params& p, const HeadTensors& x, const QueryBlock<M>& q,
@@ -229,31 +258,19 @@ void accumulate_gradients(const Params& p, const HeadTensors& x, const QueryBloc
                           const BackwardScratch<M>& t) {
   const Geometry& g = p.geometry;
   if (p.grad_value && x.grad_out) {
-    const auto a = M::tile(t.scores, t.ld, k.keys, q.rows, t.packed);
-    if (may_be_masked && !finite(x.grad_out, q.row, q.rows, g.head_dim_v, t)) {
-      multiply_contained<M>(a, {t.scores, t.scores, t.ld, 1}, x.grad_out, q.row, k.keys,
-                            g.head_dim_v, q.rows, grad_value, t.ld_out, true, t.rows, t.spare);
-    } else {
-      M::multiply(a, q.grads, k.keys, t.ld_out, q.rows, grad_value, t.ld_out, true);
-    }
+    add_tile(M::tile(t.scores, t.ld, k.keys, q.rows, t.packed), {t.scores, t.scores, t.ld, 1},
+             x.grad_out, q.row, q.grads, k.keys, g.head_dim_v, q.rows, may_be_masked, true,
+             grad_value, t);
   }
   if (p.grad_key) {
-    const auto a = M::tile(t.dscores, t.ld, k.keys, q.rows, t.packed);
-    if (may_be_masked && !finite(x.query, q.row, q.rows, g.head_dim, t)) {
-      multiply_contained<M>(a, {t.dscores, t.scores, t.ld, 1}, x.query, q.row, k.keys, g.head_dim,
-                            q.rows, grad_key, t.ld_in, true, t.rows, t.spare);
-    } else {
-      M::multiply(a, q.queries, k.keys, t.ld_in, q.rows, grad_key, t.ld_in, true);
-    }
+    add_tile(M::tile(t.dscores, t.ld, k.keys, q.rows, t.packed), {t.dscores, t.scores, t.ld, 1},
+             x.query, q.row, q.queries, k.keys, g.head_dim, q.rows, may_be_masked, true, grad_key,
+             t);
   }
   if (p.grad_query) {
-    const auto a = M::tile_cols(t.dscores, t.ld, k.keys, q.rows, t.packed);
-    if (may_be_masked && !finite(x.key, k.key, k.keys, g.head_dim, t)) {
-      multiply_contained<M>(a, {t.dscores, t.scores, 1, t.ld}, x.key, k.key, q.rows, g.head_dim,
-                            k.keys, t.grad_query, t.ld_in, !first, t.rows, t.spare);
-    } else {
-      M::multiply(a, k.k_plain, q.rows, t.ld_in, k.keys, t.grad_query, t.ld_in, !first);
-    }
+    add_tile(M::tile_cols(t.dscores, t.ld, k.keys, q.rows, t.packed),
+             {t.dscores, t.scores, 1, t.ld}, x.key, k.key, k.k_plain, q.rows, g.head_dim, k.keys,
+             may_be_masked, !first, t.grad_query, t);
   }
 }
 
@@ -267,14 +284,12 @@ void store_bias_tile(const Matrix& grad_bias, int64_t row, int64_t rows, int64_t
   }
 }
 
-template <class M>
-void backward_block(const Params& p, const Sequence& s, const HeadTensors& x, int64_t row,
-                    int64_t rows, typename M::A* grad_key, typename M::A* grad_value,
-                    const BackwardScratch<M>& t) {
-  using A = typename M::A;
+template <class Scratch, class A = typename Scratch::A>
+void gradients_of_block(const Params& p, const Sequence& s, const HeadTensors& x, int64_t row,
+                        int64_t rows, A* grad_key, A* grad_value, const Scratch& t) {
   const Geometry& g = p.geometry;
   const bool store_bias = p.bias_grad == Params::BiasGrad::kDirect;
-  const QueryBlock<M> q = load_query_block<M>(g, x, row, rows, t);
+  const auto q = load_query_block(g, x, row, rows, t);
   bool first = true;
   for (int64_t j = 0; j < s.all_keys; j += p.block_k) {
     const int64_t keys = smaller(p.block_k, s.all_keys - j);
@@ -285,11 +300,11 @@ void backward_block(const Params& p, const Sequence& s, const HeadTensors& x, in
       }
       continue;
     }
-    const KeyBlock<M> k = load_key_block<M>(g, x, j, keys, t);
-    score_gradients<M>(p, s, x, q, k, kind, t);
+    const auto k = load_key_block(g, x, j, keys, t);
+    score_gradients(p, s, x, q, k, kind, t);
     if (store_bias) store_bias_tile(x.grad_bias, row, rows, j, keys, t.bias, t.ld, t.bias_line);
-    accumulate_gradients<M>(p, x, q, k, x.bias || kind == TileKind::kMasked, first,
-                            grad_key + j * t.ld_in, grad_value + j * t.ld_out, t);
+    accumulate_gradients(p, x, q, k, x.bias || kind == TileKind::kMasked, first,
+                         grad_key + j * t.ld_in, grad_value + j * t.ld_out, t);
     first = false;
   }
   if (!x.grad_query) return;
@@ -334,11 +349,11 @@ void store_key_gradients(const Params& p, const Sequence& s, int64_t head_k, int
 }
 
 // Work item: (batch, key head, chunk of the query blocks of all heads in the group).
-template <class M>
-void backward(const Params& p, int64_t item, void* scratch) {
-  using A = typename M::A;
+template <class Scratch>
+void gradients(const Params& p, int64_t item, void* scratch) {
+  using A = typename Scratch::A;
   const Geometry& g = p.geometry;
-  const BackwardScratch<M> t(p, scratch);
+  const Scratch t(p, scratch);
   const int64_t chunk = item % p.chunks;
   const int64_t head_k = item / p.chunks % g.heads_k;
   const Sequence s = sequence(p, item / p.chunks / g.heads_k);
@@ -353,7 +368,7 @@ void backward(const Params& p, int64_t item, void* scratch) {
   for (int64_t u = units * chunk / p.chunks; u < units * (chunk + 1) / p.chunks; ++u) {
     const HeadTensors x(p, s, head_k * g.group + u / blocks);
     const int64_t row = u % blocks * p.block_q;
-    backward_block(p, s, x, row, smaller(p.block_q, s.rows - row), grad_key, grad_value, t);
+    gradients_of_block(p, s, x, row, smaller(p.block_q, s.rows - row), grad_key, grad_value, t);
   }
   if (p.chunks == 1) store_key_gradients<A>(p, s, head_k, 0, s.all_keys, partial, 1);
 }
@@ -425,18 +440,18 @@ struct Sharing {
 };
 
 // Adds up dS of one (batch, head) over rows [row, last_row) and keys [key, last_key).
-template <class M>
+template <class Scratch>
 void sum_bias_tile(const Params& p, const Sequence& s, int64_t head, int64_t row, int64_t last_row,
-                   int64_t key, int64_t last_key, const BackwardScratch<M>& t) {
+                   int64_t key, int64_t last_key, const Scratch& t) {
   const HeadTensors x(p, s, head);
   for (int64_t i = row; i < last_row; i += p.block_q) {
     const int64_t rows = smaller(p.block_q, last_row - i);
-    const QueryBlock<M> q = load_query_block<M>(p.geometry, x, i, rows, t);
+    const auto q = load_query_block(p.geometry, x, i, rows, t);
     for (int64_t j = key; j < last_key; j += p.block_k) {
       const int64_t keys = smaller(p.block_k, last_key - j);
       const TileKind kind = tile_kind(p, s, i, rows, j, keys);
       if (kind == TileKind::kEmpty) continue;
-      score_gradients<M>(p, s, x, q, load_key_block<M>(p.geometry, x, j, keys, t), kind, t);
+      score_gradients(p, s, x, q, load_key_block(p.geometry, x, j, keys, t), kind, t);
       add_bias_tile(p, rows, keys, t);
     }
   }
@@ -445,10 +460,10 @@ void sum_bias_tile(const Params& p, const Sequence& s, int64_t head, int64_t row
 // Work item: one tile of a dBias that several (batch, head) share, as (slice, block of rows, block
 // of keys). Goes through all that share it and computes their dS anew: two products more than
 // keeping a copy of dBias per head, which would be S x S memory.
-template <class M>
-void bias_grad(const Params& p, int64_t item, void* scratch) {
+template <class Scratch>
+void bias_gradient(const Params& p, int64_t item, void* scratch) {
   const Geometry& g = p.geometry;
-  const BackwardScratch<M> t(p, scratch);
+  const Scratch t(p, scratch);
   const int64_t row_blocks = p.bias_rows ? (g.len_q + p.block_q - 1) / p.block_q : 1;
   const int64_t key_blocks = p.bias_cols ? (g.len_k + p.block_k - 1) / p.block_k : 1;
   const int64_t key = item % key_blocks * p.block_k;
@@ -463,9 +478,9 @@ void bias_grad(const Params& p, int64_t item, void* scratch) {
   for (int64_t m = 0; m < sharing.members; ++m) {
     const int64_t member = sharing.member(m);
     s = sequence(p, sharing.batch(member));
-    sum_bias_tile<M>(p, s, member % g.heads_q, row,
-                     p.bias_rows ? smaller(row + p.block_q, s.rows) : s.rows, key,
-                     p.bias_cols ? smaller(key + p.block_k, s.keys) : s.keys, t);
+    sum_bias_tile(p, s, member % g.heads_q, row,
+                  p.bias_rows ? smaller(row + p.block_q, s.rows) : s.rows, key,
+                  p.bias_cols ? smaller(key + p.block_k, s.keys) : s.keys, t);
   }
   const Matrix grad_bias = bias_matrix(p, p.grad_bias, s, sharing.fixed % g.heads_q);
   const int64_t rows = p.bias_rows ? smaller(p.block_q, s.rows - row) : 1;
@@ -473,9 +488,9 @@ void bias_grad(const Params& p, int64_t item, void* scratch) {
   store_bias_tile(grad_bias, row, rows, key, keys, t.bias_sum, t.ld, t.bias_line);
 }
 
-template <class M>
-size_t backward_scratch(const Params& p) {
-  return BackwardScratch<M>(p, nullptr).bytes;
+template <class Scratch>
+size_t gradient_scratch(const Params& p) {
+  return Scratch(p, nullptr).bytes;
 }
 
 template <class M>

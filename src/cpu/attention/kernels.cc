@@ -3,14 +3,28 @@
 
 #include "cpu/attention/bwd.h"
 #include "cpu/attention/fwd.h"
+#include "cpu/attention/second.h"
+#include "cpu/attention/tangent.h"
 
 namespace flashmoe::cpu {
 namespace {
 
+template <class Scratch>
+constexpr GradientKernels kGradients = {gradient_scratch<Scratch>, gradients<Scratch>,
+                                        bias_gradient<Scratch>};
+
 template <class M>
 constexpr Kernels kKernels = {
-    M::kBlock,        M::kKeyStep, forward_scratch<M>, forward<M>,   backward_scratch<M>,
-    partial_bytes<M>, backward<M>, reduce<M>,          bias_grad<M>,
+    M::kBlock,
+    M::kKeyStep,
+    forward_scratch<M>,
+    forward<M>,
+    tangent_scratch<M>,
+    tangent<M>,
+    kGradients<BackwardScratch<M>>,
+    kGradients<SecondScratch<M>>,
+    partial_bytes<M>,
+    reduce<M>,
 };
 
 }  // namespace

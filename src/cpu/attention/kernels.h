@@ -31,13 +31,15 @@ struct Params {
   Operand bias;               // (..., H, Sq, Sk); ragged: row is the stride of the packed dimension
   Operand out, lse;
   Operand grad_out, grad_lse, grad_query, grad_key, grad_value, grad_bias;
+  bool has_tangent_bias = false;  // as planned, like has_bias
+  Operand tangent_query, tangent_key, tangent_value, tangent_bias, tangent_out, tangent_lse;
   Operand key_lengths;                   // one integer per batch, by `lead`
   Operand cu_seqlens_q, cu_seqlens_k;    // integers, by `row`
   const int64_t* bias_offset = nullptr;  // ragged: first packed row of each sequence
 
   int64_t block_q = 0, block_k = 0;  // tile of scores
   int64_t chunks = 1;                // pieces each (batch, head) is cut into
-  // Backward with chunks > 1: partial dK and dV, (batch, heads_k, chunks, len_k, D + Dv), each
+  // Gradients with chunks > 1: partial dK and dV, (batch, heads_k, chunks, len_k, D + Dv), each
   // dimension padded as the kernels pad it.
   void* partial = nullptr;
 
@@ -50,6 +52,13 @@ struct Params {
   bool bias_rows = true, bias_cols = true;  // kShared: the bias has rows, columns of its own
 };
 
+// The kernels of a pass that gives gradients.
+struct GradientKernels {
+  size_t (*scratch)(const Params&);
+  void (*gradients)(const Params&, int64_t item, void* scratch);  // of q, k, v, and direct dBias
+  void (*bias)(const Params&, int64_t item, void* scratch);       // shared dBias, one tile
+};
+
 // One instruction set's kernels in one arithmetic. Each call does one work item, alone, in
 // `scratch`; what it computes depends on the item only.
 struct Kernels {
@@ -57,11 +66,11 @@ struct Kernels {
   int64_t key_step;  // and keys in multiples of this
   size_t (*forward_scratch)(const Params&);
   void (*forward)(const Params&, int64_t item, void* scratch);
-  size_t (*backward_scratch)(const Params&);
+  size_t (*tangent_scratch)(const Params&);
+  void (*tangent)(const Params&, int64_t item, void* scratch);
+  GradientKernels backward, second;
   size_t (*partial_bytes)(const Params&);
-  void (*backward)(const Params&, int64_t item, void* scratch);   // dQ, dK, dV, direct dBias
-  void (*reduce)(const Params&, int64_t item, void* scratch);     // sums the chunks' dK and dV
-  void (*bias_grad)(const Params&, int64_t item, void* scratch);  // shared dBias, one tile
+  void (*reduce)(const Params&, int64_t item, void* scratch);  // sums the chunks' dK and dV
 };
 
 }  // namespace flashmoe::cpu

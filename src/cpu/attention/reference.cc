@@ -1,4 +1,4 @@
-// The oracle: attention and its gradients exactly as docs/semantics.md defines them, in float64,
+// The oracle: attention and its derivatives exactly as docs/semantics.md defines them, in float64,
 // one query row at a time. Every input becomes a dense array of doubles first and every result is
 // rounded once at the end, so what lies between is only the mathematics.
 #include <cmath>
@@ -117,13 +117,31 @@ class Layout {
 struct Seen {
   int64_t key;       // position in the sequence
   double score;      // softcap(scale * q k) + bias
-  double cap_slope;  // derivative of softcap there
+  double cap_slope;  // derivative of softcap there,
+  double cap_bend;   // and the second one
   double weight;     // softmax of the scores
 };
 
 struct Row {
   std::vector<Seen> seen;
   double lse = -kInfinity;
+};
+
+// How inputs move; empty where they do not.
+struct Tangents {
+  Array query, key, value, bias;
+
+  Tangents(const AttentionProblem& problem, const AttentionTensors& tensors)
+      : query(load(problem.tangent_query, tensors.tangent_query)),
+        key(load(problem.tangent_key, tensors.tangent_key)),
+        value(load(problem.tangent_value, tensors.tangent_value)),
+        bias(load(problem.tangent_bias, tensors.tangent_bias)) {}
+};
+
+// How the scores of a row move with the inputs: of scale * q k, and in all.
+struct Moves {
+  Array scaled, score;
+  double lse = 0;  // the mean over the weights
 };
 
 class Oracle {
@@ -192,6 +210,98 @@ class Oracle {
     store(problem.grad_bias, tensors.grad_bias, grad_bias);
   }
 
+  void tangent(const AttentionProblem& problem, const AttentionTensors& tensors) const {
+    const Tangents tangents(problem, tensors);
+    Array out = filled(problem.out, 0);
+    Array lse(out.size() / g_.head_dim_v, 0);
+    for_each_row([&](int64_t b, int64_t h, int64_t i) {
+      const int64_t place = layout_.row_q(b, h, i);
+      const Row row = softmax(b, h, i);
+      const Moves moves = row_moves(row, tangents, b, h, i);
+      for (size_t n = 0; n < row.seen.size(); ++n) {
+        const Seen& s = row.seen[n];
+        const double d_weight = s.weight * (moves.score[n] - moves.lse);
+        add(&out[place * g_.head_dim_v], value_row(b, h, s.key), d_weight, g_.head_dim_v);
+        if (tangents.value.empty()) continue;
+        add(&out[place * g_.head_dim_v],
+            &tangents.value[layout_.row_k(b, h / g_.group, s.key) * g_.head_dim_v], s.weight,
+            g_.head_dim_v);
+      }
+      lse[place] = moves.lse;
+    });
+    store(problem.tangent_out, tensors.tangent_out, out);
+    store(problem.tangent_lse, tensors.tangent_lse, lse);
+  }
+
+  // Gradients of what a row of tangent() adds to <grad_out, tangent_out> + <grad_lse, tangent_lse>,
+  //   sum of weight * ((move - mean move) * d_weight + d_value_move) + d_lse * mean move
+  // over the keys, d_weight being grad_out . v as in backward() and d_value_move grad_out . v'.
+  void second(const AttentionProblem& problem, const AttentionTensors& tensors) const {
+    const Tangents tangents(problem, tensors);
+    const Array grad_out = load(problem.grad_out, tensors.grad_out);
+    const Array grad_lse = load(problem.grad_lse, tensors.grad_lse);
+    Array grad_query(query_.size()), grad_key(key_.size()), grad_value(value_.size());
+    Array grad_bias(bias_.size());
+
+    for_each_row([&](int64_t b, int64_t h, int64_t i) {
+      const int64_t place = layout_.row_q(b, h, i);
+      const double* d_out = grad_out.empty() ? nullptr : &grad_out[place * g_.head_dim_v];
+      const double d_lse = grad_lse.empty() ? 0 : grad_lse[place];
+      const Row row = softmax(b, h, i);
+      const Moves moves = row_moves(row, tangents, b, h, i);
+      const size_t count = row.seen.size();
+
+      Array d_weight(count), d_value_move(count);
+      double mean_d_weight = 0;
+      for (size_t n = 0; d_out && n < count; ++n) {
+        const int64_t place_v = layout_.row_k(b, h / g_.group, row.seen[n].key) * g_.head_dim_v;
+        d_weight[n] = dot(d_out, &value_[place_v], g_.head_dim_v);
+        mean_d_weight += row.seen[n].weight * d_weight[n];
+        if (!tangents.value.empty()) {
+          d_value_move[n] = dot(d_out, &tangents.value[place_v], g_.head_dim_v);
+        }
+      }
+
+      // By each weight, and the mean of that: softmax passes on only the difference.
+      Array by_weight(count);
+      double mean = 0;
+      for (size_t n = 0; n < count; ++n) {
+        by_weight[n] = (d_weight[n] - mean_d_weight + d_lse) * moves.score[n] -
+                       d_weight[n] * moves.lse + d_value_move[n];
+        mean += row.seen[n].weight * by_weight[n];
+      }
+
+      for (size_t n = 0; n < count; ++n) {
+        const Seen& s = row.seen[n];
+        const int64_t place_k = layout_.row_k(b, h / g_.group, s.key);
+        const double d_move = s.weight * (d_weight[n] - mean_d_weight + d_lse);
+        const double d_score = s.weight * (by_weight[n] - mean);
+        const double d_dot =
+            (d_score * s.cap_slope + d_move * s.cap_bend * moves.scaled[n]) * g_.scale;
+        const double d_dot_move = d_move * s.cap_slope * g_.scale;
+        double* d_query = &grad_query[place * g_.head_dim];
+        double* d_key = &grad_key[place_k * g_.head_dim];
+        add(d_query, &key_[place_k * g_.head_dim], d_dot, g_.head_dim);
+        add(d_key, &query_[place * g_.head_dim], d_dot, g_.head_dim);
+        if (!tangents.key.empty()) {
+          add(d_query, &tangents.key[place_k * g_.head_dim], d_dot_move, g_.head_dim);
+        }
+        if (!tangents.query.empty()) {
+          add(d_key, &tangents.query[place * g_.head_dim], d_dot_move, g_.head_dim);
+        }
+        if (d_out) {
+          add(&grad_value[place_k * g_.head_dim_v], d_out, s.weight * (moves.score[n] - moves.lse),
+              g_.head_dim_v);
+        }
+        if (has_bias_) grad_bias[layout_.bias_element(b, h, i, s.key)] += d_score;
+      }
+    });
+    store(problem.grad_query, tensors.grad_query, grad_query);
+    store(problem.grad_key, tensors.grad_key, grad_key);
+    store(problem.grad_value, tensors.grad_value, grad_value);
+    store(problem.grad_bias, tensors.grad_bias, grad_bias);
+  }
+
  private:
   // Calls visit(sequence, query head, position) for every query row.
   template <class Visit>
@@ -218,14 +328,15 @@ class Oracle {
       if (bias == -kInfinity) continue;  // a mask: this key is never looked at
       const double* k = &key_[layout_.row_k(b, h / g_.group, j) * g_.head_dim];
       double score = g_.scale * dot(q, k, g_.head_dim);
-      double cap_slope = 1;
+      double cap_slope = 1, cap_bend = 0;
       if (g_.softcap > 0) {
         const double x = score / g_.softcap;
         score = g_.softcap * std::tanh(x);
         cap_slope =
             1 / (std::cosh(x) * std::cosh(x));  // 1 - tanh^2 would cancel where it saturates
+        cap_bend = -2 * std::tanh(x) * cap_slope / g_.softcap;
       }
-      row.seen.push_back({j, score + bias, cap_slope, 0});
+      row.seen.push_back({j, score + bias, cap_slope, cap_bend, 0});
     }
     if (row.seen.empty()) return row;
 
@@ -236,6 +347,23 @@ class Oracle {
     for (Seen& s : row.seen) s.weight = std::exp(s.score - largest) / sum;
     row.lse = largest + std::log(sum);
     return row;
+  }
+
+  Moves row_moves(const Row& row, const Tangents& tangents, int64_t b, int64_t h, int64_t i) const {
+    Moves moves;
+    const int64_t at_q = layout_.row_q(b, h, i) * g_.head_dim;
+    for (const Seen& s : row.seen) {
+      const int64_t at_k = layout_.row_k(b, h / g_.group, s.key) * g_.head_dim;
+      double product = 0;
+      if (!tangents.query.empty()) product += dot(&tangents.query[at_q], &key_[at_k], g_.head_dim);
+      if (!tangents.key.empty()) product += dot(&query_[at_q], &tangents.key[at_k], g_.head_dim);
+      moves.scaled.push_back(g_.scale * product);
+      double move = s.cap_slope * moves.scaled.back();
+      if (!tangents.bias.empty()) move += tangents.bias[layout_.bias_element(b, h, i, s.key)];
+      moves.score.push_back(move);
+      moves.lse += s.weight * move;
+    }
+    return moves;
   }
 
   Layout layout_;
@@ -254,10 +382,15 @@ Status run_reference(const AttentionProblem& problem, const AttentionTensors& te
   if (Status status = check_lengths(problem, tensors); !status.ok()) return status;
   return with_memory([&] {
     const Oracle oracle(problem, tensors);
-    if (problem.pass == Pass::kForward) {
-      oracle.forward(problem, tensors);
-    } else {
-      oracle.backward(problem, tensors);
+    switch (problem.pass) {
+      case Pass::kForward:
+        return oracle.forward(problem, tensors);
+      case Pass::kBackward:
+        return oracle.backward(problem, tensors);
+      case Pass::kTangent:
+        return oracle.tangent(problem, tensors);
+      case Pass::kSecond:
+        return oracle.second(problem, tensors);
     }
   });
 }

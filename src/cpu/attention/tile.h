@@ -70,6 +70,18 @@ inline Matrix bias_matrix(const Params& p, const Operand& op, const Sequence& s,
           op.row};
 }
 
+// lse of a query in base 2, and what rounding took off it. A query that sees no key gets +inf,
+// which makes every probability 0, and false is returned.
+template <class A>
+bool load_lse(const Matrix& lse, int64_t row, A* base2, A* rest) {
+  A natural;
+  load_row(lse.dtype, element(lse, row, 0), 1, 1, &natural);
+  const double exact = natural * kLog2e;
+  *base2 = natural == -kInf<A> ? kInf<A> : static_cast<A>(exact);
+  *rest = natural == -kInf<A> ? 0 : static_cast<A>(exact - *base2);
+  return natural != -kInf<A>;
+}
+
 // The queries of one block against the mask: each may see the keys [begin, end), both relative to
 // the tile at hand, and both rising with the query.
 template <class A>

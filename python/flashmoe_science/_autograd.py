@@ -1,31 +1,61 @@
-"""What torch's transforms can ask of attention: gradients and vmap are given, the rest refused."""
+"""What torch's transforms can ask of attention: first and second derivatives, forward mode, vmap.
+
+Four ops, of which each is the derivative of another, with x for query, key, value and bias:
+
+    attention           out, lse of x
+    attention_tangent   how they move along a tangent of x: forward mode
+    attention_backward  gradients by x of <grad_out, out> + <grad_lse, lse>
+    attention_second    gradients by x of <grad_out, tangent_out> + <grad_lse, tangent_lse>
+
+A backward pass takes out and lse, and what gives second derivatives their tangents, as numbers that
+save time: all of them follow from x, and derivatives by x count what comes through them.
+"""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, is_grad_enabled, library
+from torch._C import _AutoDispatchBelowAutograd, _is_fwd_grad_enabled
 from torch._functorch.utils import enable_single_level_autograd_function
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 
 from . import _library
 from ._derivatives import (
-    Refusals,
-    as_node,
     below_autograd,
     give_autograd,
+    has_tangent,
+    in_forward_mode,
+    inside_jvp,
     plain_apply,
     without_autograd,
 )
 
-_REFUSALS = Refusals.of(
-    "attention",
-    "torch.autograd.grad, torch.func.grad, vjp and jacrev",
-    "For this call use F.scaled_dot_product_attention with SDPBackend.MATH.",
+_INSTEAD = "For this call use F.scaled_dot_product_attention with SDPBackend.MATH."
+_THIRD = (
+    "flashmoe_science attention has no third derivative: its second derivatives cannot be "
+    f"differentiated again. {_INSTEAD}"
 )
+_FORWARD_TWICE = (
+    "flashmoe_science attention has no forward mode over forward mode, which torch.func.jvp of jvp "
+    "and jacfwd of jacfwd ask for. Second derivatives are there: torch.func.hessian, jvp of grad, "
+    f"grad of jvp, grad of grad. {_INSTEAD}"
+)
+_INPUTS = 4  # x: query, key, value, bias
+_NOTHING = (None,) * _INPUTS
 
 
 def _split(args) -> tuple[tuple, tuple]:
     """The tensors of an op, from query to cu_seqlens_k, and what comes after them."""
     return args[:7], args[7:]
+
+
+def _only(wanted, results) -> tuple:
+    """None for what nobody asked for, which the ops return as empty tensors."""
+    return tuple(x if want else None for x, want in zip(results, wanted, strict=True))
+
+
+def _sum(a, b):
+    return b if a is None else a if b is None else a + b
 
 
 class _Attention(Function):
@@ -40,6 +70,10 @@ class _Attention(Function):
         run, lengths, ctx.options, return_lse = rest
         out, lse = run(query, key, value, bias, *lengths, *ctx.options)
         ctx.save_for_backward(out, lse, query, key, value, bias, *lengths)
+        if in_forward_mode():
+            ctx.save_for_forward(out, lse, query, key, value, bias, *lengths)
+            ctx.set_materialize_grads(False)
+            ctx.return_lse = return_lse
         if not return_lse:
             return out
         ctx.set_materialize_grads(False)
@@ -47,48 +81,217 @@ class _Attention(Function):
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse=None):
-        saved, needs = ctx.saved_tensors, ctx.needs_input_grad[:4]
-        if is_grad_enabled():  # under create_graph, which torch.func always asks for
-            run = _recorded_backward
+        saved, needs = ctx.saved_tensors, ctx.needs_input_grad[:_INPUTS]
+        if is_grad_enabled() or in_forward_mode():
+            grads = _library.backward(grad_out, grad_lse, *saved, *ctx.options, *needs)
         else:
-            run = _library.backward
-            if forward_ad._current_level >= 0:
-                _REFUSALS.refuse_tangents((grad_out, grad_lse, *saved[2:6]))
-        grads = run(grad_out, grad_lse, *saved, *ctx.options, *needs)
-        return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), None
+            with _AutoDispatchBelowAutograd():
+                grads = _library.backward(grad_out, grad_lse, *saved, *ctx.options, *needs)
+        return *_only(needs, grads), None
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        with inside_jvp(ctx) as saved:
+            moved = _library.tangent(*tangents[:_INPUTS], *saved, *ctx.options)
+        return moved if ctx.return_lse else moved[0]
 
 
-_recorded_backward = as_node("AttentionBackward", _library.backward, _REFUSALS)
 _apply = plain_apply(_Attention)
 
 
 def attend(run, tensors, options, return_lse):
-    """``run`` on the tensors, recorded for the backward pass where a gradient is wanted.
+    """``run`` on the tensors, recorded where a derivative is wanted.
 
     Without one it is called directly: autograd costs half as much again.
     """
-    q, k, v, bias = tensors[:4]
-    if forward_ad._current_level >= 0:
-        _REFUSALS.refuse_tangents((q, k, v, bias))
-    if is_grad_enabled() and (
-        q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or (bias is not None and bias.requires_grad)
-    ):
+    q, k, v, bias = tensors[:_INPUTS]
+    if (
+        is_grad_enabled()
+        and (
+            q.requires_grad
+            or k.requires_grad
+            or v.requires_grad
+            or (bias is not None and bias.requires_grad)
+        )
+    ) or (in_forward_mode() and has_tangent((q, k, v, bias))):
         return _apply(q, k, v, bias, (run, tensors[4:], options, return_lse))
     out, lse = run(*tensors, *options)
     return (out, lse) if return_lse else out
 
 
+class _Tangent(Function):
+    """Differentiable in the tangents, and by reverse mode in x."""
+
+    @staticmethod
+    def forward(ctx, rest, *inputs):
+        run, out, lse, lengths, ctx.options = rest
+        tangents, x = inputs[:_INPUTS], inputs[_INPUTS:]
+        call = (out, lse, *x, *lengths)
+        moved = run(*tangents, *call, *ctx.options)
+        ctx.save_for_backward(*tangents, *moved, *call)
+        ctx.save_for_forward(*call)
+        ctx.set_materialize_grads(False)
+        return moved
+
+    @staticmethod
+    def backward(ctx, *grads):
+        moves, call = ctx.saved_tensors[: _INPUTS + 2], ctx.saved_tensors[_INPUTS + 2 :]
+        needs = ctx.needs_input_grad[1:]
+        by_tangents, by_x = needs[:_INPUTS], needs[_INPUTS:]
+        call = (*grads, *call, *ctx.options)
+        first = second = _NOTHING
+        if any(by_tangents):
+            first = _only(by_tangents, _library.backward(*call, *by_tangents))
+        if any(by_x):
+            second = _only(by_x, _library.second(*moves, *call, *by_x))
+        return None, *first, *second
+
+    @staticmethod
+    def jvp(ctx, _, *moves):
+        if any(x is not None for x in moves[_INPUTS:]):
+            raise NotImplementedError(_FORWARD_TWICE)
+        with inside_jvp(ctx) as saved:
+            return _library.tangent(*moves[:_INPUTS], *saved, *ctx.options)
+
+
+class _Backward(Function):
+    """Differentiable in the gradients of both results and in x."""
+
+    @staticmethod
+    def forward(ctx, rest, *inputs):
+        return _give_gradients(ctx, (), rest, inputs)
+
+    @staticmethod
+    def backward(ctx, *tangents):
+        needs = ctx.needs_input_grad[1:]
+        call = (*ctx.saved_tensors, *ctx.options)
+        moved, grads = _differentiate_twice(tangents, call, needs[2:])
+        return None, *_only(needs[:2], moved), *grads
+
+    @staticmethod
+    def jvp(ctx, _, *moves):
+        first = second = _NOTHING
+        with inside_jvp(ctx) as saved:
+            call = (*saved, *ctx.options)
+            if any(x is not None for x in moves[:2]):
+                first = _only(ctx.needs, _library.backward(*moves[:2], *call[2:], *ctx.needs))
+            if any(x is not None for x in moves[2:]):
+                # The Hessian is symmetric: how gradients move along a tangent is the gradient of
+                # how the results do.
+                _, second = _differentiate_twice(moves[2:], call, ctx.needs)
+            return tuple(map(_sum, first, second))
+
+
+class _AtMostTwice(Function):
+    """The tensor itself, by which no derivative can be taken."""
+
+    @staticmethod
+    def forward(ctx, rest, x):
+        (run,) = rest
+        return run(x)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise NotImplementedError(_THIRD)
+
+    @staticmethod
+    def jvp(ctx, *_):
+        raise NotImplementedError(_THIRD)
+
+
+class _Second(Function):
+    """Differentiable in the tangents alone: the rest would be a third derivative."""
+
+    @staticmethod
+    def forward(ctx, rest, *inputs):
+        run, moved, *rest = rest
+        first = (*inputs[:_INPUTS], *moved)
+        return _give_gradients(ctx, first, (run, *rest), inputs[_INPUTS:])
+
+    @staticmethod
+    def backward(ctx, *tangents):
+        needs = ctx.needs_input_grad[1 : 1 + _INPUTS]
+        call = (*ctx.saved_tensors, *ctx.options)
+        _, grads = _differentiate_twice(tangents, call, needs)  # the Hessian is symmetric
+        return None, *grads, *(None,) * (2 + _INPUTS)
+
+    @staticmethod
+    def jvp(ctx, *_):
+        raise NotImplementedError(_THIRD)
+
+
+def _give_gradients(ctx, first, rest, inputs):
+    """The forward pass of what gives gradients: ``first``, then grad_out, grad_lse and x."""
+    run, out, lse, lengths, ctx.options, ctx.needs = rest
+    call = (*inputs[:2], out, lse, *inputs[2:], *lengths)
+    grads = run(*first, *call, *ctx.options, *ctx.needs)
+    ctx.save_for_backward(*call)
+    ctx.save_for_forward(*call)
+    unwanted = (grad for grad, need in zip(grads, ctx.needs, strict=True) if not need)
+    ctx.mark_non_differentiable(*unwanted)
+    ctx.set_materialize_grads(False)
+    return grads
+
+
+def _differentiate_twice(tangents, call, needs) -> tuple[tuple, tuple]:
+    """How the results move along the tangents, and the gradients by x of that.
+
+    ``call``: of the backward pass, from grad_out to its options.
+    """
+    moved = _library.tangent(*tangents, *call[2:])
+    if not any(needs):
+        return moved, _NOTHING
+    return moved, _only(needs, _library.second(*tangents, *moved, *call, *needs))
+
+
+def _recorded(function: type[Function], op, rest, inputs, args):
+    """``op`` on its arguments; through the function where a derivative may be wanted."""
+    if not is_grad_enabled() and not (in_forward_mode() and _is_fwd_grad_enabled()):
+        with _AutoDispatchBelowAutograd():
+            return op(*args)
+    with enable_single_level_autograd_function():  # torch.func wants to hear that we mean it
+        return plain_apply(function)((below_autograd(op), *rest), *inputs)
+
+
 # Called eagerly this would cost twice what attend() does (38 us for 21 on a GPU host).
 def _attention_autograd(*args):
-    with enable_single_level_autograd_function():  # torch.func wants to hear that we mean it
+    with enable_single_level_autograd_function():
         return attend(below_autograd(_library.attention), *_split(args), return_lse=True)
 
 
+def _tangent_autograd(*args):
+    tangents, (out, lse), (tensors, options) = args[:4], args[4:6], _split(args[6:])
+    inputs, lengths = (*tangents, *tensors[:_INPUTS]), tensors[_INPUTS:]
+    return _recorded(_Tangent, _library.tangent, (out, lse, lengths, options), inputs, args)
+
+
+def _gradient_arguments(args) -> tuple[tuple, tuple]:
+    """Of what gives gradients, from grad_out on: what has derivatives, and the rest."""
+    (grad_out, grad_lse, out, lse), (tensors, options) = args[:4], _split(args[4:])
+    inputs, lengths = tensors[:_INPUTS], tensors[_INPUTS:]
+    rest = (out, lse, lengths, options[:-_INPUTS], options[-_INPUTS:])
+    return (grad_out, grad_lse, *inputs), rest
+
+
+def _backward_autograd(*args):
+    inputs, rest = _gradient_arguments(args)
+    return _recorded(_Backward, _library.backward, rest, inputs, args)
+
+
+def _second_autograd(*args):
+    inputs, rest = _gradient_arguments(args[6:])
+    inputs = tuple(
+        None if x is None else _recorded(_AtMostTwice, torch.ops.aten.alias.default, (), (x,), (x,))
+        for x in inputs
+    )
+    return _recorded(_Second, _library.second, (args[4:6], *rest), (*args[:4], *inputs), args)
+
+
 give_autograd("attention", _attention_autograd)
-without_autograd("attention_forward", "attention_backward")
+give_autograd("attention_tangent", _tangent_autograd)
+give_autograd("attention_backward", _backward_autograd)
+give_autograd("attention_second", _second_autograd)
+without_autograd("attention_forward")
 
 
 # vmap: one leading dimension more, which the kernels take as it is.
@@ -102,6 +305,10 @@ def _stack(tensor: Tensor | None, dim: int | None, size: int, rank: int = 0) -> 
     return stacked[(slice(None), *([None] * (rank - stacked.dim())))]
 
 
+def _stack_all(info, dims, tensors) -> tuple:
+    return tuple(_stack(x, dim, info.batch_size) for x, dim in zip(tensors, dims, strict=False))
+
+
 def _stack_inputs(info, dims, tensors) -> tuple:
     (q, k, v, bias, key_lengths, cu_q, _), size = tensors, info.batch_size
     if cu_q is not None:
@@ -110,9 +317,14 @@ def _stack_inputs(info, dims, tensors) -> tuple:
             "and jacrev ask for. Pack the sequences of all samples into one call, or map over "
             "flash_attention."
         )
-    q, k, v = (_stack(x, dim, size) for x, dim in zip((q, k, v), dims, strict=False))
+    q, k, v = _stack_all(info, dims, (q, k, v))
     bias = _stack(bias, dims[3], size, q.dim())
     return q, k, v, bias, _stack(key_lengths, dims[4], size, q.dim() - 3), None, None
+
+
+def _stack_tangents(info, dims, tangents, rank: int) -> tuple:
+    bias = _stack(tangents[3], dims[3], info.batch_size, rank)
+    return *_stack_all(info, dims, tangents[:3]), bias
 
 
 @library.register_vmap("flashmoe::attention")
@@ -127,12 +339,35 @@ def _explain_vmap(info, dims, *args):
     return _library.explain(*_stack_inputs(info, dims, tensors), *rest), None
 
 
-@library.register_vmap("flashmoe::attention_backward")
-def _attention_backward_vmap(info, dims, *args):
-    results, (tensors, rest) = args[:4], _split(args[4:])
-    results = (_stack(x, dim, info.batch_size) for x, dim in zip(results, dims[:4], strict=True))
+def _stacked_gradients(run, first, info, dims, args):
+    """``run`` on ``first`` and the arguments from grad_out on."""
+    tensors, rest = _split(args[4:])
     inputs = _stack_inputs(info, dims[4:], tensors)
-    grads = _library.backward(*results, *inputs, *rest)
-    needs = rest[-4:]
+    results = _stack_all(info, dims, args[:4])
+    grads = run(*first(inputs[0].dim()), *results, *inputs, *rest)
+    needs = rest[-_INPUTS:]
     wanted = (*needs[:3], needs[3] and inputs[3] is not None)
     return grads, tuple(0 if want else None for want in wanted)
+
+
+@library.register_vmap("flashmoe::attention_backward")
+def _attention_backward_vmap(info, dims, *args):
+    return _stacked_gradients(_library.backward, lambda rank: (), info, dims, args)
+
+
+@library.register_vmap("flashmoe::attention_tangent")
+def _attention_tangent_vmap(info, dims, *args):
+    tensors, options = _split(args[6:])
+    inputs = _stack_inputs(info, dims[6:], tensors)
+    tangents = _stack_tangents(info, dims, args[:4], inputs[0].dim())
+    results = _stack_all(info, dims[4:], args[4:6])
+    return _library.tangent(*tangents, *results, *inputs, *options), (0, 0)
+
+
+@library.register_vmap("flashmoe::attention_second")
+def _attention_second_vmap(info, dims, *args):
+    def first(rank):
+        tangents = _stack_tangents(info, dims, args[:4], rank)
+        return *tangents, *_stack_all(info, dims[4:], args[4:6])
+
+    return _stacked_gradients(_library.second, first, info, dims[6:], args[6:])

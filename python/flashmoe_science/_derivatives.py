@@ -5,11 +5,27 @@ It has to fail: to autograd a result without a derivative is a constant.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+from torch._C import _are_functorch_transforms_active
 from torch.autograd import forward_ad
+
+
+def in_forward_mode() -> bool:
+    """Whether tensors may have tangents."""
+    # A compiled torch.func.jvp leaves Python's count of levels alone.
+    return forward_ad._current_level >= 0 or _are_functorch_transforms_active()
+
+
+def has_tangent(tensors) -> bool:
+    """Whether forward mode asks how a result of these moves."""
+    # As in torch, inference mode and _set_fwd_grad_enabled(False) leave tangents behind.
+    if not torch._C._is_fwd_grad_enabled():
+        return False
+    return any(x is not None and torch._VF._unpack_dual(x, 0)[1] is not None for x in tensors)
 
 
 class Refusals(NamedTuple):
@@ -30,12 +46,8 @@ class Refusals(NamedTuple):
         )
 
     def refuse_tangents(self, tensors) -> None:
-        # As in torch, inference mode and _set_fwd_grad_enabled(False) leave tangents behind.
-        if not torch._C._is_fwd_grad_enabled():
-            return
-        for tensor in tensors:
-            if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
-                raise NotImplementedError(self.forward_mode)
+        if has_tangent(tensors):
+            raise NotImplementedError(self.forward_mode)
 
 
 def as_node(name: str, run: Callable, refusals: Refusals) -> Callable:
@@ -72,16 +84,32 @@ def plain_apply(function: type[torch.autograd.Function]) -> Callable:
 def below_autograd(op) -> Callable:
     """The op as its own autograd calls it.
 
-    With the grad mode of now: a Function turns it off while it computes, and to the levels of
+    With the grad modes of now: a Function turns them off while it computes, and to the levels of
     torch.func around this one, which the op comes by next, the result would be a constant.
     """
-    enabled = torch.is_grad_enabled()
+    enabled, forward_enabled = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
 
     def run(*args):
-        with torch._C._AutoDispatchBelowAutograd(), torch.set_grad_enabled(enabled):
+        with (
+            torch._C._AutoDispatchBelowAutograd(),
+            torch.set_grad_enabled(enabled),
+            forward_ad._set_fwd_grad_enabled(forward_enabled),
+        ):
             return op(*args)
 
     return run
+
+
+@contextmanager
+def inside_jvp(ctx) -> Iterator[tuple]:
+    """What a Function has saved, for its jvp to call ops with.
+
+    torch turns forward mode off there, so that primals do not move a second time; but to the levels
+    of torch.func around this one the result would be a constant. So forward mode is on in this
+    context, and the primals come without their tangents.
+    """
+    with forward_ad._set_fwd_grad_enabled(True):
+        yield tuple(x if x is None else torch._VF._unpack_dual(x, 0)[0] for x in ctx.saved_tensors)
 
 
 _fragment = torch.library.Library("flashmoe", "FRAGMENT")

@@ -78,6 +78,25 @@ def _attention_backward_fake(
     return _gradients(likes, wanted)
 
 
+_TANGENTS = ("tangent_query", "tangent_key", "tangent_value", "tangent_bias")
+
+
+@torch.library.register_fake("flashmoe::attention_tangent")
+def _attention_tangent_fake(*args):
+    query = args[6]
+    names = (*_TANGENTS, "out", "lse")
+    _check_devices("query", query, **dict(zip(names, args[:6], strict=True)))
+    return _attention_fake(*args[6:])
+
+
+@torch.library.register_fake("flashmoe::attention_second")
+def _attention_second_fake(*args):
+    query = args[10]
+    names = (*_TANGENTS, "tangent_out", "tangent_lse")
+    _check_devices("query", query, **dict(zip(names, args[:6], strict=True)))
+    return _attention_backward_fake(*args[6:])
+
+
 GATED = ("swiglu", "geglu", "reglu")
 
 
@@ -131,6 +150,8 @@ def _route_backward_fake(grad_weights, logits, ids, scoring, normalize):
 
 forward = torch.ops.flashmoe.attention_forward.default
 backward = torch.ops.flashmoe.attention_backward.default
+tangent = torch.ops.flashmoe.attention_tangent.default
+second = torch.ops.flashmoe.attention_second.default
 attention = torch.ops.flashmoe.attention.default
 explain = torch.ops.flashmoe.explain.default
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -29,6 +29,8 @@ KEY_LENGTHS = torch.tensor([4, 2])
 
 FORWARD_MODE = "no forward-mode derivative yet.*INSTEAD"
 SECOND = "no second derivative yet.*INSTEAD"
+THIRD = "no third derivative.*INSTEAD"
+FORWARD_TWICE = "no forward mode over forward mode.*INSTEAD"
 NO_VMAP = "has no vmap yet.*(one call|pass the batch)"
 
 
@@ -93,6 +95,7 @@ class Subject:
     math: Callable
     shapes: tuple[tuple[int, ...], ...]
     vmap: bool = True
+    twice: bool = True  # has second derivatives and forward mode
     context: Callable = nullcontext
     instead: str = "SDPBackend.MATH"  # what a refusal says to use
 
@@ -152,10 +155,16 @@ SUBJECTS = {
         experts,
         ((5, 3), (3, 4, 3), (3, 3, 2), (5, 2)),
         vmap=False,
+        twice=False,
         instead="F.linear",
     ),
     "route": Subject(
-        lambda logits: (fm.route(logits, 2)[1],), router, ((5, 4),), vmap=False, instead="topk"
+        lambda logits: (fm.route(logits, 2)[1],),
+        router,
+        ((5, 4),),
+        vmap=False,
+        twice=False,
+        instead="topk",
     ),
 }
 NO_TENSORS = {"explain", "explain_moe", "register_experts"}  # give text, asked on their own
@@ -221,6 +230,11 @@ def checkpointed(f, inputs):
 
 def gradcheck(f, inputs):
     assert torch.autograd.gradcheck(f, leaves(inputs))
+    return ()
+
+
+def gradcheck_forward(f, inputs):
+    assert torch.autograd.gradcheck(f, leaves(inputs), check_forward_ad=True, fast_mode=True)
     return ()
 
 
@@ -301,8 +315,42 @@ def second_gradients(f, inputs):
 
 
 def gradgradcheck(f, inputs):
-    assert torch.autograd.gradgradcheck(f, leaves(inputs))
+    assert torch.autograd.gradgradcheck(f, leaves(inputs), fast_mode=True)
     return ()
+
+
+def third_gradients(f, inputs):
+    inputs = leaves(inputs)
+    grads = torch.autograd.grad(loss(f)(*inputs), inputs, create_graph=True)
+    grads = torch.autograd.grad(loss(lambda *x: x[0])(*grads), inputs, create_graph=True)
+    return torch.autograd.grad(grads[0].square().sum(), inputs)
+
+
+def grad_of(f):
+    """A number made of the gradient of a number."""
+    return lambda x: (weights(x) * func.grad(f)(x)).sum()
+
+
+def jvp_along(f):
+    return lambda x: func.jvp(f, (x,), (weights(x).cos(),))[1]
+
+
+def map_over(f):
+    return lambda x: func.vmap(f)(torch.stack([x, -x])).sum()
+
+
+def gradients_of(*transforms):
+    """One transform of another, the last one of a loss, as functions of the first input."""
+
+    def ask(f, inputs):
+        def asked(x):
+            return loss(f)(x, *inputs[1:])
+
+        for transform in reversed(transforms):
+            asked = transform(asked)
+        return [asked(inputs[0])]
+
+    return ask
 
 
 def gradient_of_gradient(f, inputs):
@@ -360,6 +408,16 @@ def gradient_of_jvp(f, inputs):
 
 def jvp_of_mapped(f, inputs):
     return jvp_of_one(func.vmap(f), tuple(torch.stack([x, -x]) for x in inputs))
+
+
+def mapped_second(f, inputs):
+    samples = torch.stack([inputs[0], -inputs[0]], 1)
+    return [func.vmap(lambda x: gradients_of(grad_of, grad_of)(f, (x, *inputs[1:])), 1)(samples)[0]]
+
+
+def mapped_jvp(f, inputs):
+    samples = torch.stack([inputs[0], -inputs[0]], 1)
+    return func.vmap(lambda x: jvp_of_one(f, (x, *inputs[1:])), 1)(samples)
 
 
 def linearize(f, inputs):
@@ -422,13 +480,15 @@ MAPS = {
     "func.vmap of func.grad": per_sample,
     "func.grad of func.vmap": gradient_of_mapped,
 }
-REFUSED = {
+# Given where there are second derivatives and forward mode, else refused in these words.
+TWICE = {
     **{f"forward_ad of input {i}": (dual(i), FORWARD_MODE) for i in range(4)},
     "forward_ad without gradients": (dual(0, torch.no_grad), FORWARD_MODE),
     "forward_ad of what requires gradients": (dual(0, requires_grad=True), FORWARD_MODE),
     "forward_ad of a gradient": (dual_gradient(False), FORWARD_MODE),
     "forward_ad of a recorded gradient": (dual_gradient(True), FORWARD_MODE),
     "forward_ad of a compiled function": (compiled(dual(0), "eager"), FORWARD_MODE),
+    "gradcheck, forward mode": (gradcheck_forward, FORWARD_MODE),
     "functional.jacobian, forward mode": (
         lambda f, x: functional.jacobian(f, x, vectorize=True, strategy="forward-mode"),
         FORWARD_MODE,
@@ -437,33 +497,57 @@ REFUSED = {
     "func.jvp of one input": (jvp_of_one, FORWARD_MODE),
     "func.jvp of func.grad": (jvp_of_gradient, FORWARD_MODE),
     "func.grad of func.jvp": (gradient_of_jvp, FORWARD_MODE),
-    "func.jvp of func.vmap": (jvp_of_mapped, f"{FORWARD_MODE}|{NO_VMAP}"),
     "func.jvp of a compiled function": (compiled(func_jvp), FORWARD_MODE),
     "a compiled func.jvp": (inside_compiled(jvp_of_one), FORWARD_MODE),
     # torch has this for no autograd.Function.
     "func.functionalize of func.grad": (
-        lambda f, x: func.functionalize(func.grad(loss(f)))(*x),
+        lambda f, x: [func.functionalize(func.grad(loss(f)))(*x)],
         "Functionalize rule for custom_function_call",
     ),
     "func.linearize": (linearize, FORWARD_MODE),
-    "func.jacfwd": (lambda f, x: func.jacfwd(f, everything(len(x)))(*x), FORWARD_MODE),
-    "func.hessian": (
-        lambda f, x: func.hessian(loss(f))(*x),
-        f"{FORWARD_MODE}|{SECOND}|{NO_VMAP}",
-    ),
     "autograd.grad twice": (second_gradients, SECOND),
+    "autograd.grad twice of a compiled function": (compiled(second_gradients, "eager"), SECOND),
     "gradgradcheck": (gradgradcheck, SECOND),
     "functional.jvp": (twice(functional.jvp), SECOND),
     "functional.hvp": (twice(functional.hvp), SECOND),
     "functional.vhp": (twice(functional.vhp), SECOND),
     "functional.hessian": (lambda f, x: functional.hessian(loss(f), x), SECOND),
     "func.grad of func.grad": (gradient_of_gradient, SECOND),
+}
+TWICE_MAPS = {
+    "func.jvp of func.vmap": (jvp_of_mapped, f"{FORWARD_MODE}|{NO_VMAP}"),
+    "func.jacfwd": (lambda f, x: func.jacfwd(f, everything(len(x)))(*x), FORWARD_MODE),
+    "func.hessian": (
+        lambda f, x: func.hessian(loss(f), everything(len(x)))(*x),
+        f"{FORWARD_MODE}|{SECOND}|{NO_VMAP}",
+    ),
     "func.jacrev of func.grad": (
         lambda f, x: func.jacrev(func.grad(loss(f)))(*x),
         f"{SECOND}|{NO_VMAP}",
     ),
+    "func.jacrev of func.jacrev": (
+        lambda f, x: func.jacrev(func.jacrev(loss(f)))(*x),
+        f"{SECOND}|{NO_VMAP}",
+    ),
+    "func.vmap of func.grad of func.grad": (mapped_second, f"{SECOND}|{NO_VMAP}"),
+    "func.vmap of func.jvp": (mapped_jvp, f"{FORWARD_MODE}|{NO_VMAP}"),
 }
-ASKED = {*RIGHT, *MAPS, *REFUSED}
+# Refused by all.
+REFUSED = {
+    "autograd.grad three times": (third_gradients, f"{THIRD}|{SECOND}"),
+    "func.grad, three times": (gradients_of(grad_of, grad_of, grad_of), f"{THIRD}|{SECOND}"),
+    "func.jvp of func.jvp": (gradients_of(jvp_along, jvp_along), f"{FORWARD_TWICE}|{FORWARD_MODE}"),
+    "func.jacfwd of func.jacfwd": (
+        lambda f, x: func.jacfwd(func.jacfwd(loss(f)))(*x),
+        f"{FORWARD_TWICE}|{FORWARD_MODE}|{NO_VMAP}",
+    ),
+    "func.jacrev of func.hessian": (
+        lambda f, x: func.jacrev(func.hessian(loss(f)))(*x),
+        f"{THIRD}|{FORWARD_MODE}|{SECOND}|{NO_VMAP}",
+    ),
+}
+ASKED = {*RIGHT, *MAPS, *TWICE, *TWICE_MAPS, *REFUSED}
+TWICE_ALL = TWICE | TWICE_MAPS
 # Of modules, or of tensors outside of any function.
 NOT_ASKED = {"replace_all_batch_norm_modules_", "stack_module_state", "debug_unwrap"}
 
@@ -473,10 +557,6 @@ def test_everything_torch_offers_is_asked(module):
     prefix = module.__name__.rpartition(".")[2]
     asked = {name for name in module.__all__ if any(f"{prefix}.{name}" in x for x in ASKED)}
     assert asked | NOT_ASKED >= set(module.__all__)
-
-
-# vmap takes PyTorch's attention apart before it comes to us.
-TAKEN_APART = ("enable_sdpa", "func.jvp of func.vmap")
 
 
 def same(got, want):
@@ -490,11 +570,30 @@ def same(got, want):
         same(a, b)
 
 
-@pytest.mark.parametrize("request_", RIGHT | MAPS)
-@pytest.mark.parametrize("name", SUBJECTS)
+def given(subject):
+    """What a subject is asked, and gives or refuses for want of a vmap."""
+    return RIGHT | MAPS | ({k: v for k, (v, _) in TWICE_ALL.items()} if subject.twice else {})
+
+
+def refused(subject):
+    return REFUSED if subject.twice else TWICE_ALL | REFUSED
+
+
+def questions(asked):
+    """(name, request) of all subjects, but for inputs that they do not have."""
+    return [
+        (name, request_)
+        for name, subject in SUBJECTS.items()
+        for request_ in asked(subject)
+        if request_ not in [f"forward_ad of input {i}" for i in range(len(subject.shapes), 4)]
+    ]
+
+
+@pytest.mark.parametrize("name, request_", questions(given))
 def test_what_is_given_is_right(name, request_):
-    subject, ask = SUBJECTS[name], (RIGHT | MAPS)[request_]
-    if not subject.vmap and request_ in MAPS:
+    subject = SUBJECTS[name]
+    ask = given(subject)[request_]
+    if not subject.vmap and request_ in MAPS | TWICE_MAPS:
         with pytest.raises(NotImplementedError, match=NO_VMAP):
             ask(flat(subject.ours), subject.inputs())
         return
@@ -503,30 +602,32 @@ def test_what_is_given_is_right(name, request_):
         same(ask(flat(subject.ours), subject.inputs()), want)
 
 
-@pytest.mark.parametrize(
-    "name, request_",
-    [
-        (name, request_)
-        for name, subject in SUBJECTS.items()
-        for request_ in REFUSED
-        if request_ not in [f"forward_ad of input {i}" for i in range(len(subject.shapes), 4)]
-        and (name, request_) != TAKEN_APART
-    ],
-)
+@pytest.mark.parametrize("name, request_", questions(refused))
 def test_what_is_not_there_is_refused(name, request_):
-    ask, words = REFUSED[request_]
     subject = SUBJECTS[name]
+    ask, words = refused(subject)[request_]
     words = words.replace("INSTEAD", subject.instead)
     with subject.context(), pytest.raises(RuntimeError, match=f"(?s){words}"):
         ask(flat(subject.ours), subject.inputs())
 
 
-def test_what_vmap_takes_apart_is_right():
-    name, request_ = TAKEN_APART
-    subject, (ask, _) = SUBJECTS[name], REFUSED[request_]
-    want = ask(flat(subject.math), subject.inputs())
-    with subject.context():
-        same(ask(flat(subject.ours), subject.inputs()), want)
+@pytest.mark.parametrize("depth", [2, 3])
+def test_transforms_of_transforms_are_right_or_refused(depth):
+    """A derivative that a level of torch.func does not hear of would be a silent zero."""
+    subject, right = SUBJECTS["flash_attention"], 0
+    inputs = tuple(x[:1, :, :2] for x in subject.inputs()[:3])
+    for transforms in product((grad_of, jvp_along, map_over), repeat=depth):
+        names = " of ".join(x.__name__ for x in transforms)
+        derivatives = sum(x is not map_over for x in transforms)
+        ask = gradients_of(*transforms)
+        try:
+            got = ask(flat(subject.ours), inputs)
+        except NotImplementedError as error:
+            assert derivatives > 2 or transforms.count(jvp_along) == 2, f"{names}: {error}"
+            continue
+        same(got, ask(flat(subject.math), inputs))
+        right += 1
+    assert right == {2: 8, 3: 16}[depth]
 
 
 def test_a_tangent_of_something_else_does_no_harm():

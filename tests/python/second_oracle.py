@@ -1,0 +1,201 @@
+"""The yardstick of forward mode and second derivatives: torch's autograd over the plain formula.
+
+With tangents of q, k, v and bias: how out and lse move along them (`out'`, `lse'`), and the
+gradients of <grad_out, out'> + <grad_lse, lse'> (`ddq`, `ddk`, `ddv`, `ddbias`). The same two calls
+of torch.autograd.grad ask the library, the formula in float64, and the formula in the inputs'
+dtype. `compare` allows what oracle.py allows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import oracle
+from oracle import Case
+
+UNITS = 2  # of the accumulator's precision
+RESULTS = ("out'", "lse'", "ddq", "ddk", "ddv", "ddbias")
+
+
+def tangents_of(case: Case, seed: int) -> dict[str, torch.Tensor]:
+    """One for each input whose gradient the case wants. NaN where a bias masks: nobody looks."""
+    generator = torch.Generator().manual_seed(seed)
+    tangents = {}
+    for name, x in case.inputs().items():
+        tangent = torch.randn(x.shape, generator=generator).to(x.dtype)
+        if name == "bias":
+            tangent = tangent.masked_fill(x == -torch.inf, torch.nan)
+        if case.wants(name):
+            tangents[name] = tangent
+    return tangents
+
+
+def seen(case: Case, tangents) -> dict[str, torch.Tensor]:
+    """For the formula, which multiplies what is masked by 0."""
+    return {
+        name: t.masked_fill(case.bias == -torch.inf, 0) if name == "bias" else t
+        for name, t in tangents.items()
+    }
+
+
+def call_ours(case: Case, tensors: dict[str, torch.Tensor]):
+    import flashmoe_science as fm
+
+    q, k, v, bias = (tensors.get(name) for name in ("q", "k", "v", "bias"))
+    extra = {**case.options, "return_lse": True, "deterministic": case.deterministic}
+    if case.cu_q is None:
+        return fm.flash_attention(q, k, v, bias=bias, key_lengths=case.key_lengths, **extra)
+    lengths = (case.cu_q, case.cu_k, case.max_q, case.max_k)
+    return fm.flash_attention_varlen(q, k, v, *lengths, bias=bias, **extra)
+
+
+def differentiate_twice(case: Case, tangents, call, wide=False) -> dict[str, torch.Tensor]:
+    """Everything, by differentiating a backward pass."""
+
+    def leaf(x):
+        return (x.double() if wide else x).detach().requires_grad_()
+
+    leaves = {name: leaf(x) for name, x in case.inputs().items()}
+    out, lse = call(case, leaves)
+    seeds, outputs = {}, []
+    if case.use_out:
+        seeds["out'"], outputs = leaf(case.grad_out), [out]
+    if case.grad_lse is not None:
+        seeds["lse'"], outputs = leaf(case.grad_lse), [*outputs, lse]
+    inputs = {**{f"dd{name}": x for name, x in leaves.items()}, **seeds}
+    wanted, along = [leaves[name] for name in tangents], list(tangents.values())
+    found = [torch.zeros_like(x) for x in inputs.values()]
+    if wanted and outputs and all(x.requires_grad for x in outputs):
+        options = {"allow_unused": True, "materialize_grads": True}
+        grads = torch.autograd.grad(
+            outputs, wanted, list(seeds.values()), create_graph=True, **options
+        )
+        moving = [i for i, grad in enumerate(grads) if grad.requires_grad]
+        if moving:
+            found = torch.autograd.grad(
+                [grads[i] for i in moving],
+                list(inputs.values()),
+                [along[i].to(grads[i].dtype) for i in moving],
+                **options,
+            )
+    return {name: x.detach() for name, x in zip(inputs, found, strict=True)}
+
+
+def floors(case: Case, tangents) -> dict[str, float]:
+    """Per result, what no implementation can avoid: oracle.floors() for these."""
+    with torch.no_grad():
+        zeros = {name: torch.zeros_like(x) for name, x in case.inputs().items()}
+        moves = {name: x.double() for name, x in {**zeros, **seen(case, tangents)}.items()}
+        q, k, v, bias = (
+            None if x is None else x.double() for x in (case.q, case.k, case.v, case.bias)
+        )
+        g = case.grad_out.double() if case.use_out else torch.zeros_like(case.grad_out).double()
+        gl = g.new_zeros(g.shape[:-1]) if case.grad_lse is None else case.grad_lse.double()
+        a, b, c, beta = (moves.get(name) for name in ("q", "k", "v", "bias"))
+        dtype = case.q.dtype
+        if case.cu_q is None:
+            lengths = {"key_lengths": case.key_lengths}
+            return dense_floors(
+                dtype, (q, k, v, bias), (a, b, c, beta), g, gl, **lengths, **case.options
+            )
+        most = dict.fromkeys(RESULTS, 0.0)
+        gl = gl[..., None]
+        parts = zip(
+            oracle.sequences(case.cu_q, case.cu_k, q, k, v, bias, g, gl),
+            oracle.sequences(case.cu_q, case.cu_k, a, b, c, beta),
+            strict=True,
+        )
+        for (*x, g_one, gl_one), moves_one in parts:
+            found = dense_floors(dtype, x, moves_one, g_one, gl_one[..., 0], **case.options)
+            most = {name: max(most[name], found[name]) for name in RESULTS}
+        return most
+
+
+def product(a, b):
+    """What a matrix product would be if the signs of its terms were random, as rounding errors'."""
+    return (a.square() @ b.square()).sqrt()
+
+
+def total(x):
+    return x.square().sum(-1, keepdim=True).sqrt()
+
+
+def dense_floors(dtype, x, moves, g, gl, key_lengths=None, **options) -> dict[str, float]:
+    """The formulas over terms of random signs, times some units of the accumulator.
+
+    And for the half types what follows from out and out' that come rounded to them: half a unit in
+    each term of delta = out . dO and of mean = out' . dO, by which dS and Z are off.
+    """
+    (q, k, v, bias), (a, b, c, beta) = x, moves
+    if not (q.numel() and k.numel()):
+        return dict.fromkeys(RESULTS, 0.0)
+    group = q.shape[-3] // k.shape[-3]
+    k, v, b, c = (y.repeat_interleave(group, dim=-3) for y in (k, v, b, c))
+    scale = abs(options["scale"]) if options.get("scale") is not None else q.shape[-1] ** -0.5
+    p, _ = oracle.attention(q, k, None, bias, key_lengths=key_lengths, **options)
+    score = scale * product(q, k.mT)
+    if bias is not None:
+        score = score + bias.masked_fill(bias == -torch.inf, 0).abs()
+    p_a = p * (1 + score)
+    raw = scale * (product(a, k.mT) + product(q, b.mT))
+    move = raw if beta is None else raw + beta.abs()
+    lse_move = total(p * move)
+    dp, w, gl = product(g, v.mT), product(g, c.mT), gl.abs()[..., None]
+    slope = dp + total(p * dp) + gl
+    by_weight = slope * move + dp * lse_move + w
+    ds, y = p_a * slope, p_a * (move + lse_move)
+    z = p_a * (by_weight + total(p * by_weight))
+    # tanh'' is below 0.77.
+    z_raw = z + ds * raw / options["softcap"] if options.get("softcap") else z
+    eps = 4 * torch.finfo(dtype).eps if dtype == torch.float64 else torch.finfo(torch.float32).eps
+    ds, z, z_raw, y = (UNITS * eps * tile for tile in (ds, z, z_raw, y))
+    lse = UNITS * eps * total(p_a * move)
+    out = UNITS * eps * (product(p_a * move, v) + product(p_a, c)) + lse * (p @ v).abs()
+    if dtype in (torch.float16, torch.bfloat16):
+        half = torch.finfo(dtype).eps / 2
+        out = out + half * lse_move * (p @ v).abs()
+        delta = half * total((p @ v) * g)
+        mean = half * total((product(p * move, v) + product(p, c)) * g) + delta * lse_move
+        ds = ds + p * delta
+        off = p * (delta * (move + lse_move) + mean)
+        z, z_raw = z + off, z_raw + off
+
+    def per_key_head(rows):
+        return rows.unflatten(-3, (-1, group)).sum(-3)
+
+    found = {
+        "out'": out,
+        "lse'": lse,
+        "ddq": scale * (product(z_raw, k) + product(ds, b)),
+        "ddk": scale * per_key_head(product(z_raw.mT, q) + product(ds.mT, a)),
+        "ddv": per_key_head(product(y.mT, g)),
+        "ddbias": z if bias is None else z.square().sum_to_size(bias.shape).sqrt(),
+    }
+    return {name: value.max().item() for name, value in found.items()}
+
+
+def reference(case: Case, tangents) -> dict[str, torch.Tensor]:
+    return differentiate_twice(case, seen(case, tangents), oracle.call, wide=True)
+
+
+def compare(case: Case, tangents, got: dict[str, torch.Tensor]) -> list[str]:
+    """What is wrong with `got`, one line per result; empty when all is well."""
+    want = reference(case, tangents)
+    by_math = differentiate_twice(case, seen(case, tangents), oracle.call)
+    floor = floors(case, tangents)
+    complaints = []
+    for name, a in got.items():
+        b = want[name]
+        if a.shape != b.shape:
+            complaints.append(f"{name}: {tuple(a.shape)}, not {tuple(b.shape)}")
+            continue
+        if not a.isfinite().all():
+            complaints.append(f"{name}: not finite at {(~a.isfinite()).nonzero()[:4].tolist()}")
+            continue
+        limit = oracle.tolerance(a, b, by_math[name], floor[name])
+        error = (a.double() - b).abs()
+        if error.numel() and error.max().item() > limit:
+            at = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
+            values = f"{a[at]:.6g}, not {b[at]:.6g}"
+            complaints.append(f"{name}: error {error.max():.3g} > {limit:.3g} at {at}: {values}")
+    return complaints

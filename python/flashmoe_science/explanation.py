@@ -27,6 +27,7 @@ def explain(
     max_seqlen_q: int = 0,
     max_seqlen_k: int = 0,
     backward: bool = False,
+    derivative: str | None = None,
     device: str | None = None,
 ) -> str:
     """Says which kernel would run, how the work is cut, and why each better one was passed over.
@@ -36,12 +37,18 @@ def explain(
 
     Args:
         backward: ask about the backward pass.
+        derivative: ask about forward mode (``"tangent"``), or the backward pass of a backward pass
+            (``"second"``).
         device: ask for another machine: ``"cpu"``, or a chip such as ``"sm_90"``.
 
     Raises:
         RuntimeError: nothing can run the call; the message says why and what would work.
     """
     tensors = {"q": q, "k": k, "v": v, "bias": bias, "key_lengths": key_lengths}
+    if derivative not in (None, "tangent", "second"):
+        raise ValueError(f'derivative must be "tangent" or "second", got {derivative!r}')
+    if derivative is not None and backward:
+        raise ValueError("backward and derivative ask about different passes; give one of them")
     optional = ("bias", "key_lengths", "cu_seqlens_q", "cu_seqlens_k")
     _check_tensors(optional, **tensors, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     return _library.explain(
@@ -49,6 +56,6 @@ def explain(
         cu_seqlens_q,
         cu_seqlens_k,
         *_options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, deterministic),
-        backward,
+        derivative or ("backward" if backward else "forward"),
         device or "",
     )

@@ -1,8 +1,23 @@
 #include "arguments.h"
 
 #include <string>
+#include <utility>
 
 namespace flashmoe::ops {
+namespace {
+
+Pass pass_named(const std::string& name) {
+  constexpr std::pair<const char*, Pass> kPasses[] = {{"forward", Pass::kForward},
+                                                      {"backward", Pass::kBackward},
+                                                      {"tangent", Pass::kTangent},
+                                                      {"second", Pass::kSecond}};
+  for (const auto& [known, pass] : kPasses) {
+    if (name == known) return pass;
+  }
+  fail("explain() knows the passes forward, backward, tangent and second, not \"" + name + "\"");
+}
+
+}  // namespace
 
 // Braces are filled from left to right, and so in the order of the schema.
 
@@ -58,8 +73,9 @@ SecondArguments SecondArguments::read(ArgumentReader& in) {
 }
 
 ExplainArguments ExplainArguments::read(ArgumentReader& in) {
-  return {
-      .call = Arguments::read(in), .backward = in.next<bool>(), .device = in.next<std::string>()};
+  return {.call = Arguments::read(in),
+          .pass = pass_named(in.next<std::string>()),
+          .device = in.next<std::string>()};
 }
 
 void check_same_device(const Arguments& a, std::initializer_list<NamedTensor> more) {

@@ -54,7 +54,7 @@ struct SecondArguments {
 
 struct ExplainArguments {
   Arguments call;
-  bool backward;
+  Pass pass;
   std::string device;  // "": the tensors' own
 
   static ExplainArguments read(ArgumentReader& in);

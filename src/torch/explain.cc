@@ -16,21 +16,44 @@ std::string explain_forward(const Arguments& a, const Device& device) {
                      {{"out", &call.out}});
 }
 
+// All inputs move; tangents and results lie as the forward pass lays out.
+void add_tangents(const ForwardCall& forward, AttentionProblem& problem) {
+  problem.tangent_query = forward.query.inside;
+  problem.tangent_key = forward.key.inside;
+  problem.tangent_value = forward.value.inside;
+  problem.tangent_bias = problem.bias;
+  problem.tangent_out = forward.out.inside;
+  problem.tangent_lse = forward.problem.lse;
+}
+
+std::string explain_tangent(const Arguments& a, const Device& device) {
+  ForwardCall call = forward_call(a, device);
+  raise_if_error(plan(call.problem).status());
+  call.problem.pass = Pass::kTangent;
+  add_tangents(call, call.problem);
+  raise_if_error(plan(call.problem).status());
+  return explain(call.problem) +
+         copies_text({{"query", &call.query}, {"key", &call.key}, {"value", &call.value}},
+                     {{"tangent_out", &call.out}});
+}
+
 // All gradients, of a loss of `out` alone; out and its gradient as the forward pass lays out.
-std::string explain_backward(const Arguments& a, const Device& device) {
+std::string explain_gradients(const Arguments& a, Pass pass, const Device& device) {
   const ForwardCall forward = forward_call(a, device);
   raise_if_error(plan(forward.problem).status());
   const Placement out = place(forward.out.outside, device, needs_copy);
-  const BackwardCall call = backward_call(a,
-                                          {.out = out,
-                                           .lse = *forward.problem.lse,
-                                           .grad_out = out,
-                                           .grad_lse = std::nullopt,
-                                           .needs_query = true,
-                                           .needs_key = true,
-                                           .needs_value = true,
-                                           .needs_bias = true},
-                                          device);
+  BackwardCall call = backward_call(a,
+                                    {.out = out,
+                                     .lse = *forward.problem.lse,
+                                     .grad_out = out,
+                                     .grad_lse = std::nullopt,
+                                     .needs_query = true,
+                                     .needs_key = true,
+                                     .needs_value = true,
+                                     .needs_bias = true},
+                                    device);
+  call.problem.pass = pass;
+  if (pass == Pass::kSecond) add_tangents(forward, call.problem);
   raise_if_error(plan(call.problem).status());
   return explain(call.problem) + copies_text({{"query", &call.query},
                                               {"key", &call.key},
@@ -44,7 +67,9 @@ std::string explain_backward(const Arguments& a, const Device& device) {
 
 std::tuple<std::string> explain_attention(const ExplainArguments& a) {
   const Device device = device_named(a.device, a.call.query);
-  return a.backward ? explain_backward(a.call, device) : explain_forward(a.call, device);
+  if (a.pass == Pass::kForward) return explain_forward(a.call, device);
+  if (a.pass == Pass::kTangent) return explain_tangent(a.call, device);
+  return explain_gradients(a.call, a.pass, device);
 }
 
 }  // namespace

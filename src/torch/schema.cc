@@ -34,7 +34,7 @@ STABLE_TORCH_LIBRARY(flashmoe, m) {
   m.def("attention_second(" FLASHMOE_TANGENTS
         ", Tensor tangent_out, Tensor tangent_lse, " FLASHMOE_BACKWARD_ARGUMENTS
         ") -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_bias)");
-  m.def("explain(" FLASHMOE_ARGUMENTS ", bool backward, str device) -> str");
+  m.def("explain(" FLASHMOE_ARGUMENTS ", str of, str device) -> str");
 
   // Without `keep`, pre and routing are empty.
   m.def("moe_forward(" FLASHMOE_MOE_ARGUMENTS

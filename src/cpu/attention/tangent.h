@@ -3,9 +3,11 @@
 //
 //   S^T = K Q^T                     P^T = exp2(S^T - lse)
 //   S'^T = K Q'^T + K' Q^T + bias'  lse' = rowsum(P * S')
-//   O' = (P * S') V + P V' - lse' O
+//   O' = (P * (S' - shift)) V + P V' - (lse' - shift) O
 //
-// O and lse come from the forward pass, so that one pass over the keys is enough.
+// O and lse come from the forward pass, so that one pass over the keys is enough. O comes rounded
+// to its dtype: `shift`, any number for each query, takes the weight off it. It is the mean of S'
+// over the first keys, and all of lse' where there are no others.
 #pragma once
 
 #include "cpu/attention/fwd.h"
@@ -24,7 +26,7 @@ struct TangentScratch {
   void* key_moves;
   void* values;  // operand, block_k x Dv: V, then V'
   A* scores;     // block_k x ld           S^T, then P^T
-  A* moves;      // block_k x ld           S'^T, then (P * S')^T
+  A* moves;      // block_k x ld           S'^T, then (P * (S' - shift))^T
   void* packed;  // operand, block_k x ld
   A* bias;       // block_k x ld
   A* bias_moves;
@@ -33,6 +35,7 @@ struct TangentScratch {
   A* lse;        // ld, times log2(e),
   A* lse_rest;   // and what rounding took off it
   A* lse_moves;  // ld
+  A* shift;      // ld
   Mask<A> mask;
   size_t bytes;
 
@@ -58,6 +61,7 @@ struct TangentScratch {
     lse = arena.take<A>(ld);
     lse_rest = arena.take<A>(ld);
     lse_moves = arena.take<A>(ld);
+    shift = arena.take<A>(ld);
     mask.begin = arena.take<Int<A>>(ld);
     mask.end = arena.take<Int<A>>(ld);
     bytes = arena.used();
@@ -81,13 +85,13 @@ void product_moves(const typename M::Rows& key, const typename M::Rows* key_move
   if (!query_move && !key_move) clear(tile, keys * ld);
 }
 
-// S^T and the moves of q.k to P^T and (P * S')^T; lse' gains what the tile adds.
+// S^T and the moves of q.k to P^T and (P * (S' - shift))^T; lse' gains what the tile adds.
 template <bool kPlain, class M, class A = typename M::A>
 void softmax_tangent(const ScoreRule<A>& rule, A scale, const A* bias_moves, int64_t keys,
-                     int64_t queries, const TangentScratch<M>& t) {
+                     int64_t queries, bool first, const TangentScratch<M>& t) {
   for (int64_t i = 0; i < queries; i += kLanes<A>) {
     const Vec<A> lse = load<Vec<A>>(t.lse + i), lse_rest = load<Vec<A>>(t.lse_rest + i);
-    Vec<A> sum = {};
+    Vec<A> shift = load<Vec<A>>(t.shift + i), sum = {}, weight = {};
     for (int64_t j = 0; j < keys; ++j) {
       const int64_t at = j * t.ld + i;
       Vec<A> slope = splat(A(1));
@@ -99,16 +103,23 @@ void softmax_tangent(const ScoreRule<A>& rule, A scale, const A* bias_moves, int
         if (bias_moves) move += load<Vec<A>>(bias_moves + at);
         move = score == -kInf<A> ? Vec<A>{} : move;
       }
-      const Vec<A> weighted = p * move;
       store(t.scores + at, p);
-      store(t.moves + at, weighted);
-      sum += weighted;
+      store(t.moves + at, first ? move : p * (move - shift));
+      sum += p * move;
+      weight += p;
     }
     store(t.lse_moves + i, load<Vec<A>>(t.lse_moves + i) + sum);
+    if (!first) continue;
+    shift = weight > A(0) ? sum / weight : Vec<A>{};
+    store(t.shift + i, shift);
+    for (int64_t j = 0; j < keys; ++j) {
+      const int64_t at = j * t.ld + i;
+      store(t.moves + at, load<Vec<A>>(t.scores + at) * (load<Vec<A>>(t.moves + at) - shift));
+    }
   }
 }
 
-// O' gains a tile of P or P * S' times V' or V.
+// O' gains a tile of P or P * (S' - shift) times V' or V.
 template <class M, class A = typename M::A>
 void add_values(const A* tile, const Matrix& value, int64_t key, int64_t keys, int64_t rows,
                 int64_t head_dim_v, bool first, bool may_be_masked, const TangentScratch<M>& t) {
@@ -145,7 +156,7 @@ void tangent_block(const Params& p, const Sequence& s, int64_t head, int64_t row
   if (query_move) q_move = M::transposed(query_move, row, rows, g.head_dim, t.query_moves, t.rows);
   for (int64_t i = 0; i < padded; ++i) {
     t.lse[i] = kInf<A>;
-    t.lse_rest[i] = t.lse_moves[i] = 0;
+    t.lse_rest[i] = t.lse_moves[i] = t.shift[i] = 0;
     if (i < rows) load_lse(lse, row + i, &t.lse[i], &t.lse_rest[i]);
   }
 
@@ -167,9 +178,9 @@ void tangent_block(const Params& p, const Sequence& s, int64_t head, int64_t row
     const A* bias_moves = bias_move ? t.bias_moves : nullptr;
     const auto scale = static_cast<A>(g.scale);
     if (rule.plain()) {
-      softmax_tangent<true>(rule, scale, bias_moves, keys, padded, t);
+      softmax_tangent<true>(rule, scale, bias_moves, keys, padded, first, t);
     } else {
-      softmax_tangent<false>(rule, scale, bias_moves, keys, padded, t);
+      softmax_tangent<false>(rule, scale, bias_moves, keys, padded, first, t);
     }
     add_values(t.moves, value, j, keys, rows, g.head_dim_v, first, bias || masked, t);
     first = false;
@@ -188,7 +199,7 @@ void tangent_block(const Params& p, const Sequence& s, int64_t head, int64_t row
     A* to = t.out + i * t.ld_out;
     const Block<A> from = load_block(out, row + i, 1, g.head_dim_v, t.rows);
     for (int64_t d = 0; d < g.head_dim_v; ++d) {
-      to[d] = first ? 0 : to[d] - move * from.data[d];
+      to[d] = first ? 0 : to[d] - (move - t.shift[i]) * from.data[d];
     }
     store_row(out_move.dtype, element(out_move, row + i, 0), out_move.col, g.head_dim_v, to);
   }

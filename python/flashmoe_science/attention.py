@@ -8,13 +8,22 @@ from torch._C import _are_functorch_transforms_active
 from torch.compiler import is_compiling
 
 from . import _autograd, _library
+from ._autocast import any_autocast, cast
 
 __all__ = ["flash_attention", "flash_attention_varlen"]
 
 
+def _in_autocast(tensors: tuple) -> tuple:
+    """query, key, value and bias as torch.autocast wants them."""
+    return *cast(tensors[:4]), *tensors[4:]
+
+
 def _attend(tensors, options, return_lse):
+    traced = is_compiling()
+    if traced or any_autocast():
+        tensors = _in_autocast(tensors)
     # What traces or transforms a call needs an op to look at.
-    if is_compiling() or _are_functorch_transforms_active():
+    if traced or _are_functorch_transforms_active():
         out, lse = _library.attention(*tensors, *options)
         return (out, lse) if return_lse else out
     return _autograd.attend(_library.forward, tensors, options, return_lse)
@@ -101,6 +110,9 @@ def flash_attention(
             float32 (float64 for float64 inputs); it is differentiable too.
         deterministic: bitwise reproducible gradients. ``None`` follows
             :func:`torch.use_deterministic_algorithms`. On the CPU they always are.
+
+    Under :class:`torch.autocast` q, k, v and bias are cast to its dtype (float64 is left alone), as
+    for SDPA; gradients have the dtypes of the inputs.
 
     Returns:
         ``out`` of shape ``(..., Hq, Sq, Dv)``, or ``(out, lse)``. A row that may see no key is 0,

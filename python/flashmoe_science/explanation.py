@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from . import _library
-from .attention import _check_tensors, _options
+from .attention import _check_tensors, _in_autocast, _options
 
 __all__ = ["explain"]
 
@@ -45,9 +45,7 @@ def explain(
     optional = ("bias", "key_lengths", "cu_seqlens_q", "cu_seqlens_k")
     _check_tensors(optional, **tensors, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     return _library.explain(
-        *tensors.values(),
-        cu_seqlens_q,
-        cu_seqlens_k,
+        *_in_autocast((*tensors.values(), cu_seqlens_q, cu_seqlens_k)),
         *_options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, deterministic),
         backward,
         device or "",

@@ -234,20 +234,6 @@ def test_changing_a_saved_tensor_is_noticed(name):
         loss.backward()
 
 
-def test_autocast():
-    """Attention follows the dtype of its inputs; mixed dtypes are refused, not converted."""
-    q, k, v = (x.detach() for x in qkv(2, n=33, m=33, hq=2, hk=2))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        weight = torch.randn(8, 8)
-        low = [x @ weight for x in (q, k, v)]
-        assert low[0].dtype == torch.bfloat16
-        inside = fm.flash_attention(*low)
-        with pytest.raises((RuntimeError, TypeError), match="key"):
-            fm.flash_attention(q, low[1], low[2])
-    assert inside.dtype == torch.bfloat16
-    assert same_bits(inside, fm.flash_attention(*low))
-
-
 def test_lazy_negation_is_seen():
     """The negative of a tensor can be a bit in its flags, with the data unchanged."""
     q, k, v = (x.detach() for x in qkv(2))

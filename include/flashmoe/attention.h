@@ -62,7 +62,8 @@ struct AttentionProblem {
   TensorSpec value;                       // (..., Hk, Sk, Dv)       (Tk, Hk, Dv)
   std::optional<TensorSpec> bias;         // broadcasts to           (sum n_i * m_i, Hq or 1)
                                           // (..., Hq, Sq, Sk)
-                                          // in the inputs' dtype or fp32
+                                          // in the inputs' dtype or fp32; bool: a mask,
+                                          // true = may look, without a gradient
   std::optional<TensorSpec> key_lengths;  // broadcasts to (...)     -
   std::optional<Ragged> ragged;
 

@@ -98,6 +98,7 @@ def flash_attention(
         v: ``(..., Hk, Sk, Dv)``.
         bias: anything that broadcasts to ``(..., Hq, Sq, Sk)``, in q's dtype or float32. Added to
             the scores; ``-inf`` masks. Its gradient has its own shape and is bitwise reproducible.
+            Or a mask in bool, ``True`` where a key may be looked at: read as it is, byte by byte.
         causal: row ``i`` sees the keys ``j <= i + L - Sq``, ``L`` being the number of keys: the
             bottom right corners meet, so one new query over a cache of keys sees all of them.
         window: ``(left, right)``: row ``i`` sees ``p - left <= j <= p + right`` around its position
@@ -154,7 +155,8 @@ def flash_attention_varlen(
         max_seqlen_q: at least the length of the longest sequence of queries.
         max_seqlen_k: at least the length of the longest sequence of keys.
         bias: packed, ``(sum of n_i * m_i, Hq or 1)``: for each sequence its ``n_i x m_i`` scores,
-            row after row, in q's dtype or float32. Its gradient has the same shape.
+            row after row, in q's dtype or float32. Its gradient has the same shape. Or a mask in
+            bool.
 
     The other arguments and the results are those of :func:`flash_attention`; ``lse`` is
     ``(Tq, Hq)``.

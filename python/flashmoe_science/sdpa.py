@@ -40,8 +40,6 @@ def _attend(
     # PyTorch's (S, D) and (N, S, D) have one head.
     query, key, value = (t[(None,) * max(4 - t.dim(), 0)] for t in (query, key, value))
     query, key, value = _broadcast(query, key, value, enable_gqa)
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.where(attn_mask, 0.0, float("-inf")).to(query.dtype)
     window = None
     if is_causal:
         # PyTorch aligns the top left corners: row i sees j <= i. Keys past the last row are unseen.

@@ -116,9 +116,9 @@ bool broadcasts(const TensorSpec& spec, const int64_t* sizes, int num_sizes) {
 Status check_bias(const AttentionProblem& p) {
   const TensorSpec& bias = *p.bias;
   FLASHMOE_RETURN_IF_ERROR(check_extent("bias", bias));
-  if (bias.dtype != p.query.dtype && bias.dtype != DType::kFloat32) {
+  if (bias.dtype != p.query.dtype && bias.dtype != DType::kFloat32 && bias.dtype != DType::kBool) {
     return invalid("bias is ", dtype_name(bias.dtype), "; it must be ", dtype_name(p.query.dtype),
-                   " like query, or float32");
+                   " like query, float32, or bool for a mask");
   }
   TensorSpec want = p.query;
   if (p.ragged) {
@@ -164,6 +164,9 @@ Status check_results(const AttentionProblem& p) {
 
 Status check_backward(const AttentionProblem& p) {
   if (!p.lse) return invalid("lse is missing; the backward pass needs the one of the forward pass");
+  if (p.grad_bias && p.bias && p.bias->dtype == DType::kBool) {
+    return invalid("grad_bias is asked for, but bias is bool: a mask has no gradient");
+  }
   return check_gradients({
       {"grad_out", &p.grad_out, &p.out, false},
       {"grad_lse", &p.grad_lse, &*p.lse, false},

@@ -8,12 +8,17 @@
 namespace flashmoe::ops {
 namespace {
 
+// What a mask would become on a device that wants it copied.
+constexpr const char* kMask = "bias (a boolean mask, as 0 and -inf)";
+
 std::string explain_forward(const Arguments& a, const Device& device) {
   const ForwardCall call = forward_call(a, device);
   raise_if_error(plan(call.problem).status());
-  return explain(call.problem) +
-         copies_text({{"query", &call.query}, {"key", &call.key}, {"value", &call.value}},
-                     {{"out", &call.out}});
+  return explain(call.problem) + copies_text({{"query", &call.query},
+                                              {"key", &call.key},
+                                              {"value", &call.value},
+                                              {kMask, pointer_to(call.bias)}},
+                                             {{"out", &call.out}});
 }
 
 // All gradients, of a loss of `out` alone; out and its gradient as the forward pass lays out.
@@ -29,12 +34,13 @@ std::string explain_backward(const Arguments& a, const Device& device) {
                                            .needs_query = true,
                                            .needs_key = true,
                                            .needs_value = true,
-                                           .needs_bias = true},
+                                           .needs_bias = !is_mask(forward.bias)},
                                           device);
   raise_if_error(plan(call.problem).status());
   return explain(call.problem) + copies_text({{"query", &call.query},
                                               {"key", &call.key},
                                               {"value", &call.value},
+                                              {kMask, pointer_to(call.bias)},
                                               {"out", &call.out},
                                               {"grad_out", pointer_to(call.grad_out)}},
                                              {{"grad_query", pointer_to(call.grad_query)},

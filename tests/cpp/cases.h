@@ -21,6 +21,9 @@ using flashmoe::Pass;
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
 
+// A bias without a gradient.
+inline bool is_mask(const Tensor& bias) { return bias && bias.spec().dtype == DType::kBool; }
+
 // A problem and a tensor for each of its specs; problem() fills in those of the tensors there are.
 struct Case {
   AttentionOptions options;
@@ -275,11 +278,18 @@ class CaseMaker {
         if (chance(random_, 0.25)) size = 1;
       }
     }
-    c.bias = empty(chance(random_, 0.5) ? dtype_ : DType::kFloat32, shape, true);
+    const bool mask = chance(random_, 0.2);
+    c.bias = empty(mask                   ? DType::kBool
+                   : chance(random_, 0.5) ? dtype_
+                                          : DType::kFloat32,
+                   shape, true);
     Values values = random_values(random_, element_count(shape));
     if (chance(random_, 0.4)) {
       const double hidden = chance(random_, 0.2) ? 0.95 : 0.1;  // some rows end up without a key
       for (double& x : values) x = chance(random_, hidden) ? -kInf : x;
+    }
+    if (mask) {
+      for (double& x : values) x = x != -kInf;
     }
     c.bias.set(values);
   }
@@ -298,7 +308,7 @@ class CaseMaker {
     gradient(c.grad_query, c.query);
     gradient(c.grad_key, c.key);
     gradient(c.grad_value, c.value);
-    gradient(c.grad_bias, c.bias);
+    if (!is_mask(c.bias)) gradient(c.grad_bias, c.bias);
   }
 
   Random& random_;
@@ -325,7 +335,7 @@ inline Case float64_twin(const Case& c) {
   twin.query = dense_copy(c.query, f64);
   twin.key = dense_copy(c.key, f64);
   twin.value = dense_copy(c.value, f64);
-  twin.bias = dense_copy(c.bias, f64);
+  twin.bias = dense_copy(c.bias, is_mask(c.bias) ? DType::kBool : f64);
   if (c.key_lengths) twin.key_lengths = dense_copy(c.key_lengths, DType::kInt64);
   if (c.ragged()) {
     twin.cu_seqlens_q = dense_copy(c.cu_seqlens_q, DType::kInt64);
@@ -340,7 +350,7 @@ inline Case float64_twin(const Case& c) {
   twin.grad_query = Tensor(f64, c.query.shape());
   twin.grad_key = Tensor(f64, c.key.shape());
   twin.grad_value = Tensor(f64, c.value.shape());
-  if (c.bias) twin.grad_bias = Tensor(f64, c.bias.shape());
+  if (c.bias && !is_mask(c.bias)) twin.grad_bias = Tensor(f64, c.bias.shape());
   return twin;
 }
 

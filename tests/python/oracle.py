@@ -25,7 +25,7 @@ class Case:
     v: torch.Tensor
     grad_out: torch.Tensor
     grad_lse: torch.Tensor | None = None  # None: lse takes no part in the loss
-    bias: torch.Tensor | None = None
+    bias: torch.Tensor | None = None  # bool: a mask, which has no gradient
     key_lengths: torch.Tensor | None = None
     cu_q: torch.Tensor | None = None
     cu_k: torch.Tensor | None = None
@@ -37,11 +37,16 @@ class Case:
     use_out: bool = True  # False: out takes no part in the loss, and grad_out is 0
 
     def inputs(self) -> dict[str, torch.Tensor]:
+        """What has a gradient."""
         named = {"q": self.q, "k": self.k, "v": self.v}
-        return named if self.bias is None else {**named, "bias": self.bias}
+        return named if self.bias is None or is_mask(self.bias) else {**named, "bias": self.bias}
 
     def wants(self, name: str) -> bool:
         return name[0] in self.needs
+
+
+def is_mask(bias: torch.Tensor | None) -> bool:
+    return bias is not None and bias.dtype == torch.bool
 
 
 def allowed_keys(len_q, len_k, lengths, causal, window) -> torch.Tensor:
@@ -87,7 +92,9 @@ def attention(
     lengths = lengths.expand(q.shape[:-3])[..., None, None, None]
     ok = allowed_keys(len_q, len_k, lengths, causal, window)
     ok = ok.expand(*q.shape[:-2], len_q, len_k)
-    if bias is not None:
+    if is_mask(bias):
+        ok, bias = ok & bias, None
+    elif bias is not None:
         ok = ok & (bias != -torch.inf)
 
     if contain:
@@ -151,7 +158,8 @@ def attention_varlen(q, k, v, bias, cu_q, cu_k, **options) -> tuple[torch.Tensor
 
 def call(case: Case, tensors: dict[str, torch.Tensor], **extra):
     """The formula above applied to a case, with `tensors` in place of the case's own inputs."""
-    q, k, v, bias = (tensors.get(name) for name in ("q", "k", "v", "bias"))
+    q, k, v = (tensors[name] for name in ("q", "k", "v"))
+    bias = tensors.get("bias", case.bias)
     options = {**case.options, **extra}
     if case.cu_q is None:
         return attention(q, k, v, bias, key_lengths=case.key_lengths, **options)
@@ -208,7 +216,7 @@ def ours(case: Case) -> dict[str, torch.Tensor]:
     leaves = {
         name: x.detach().requires_grad_(case.wants(name)) for name, x in case.inputs().items()
     }
-    bias = leaves.get("bias")
+    bias = leaves.get("bias", case.bias)
     extra = {**case.options, "return_lse": True, "deterministic": case.deterministic}
     q, k, v = leaves["q"], leaves["k"], leaves["v"]
     if case.cu_q is None:
@@ -238,7 +246,8 @@ def floors(case: Case) -> dict[str, float]:
     """
     with torch.no_grad():
         wide = {name: x.double() for name, x in case.inputs().items()}
-        q, k, v, bias = (wide.get(name) for name in ("q", "k", "v", "bias"))
+        q, k, v = (wide[name] for name in ("q", "k", "v"))
+        bias = wide.get("bias", case.bias)
         g = case.grad_out.double()
         gl = g.new_zeros(g.shape[:-1]) if case.grad_lse is None else case.grad_lse.double()
         if case.cu_q is None:
@@ -261,6 +270,7 @@ def dense_floors(dtype, q, k, v, bias, g, gl, key_lengths, **options) -> dict[st
     scale = abs(options["scale"]) if options.get("scale") is not None else q.shape[-1] ** -0.5
     p, lse = attention(q, k, None, bias, key_lengths=key_lengths, **options)
     a = scale * (q.abs() @ k.abs().mT)
+    bias = None if is_mask(bias) else bias
     if bias is not None:
         a = a + bias.masked_fill(bias == -torch.inf, 0).abs()
     p_a = p * (1 + 2 * a)

@@ -71,7 +71,7 @@ def test_dtypes_are_those_of_sdpa():
     q = torch.randn(1, 2, 9, 8)
     for query in kinds:
         for key in kinds:
-            for mask in (*kinds, None):
+            for mask in (*kinds, torch.bool, None):
                 inputs = (q.to(query), q.to(key), q.to(key))
                 bias = None if mask is None else torch.ones(9, 9, dtype=mask)
                 answers = []

@@ -60,7 +60,7 @@ DENSE = {
     "double value": ({"v": zeros(2, 2, 7, 6, dtype=double)}, V),
     "double bias": ({"bias": zeros(5, 7, dtype=double)}, B),
     "half bias to float32": ({"bias": zeros(5, 7, dtype=half)}, B),
-    "boolean bias": ({"bias": zeros(5, 7, dtype=torch.bool)}, B),
+    "boolean bias of another shape": ({"bias": zeros(7, 5, dtype=torch.bool)}, B),
     "integer bias": ({"bias": zeros(5, 7, dtype=integer)}, B),
     # device
     "key elsewhere": ({"k": zeros(2, 2, 7, 8, device="meta")}, K),

@@ -113,6 +113,15 @@ class Layout {
   int64_t bias_step_h_ = 0, bias_step_q_ = 0, bias_step_k_ = 0;
 };
 
+// A boolean mask is the bias it stands for.
+Array load_bias(const std::optional<TensorSpec>& spec, const void* data) {
+  Array bias = load(spec, data);
+  if (spec && spec->dtype == DType::kBool) {
+    for (double& x : bias) x = x != 0 ? 0 : -kInfinity;
+  }
+  return bias;
+}
+
 // One key that a query row sees.
 struct Seen {
   int64_t key;       // position in the sequence
@@ -134,7 +143,7 @@ class Oracle {
         query_(load(problem.query, tensors.query)),
         key_(load(problem.key, tensors.key)),
         value_(load(problem.value, tensors.value)),
-        bias_(load(problem.bias, tensors.bias)),
+        bias_(load_bias(problem.bias, tensors.bias)),
         has_bias_(problem.bias.has_value()) {}
 
   void forward(const AttentionProblem& problem, const AttentionTensors& tensors) const {

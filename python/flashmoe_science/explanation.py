@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from . import _library
+from . import _library, _nested
 from .attention import _check_tensors, _in_autocast, _options
 
 __all__ = ["explain"]
@@ -44,6 +44,10 @@ def explain(
     tensors = {"q": q, "k": k, "v": v, "bias": bias, "key_lengths": key_lengths}
     optional = ("bias", "key_lengths", "cu_seqlens_q", "cu_seqlens_k")
     _check_tensors(optional, **tensors, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    if _nested.any_nested(q, k, v):
+        ragged = _nested.as_ragged(q, k, v, bias=bias, key_lengths=key_lengths)
+        tensors = dict(zip(tensors, (*ragged[:3], None, None), strict=True))
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = ragged[3:]
     return _library.explain(
         *_in_autocast((*tensors.values(), cu_seqlens_q, cu_seqlens_k)),
         *_options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, deterministic),

@@ -90,8 +90,8 @@ def enable_sdpa() -> Iterator[None]:
     """Inside this context ``F.scaled_dot_product_attention`` is ours, gradients of masks included.
 
     Process-wide while it lasts. What we do not have (dropout, forward-mode and second derivatives)
-    is refused rather than handed back to PyTorch in silence. Only ``torch.func.vmap`` takes
-    PyTorch's attention apart before it comes to us; map over ``flash_attention`` there.
+    is refused rather than handed back to PyTorch in silence. Only ``torch.func.vmap`` and nested
+    tensors are taken apart by PyTorch before they come to us; call ``flash_attention`` there.
     """
     previous = registry.current_flash_attention_impl()
     if previous == NAME:  # nested: the outermost context takes it back

@@ -115,9 +115,20 @@ def _stack_inputs(info, dims, tensors) -> tuple:
     return q, k, v, bias, _stack(key_lengths, dims[4], size, q.dim() - 3), None, None
 
 
+def _refuse_dropout(options) -> None:
+    """Which pairs are dropped depends on where they are in the batch, which vmap would change."""
+    *_, dropout_p, _ = options
+    if dropout_p != 0:
+        raise NotImplementedError(
+            "flashmoe_science attention with dropout has no vmap, which torch.func.vmap and jacrev "
+            "ask for. Leading dimensions of q, k and v may hold the samples instead."
+        )
+
+
 @library.register_vmap("flashmoe::attention")
 def _attention_vmap(info, dims, *args):
     tensors, options = _split(args)
+    _refuse_dropout(options)
     return _library.attention(*_stack_inputs(info, dims, tensors), *options), (0, 0)
 
 
@@ -130,6 +141,7 @@ def _explain_vmap(info, dims, *args):
 @library.register_vmap("flashmoe::attention_backward")
 def _attention_backward_vmap(info, dims, *args):
     results, (tensors, rest) = args[:4], _split(args[4:])
+    _refuse_dropout(rest[:-4])
     results = (_stack(x, dim, info.batch_size) for x, dim in zip(results, dims[:4], strict=True))
     inputs = _stack_inputs(info, dims[4:], tensors)
     grads = _library.backward(*results, *inputs, *rest)

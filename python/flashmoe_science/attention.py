@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from operator import index
+
 # By name: an attribute of torch costs 50 ns, and host time is counted.
-from torch import Tensor, are_deterministic_algorithms_enabled
+from torch import Tensor, are_deterministic_algorithms_enabled, full, int64, randint
 from torch._C import _are_functorch_transforms_active
 from torch.compiler import is_compiling
 
@@ -51,7 +53,39 @@ def _window(window) -> tuple[int, int]:
     return left, right
 
 
-def _options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, deterministic) -> tuple:
+def _seed(seed, device) -> Tensor:
+    """A number in the device's memory: a captured graph draws a new one in each replay."""
+    if seed is None:
+        return randint(2**63 - 1, (), dtype=int64, device=device)
+    if isinstance(seed, Tensor):
+        return seed
+    try:
+        number = index(seed)
+    except TypeError:
+        raise TypeError(f"seed must be an int or an int64 tensor, not {seed!r}") from None
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"seed is {number}; it must fit 64 bits")
+    return full((), number, dtype=int64, device=device)
+
+
+def _dropout(dropout_p, seed, device) -> tuple[float, Tensor | None]:
+    """The last two of the options."""
+    _check_numbers(dropout_p=dropout_p)
+    if not 0 <= dropout_p <= 1:  # before a seed is drawn
+        raise ValueError(f"dropout_p is {dropout_p}; it must be from 0 to 1")
+    return dropout_p, _seed(seed, device)
+
+
+def _options(
+    max_seqlen_q,
+    max_seqlen_k,
+    causal,
+    window,
+    scale,
+    softcap,
+    deterministic,
+    dropout=(0.0, None),
+) -> tuple:
     """What the ops take after their tensors, in the order of their schema: only here.
 
     A plain tuple, which nobody takes apart; a NamedTuple costs 0.3 us more a call.
@@ -71,6 +105,7 @@ def _options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, determi
         scale,
         0.0 if softcap is None else softcap,
         are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+        *dropout,
     )
 
 
@@ -86,6 +121,9 @@ def flash_attention(
     key_lengths: Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
+    *,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``softmax(softcap(scale * q @ k^T) + bias, over the allowed keys) @ v``.
 
@@ -111,6 +149,11 @@ def flash_attention(
             float32 (float64 for float64 inputs); it is differentiable too.
         deterministic: bitwise reproducible gradients. ``None`` follows
             :func:`torch.use_deterministic_algorithms`. On the CPU they always are.
+        dropout_p: the share of weights that is dropped after the softmax, in any mode; the others
+            are multiplied by ``1 / (1 - dropout_p)``. ``lse`` does not know of it.
+        seed: which weights are dropped: an int, or one number in an int64 tensor on q's device.
+            The same seed drops the same on every device, forward and backward. ``None`` draws it
+            from torch's default generator of the device, which :func:`torch.manual_seed` sets.
 
     Under :class:`torch.autocast` q, k, v and bias are cast to its dtype (float64 is left alone), as
     for SDPA; gradients have the dtypes of the inputs.
@@ -130,12 +173,15 @@ def flash_attention(
         if not plain and _nested.any_nested(q, k, v):
             ragged = _nested.as_ragged(q, k, v, **optional)
             options = (None, causal, window, scale, softcap, True, deterministic)
-            out, lse = flash_attention_varlen(*ragged, *options)
+            random = {"dropout_p": dropout_p, "seed": seed}
+            out, lse = flash_attention_varlen(*ragged, *options, **random)
             out = _nested.like(q, out)
             return (out, _nested.like(q, lse)) if return_lse else out
     tensors = (q, k, v, bias, key_lengths, None, None)
-    options = _options(0, 0, causal, window, scale, softcap, deterministic)
-    return _attend(tensors, options, return_lse)
+    options = (0, 0, causal, window, scale, softcap, deterministic)
+    if dropout_p != 0:
+        options = (*options, _dropout(dropout_p, seed, q.device))
+    return _attend(tensors, _options(*options), return_lse)
 
 
 def flash_attention_varlen(
@@ -153,6 +199,9 @@ def flash_attention_varlen(
     softcap: float | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
+    *,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`flash_attention` over a ragged batch: sequences packed one after the other, unpadded.
 
@@ -177,6 +226,7 @@ def flash_attention_varlen(
     if not type(q) is type(k) is type(v) is Tensor:
         _nested.refuse("flash_attention_varlen", q, k, v)
     tensors = (q, k, v, bias, None, cu_seqlens_q, cu_seqlens_k)
-    lengths = (max_seqlen_q, max_seqlen_k)
-    options = _options(*lengths, causal, window, scale, softcap, deterministic)
-    return _attend(tensors, options, return_lse)
+    options = (max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, deterministic)
+    if dropout_p != 0:
+        options = (*options, _dropout(dropout_p, seed, q.device))
+    return _attend(tensors, _options(*options), return_lse)

@@ -29,11 +29,6 @@ def _attend(
     enable_gqa: bool = False,
 ) -> Tensor:
     """``F.scaled_dot_product_attention`` in our terms."""
-    if dropout_p:
-        raise NotImplementedError(
-            f"dropout_p={dropout_p}: flashmoe_science has no dropout; call the model in eval mode, "
-            "set dropout_p=0, or leave enable_sdpa()"
-        )
     if is_causal and attn_mask is not None:
         raise RuntimeError("attn_mask must be None when is_causal=True, as in PyTorch")
     rank = query.dim()
@@ -46,7 +41,8 @@ def _attend(
         rows, keys = query.shape[-2], key.shape[-2]
         key, value = key[..., :rows, :], value[..., :rows, :]
         window = (-1, rows - min(rows, keys))
-    out = flash_attention(query, key, value, bias=attn_mask, window=window, scale=scale)
+    options = {"window": window, "scale": scale, "dropout_p": dropout_p}
+    out = flash_attention(query, key, value, bias=attn_mask, **options)
     return out.reshape(out.shape[out.dim() - rank :]) if rank < 4 else out
 
 
@@ -89,9 +85,10 @@ def _deactivate(previous: str | None) -> None:
 def enable_sdpa() -> Iterator[None]:
     """Inside this context ``F.scaled_dot_product_attention`` is ours, gradients of masks included.
 
-    Process-wide while it lasts. What we do not have (dropout, forward-mode and second derivatives)
-    is refused rather than handed back to PyTorch in silence. Only ``torch.func.vmap`` and nested
-    tensors are taken apart by PyTorch before they come to us; call ``flash_attention`` there.
+    Process-wide while it lasts. What we do not have (forward-mode and second derivatives, dropout
+    on CUDA) is refused rather than handed back to PyTorch in silence. Only ``torch.func.vmap`` and
+    nested tensors are taken apart by PyTorch before they come to us; call ``flash_attention``
+    there.
     """
     previous = registry.current_flash_attention_impl()
     if previous == NAME:  # nested: the outermost context takes it back

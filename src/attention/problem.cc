@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "attention/dropout.h"
 #include "core/check.h"
 #include "core/text.h"
 
@@ -143,6 +144,23 @@ Status check_options(const AttentionOptions& o) {
   if (!std::isfinite(o.softcap) || o.softcap < 0) {
     return invalid("softcap is ", o.softcap, "; it must be positive, or 0 for none");
   }
+  if (!(o.dropout_p >= 0 && o.dropout_p <= 1)) {
+    return invalid("dropout_p is ", o.dropout_p, "; it must be from 0 to 1");
+  }
+  return {};
+}
+
+Status check_seed(const AttentionProblem& p) {
+  if (!p.seed) {
+    if (p.options.dropout_p == 0) return {};
+    return invalid("seed is missing; dropout_p is ", p.options.dropout_p,
+                   ", and dropout needs one");
+  }
+  FLASHMOE_RETURN_IF_ERROR(check_extent("seed", *p.seed));
+  FLASHMOE_RETURN_IF_ERROR(check_dtype("seed", *p.seed, DType::kInt64, "for dropout"));
+  if (element_count(*p.seed) != 1) {
+    return invalid("seed has shape ", shape_text(*p.seed), "; it must be one number");
+  }
   return {};
 }
 
@@ -197,6 +215,7 @@ Status check(const AttentionProblem& p) {
     }
   }
   FLASHMOE_RETURN_IF_ERROR(check_options(p.options));
+  FLASHMOE_RETURN_IF_ERROR(check_seed(p));
   FLASHMOE_RETURN_IF_ERROR(check_results(p));
   if (p.pass == Pass::kBackward) FLASHMOE_RETURN_IF_ERROR(check_backward(p));
   return {};
@@ -226,6 +245,8 @@ Geometry geometry(const AttentionProblem& p) {
   g.right = o.causal ? 0 : o.window_right;
   g.scale = o.scale ? *o.scale : 1 / std::sqrt(static_cast<double>(g.head_dim));
   g.softcap = o.softcap;
+  g.dropped = dropout::dropped_of(o.dropout_p);
+  g.kept_scale = dropout::kept_scale(g.dropped);
   return g;
 }
 

@@ -32,6 +32,7 @@ AttentionProblem problem_of(const Arguments& a, const Device& device) {
                       spec_of("cu_seqlens_k", *a.cu_seqlens_k), a.max_seqlen_q, a.max_seqlen_k};
   }
   p.options = a.options;
+  p.seed = spec_of("seed", a.seed);
   return p;
 }
 

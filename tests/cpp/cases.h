@@ -28,7 +28,7 @@ inline bool is_mask(const Tensor& bias) { return bias && bias.spec().dtype == DT
 struct Case {
   AttentionOptions options;
   int64_t max_seqlen_q = 0, max_seqlen_k = 0;  // of a ragged batch
-  Tensor query, key, value, bias, key_lengths, cu_seqlens_q, cu_seqlens_k;
+  Tensor query, key, value, bias, key_lengths, cu_seqlens_q, cu_seqlens_k, seed;
   Tensor out, lse, grad_out, grad_lse, grad_query, grad_key, grad_value, grad_bias;
 
   DType dtype() const { return query.spec().dtype; }
@@ -47,6 +47,7 @@ struct Case {
     if (ragged()) {
       p.ragged = {cu_seqlens_q.spec(), cu_seqlens_k.spec(), max_seqlen_q, max_seqlen_k};
     }
+    p.seed = maybe_spec(seed);
     p.out = out.spec();
     p.lse = maybe_spec(lse);
     if (pass == Pass::kForward) return p;
@@ -68,6 +69,7 @@ struct Case {
     t.key_lengths = key_lengths.data();
     t.cu_seqlens_q = cu_seqlens_q.data();
     t.cu_seqlens_k = cu_seqlens_k.data();
+    t.seed = seed.data();
     t.out = out.data();
     t.lse = lse.data();
     t.grad_out = grad_out.data();
@@ -107,6 +109,7 @@ inline std::string describe(const Case& c) {
   s << " window " << c.options.window_left << " " << c.options.window_right;
   if (c.options.scale) s << " scale " << *c.options.scale;
   if (c.options.softcap > 0) s << " softcap " << c.options.softcap;
+  if (c.seed) s << " dropout " << c.options.dropout_p << describe_integers("seed", c.seed);
   s << (c.grad_out ? "" : " no") << " grad_out" << (c.grad_lse ? "" : " no") << " grad_lse";
   return s.str();
 }
@@ -261,6 +264,11 @@ class CaseMaker {
     if (chance(random_, 0.25))
       c.options.softcap = std::uniform_real_distribution<double>(0.5, 20)(random_);
     c.options.deterministic = chance(random_, 0.5);
+    if (chance(random_, 0.25)) {
+      const double p[] = {0.1, 0.5, 0.9, 1, 1e-9, 1 - 1e-9};
+      c.options.dropout_p = p[uniform(random_, 0, 5)];
+      c.seed = integers(DType::kInt64, {}, {static_cast<double>(uniform(random_, -1e9, 1e9))});
+    }
   }
 
   void make_bias(Case& c) {
@@ -341,6 +349,7 @@ inline Case float64_twin(const Case& c) {
     twin.cu_seqlens_q = dense_copy(c.cu_seqlens_q, DType::kInt64);
     twin.cu_seqlens_k = dense_copy(c.cu_seqlens_k, DType::kInt64);
   }
+  if (c.seed) twin.seed = dense_copy(c.seed, DType::kInt64);
   twin.out = Tensor(f64, c.out.shape());
   std::vector<int64_t> rows = c.out.shape();
   rows.pop_back();

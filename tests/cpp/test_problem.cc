@@ -136,6 +136,12 @@ TEST(bad_dense_problems) {
       {"scale", [](P p) { p.options.scale = std::nan(""); }, {"scale", "nan"}},
       {"infinite scale", [](P p) { p.options.scale = kInf; }, {"scale", "inf"}},
       {"softcap", [](P p) { p.options.softcap = -1; }, {"softcap", "-1"}},
+      {"dropout", [](P p) { p.options.dropout_p = 1.5; }, {"dropout_p", "1.5"}},
+      {"negative dropout", [](P p) { p.options.dropout_p = -0.1; }, {"dropout_p", "-0.1"}},
+      {"dropout NaN", [](P p) { p.options.dropout_p = std::nan(""); }, {"dropout_p", "nan"}},
+      {"no seed", [](P p) { p.options.dropout_p = 0.1; }, {"seed", "0.1"}},
+      {"seed dtype", [](P p) { p.seed = contiguous(DType::kInt32, {}); }, {"seed", "int32"}},
+      {"two seeds", [](P p) { p.seed = contiguous(DType::kInt64, {2}); }, {"seed", "(2,)"}},
       {"infinite softcap", [](P p) { p.options.softcap = kInf; }, {"softcap", "inf"}},
       {"more than 2^63 elements",
        [](P p) {

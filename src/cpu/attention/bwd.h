@@ -4,6 +4,8 @@
 //   dP^T = V dO^T   dS^T = P^T * (dP^T - delta)         dK += dS^T Q     (keys)
 //   delta = rowsum(O * dO) - dlse                       dQ += dS K       (queries)
 //
+// With dropout, what is kept of dP, scaled, takes its place, and that of P in dV.
+//
 // dQ of a block is finished when its keys have passed. dK and dV are summed over the queries in
 // fp32 (fp64) in scratch; where a head is cut into chunks, each chunk sums into memory of its own
 // and `reduce` adds the chunks up in their order. No two work items write to one place, and no sum
@@ -45,7 +47,8 @@ struct BackwardScratch {
   A* lse_rest;       // and what rounding took off it
   A* delta;          // ld
   Mask<A> mask;
-  A* partial;  // dK and dV of this item, when a head is not cut
+  Int<A>* keep;  // block_k x ld, with dropout
+  A* partial;    // dK and dV of this item, when a head is not cut
   size_t bytes;
 
   BackwardScratch(const Params& p, void* memory) {
@@ -76,6 +79,7 @@ struct BackwardScratch {
     delta = arena.take<A>(ld);
     mask.begin = arena.take<Int<A>>(ld);
     mask.end = arena.take<Int<A>>(ld);
+    keep = arena.take<Int<A>>(g.dropped ? p.block_k * ld : 0);
     partial = arena.take<A>(p.chunks == 1 ? partial_elems<A>(g) : 0);
     bytes = arena.used();
   }
@@ -83,9 +87,10 @@ struct BackwardScratch {
 
 // The tensors of one (batch, query head).
 struct HeadTensors {
+  int64_t head;
   Matrix query, key, value, bias, out, lse, grad_out, grad_lse, grad_query, grad_bias;
 
-  HeadTensors(const Params& p, const Sequence& s, int64_t head) {
+  HeadTensors(const Params& p, const Sequence& s, int64_t query_head) : head(query_head) {
     const int64_t head_k = head / p.geometry.group;
     query = matrix(p, p.query, s.batch, head, s.first_row);
     key = matrix(p, p.key, s.batch, head_k, s.first_key);
@@ -130,7 +135,10 @@ void load_row_numbers(const Geometry& g, const HeadTensors& x, const QueryBlock<
       const Block<A> out = load_block(x.out, q.row + i, 1, g.head_dim_v, t.rows);
       const Block<A> grad = load_block(x.grad_out, q.row + i, 1, g.head_dim_v, t.rows + t.ld_out);
       for (int64_t d = 0; d < t.ld_out; d += kLanes<A>) {
-        sum += load<Vec<A>>(out.data + d) * load<Vec<A>>(grad.data + d);
+        // A row that dropout left nothing of is 0, and looks at no gradient. (In any other row a
+        // NaN in the gradient comes in by dP, whatever out is.)
+        const Vec<A> o = load<Vec<A>>(out.data + d);
+        sum += o == A(0) ? Vec<A>{} : o * load<Vec<A>>(grad.data + d);
       }
     }
     A delta = -grad_lse;
@@ -191,7 +199,7 @@ void softmax_gradient(const ScoreRule<A>& rule, int64_t keys, int64_t queries,
   }
 }
 
-// P^T and dS^T of one tile, dS being the gradient of q.k * scale.
+// P^T, as dV takes it, and dS^T of one tile, dS being the gradient of q.k * scale.
 template <class M>
 void score_gradients(const Params& p, const Sequence& s, const HeadTensors& x,
                      const QueryBlock<M>& q, const KeyBlock<M>& k, TileKind kind,
@@ -207,11 +215,19 @@ void score_gradients(const Params& p, const Sequence& s, const HeadTensors& x,
   } else {
     for (int64_t i = 0; i < k.keys * t.ld; ++i) t.dscores[i] = 0;
   }
+  const auto kept_scale = static_cast<A>(g.kept_scale);
+  if (g.dropped) {
+    draw_tile<A>(p, s.batch, x.head, q.row, q.padded, k.key, k.keys, t.keep, t.ld);
+    drop(t.keep, k.keys, q.padded, t.ld, kept_scale, A(0), t.dscores);
+  }
   const ScoreRule<A> rule(g, x.bias ? t.bias : nullptr, masked ? &t.mask : nullptr, t.ld);
   if (rule.plain()) {
     softmax_gradient<true>(rule, k.keys, q.padded, t);
   } else {
     softmax_gradient<false>(rule, k.keys, q.padded, t);
+  }
+  if (g.dropped) {
+    drop(t.keep, k.keys, q.padded, t.ld, kept_scale, kDroppedProbability<A>, t.scores);
   }
 }
 
@@ -288,7 +304,7 @@ void backward_block(const Params& p, const Sequence& s, const HeadTensors& x, in
     const KeyBlock<M> k = load_key_block<M>(g, x, j, keys, t);
     score_gradients<M>(p, s, x, q, k, kind, t);
     if (store_bias) store_bias_tile(x.grad_bias, row, rows, j, keys, t.bias, t.ld, t.bias_line);
-    accumulate_gradients<M>(p, x, q, k, x.bias || kind == TileKind::kMasked, first,
+    accumulate_gradients<M>(p, x, q, k, x.bias || kind == TileKind::kMasked || g.dropped, first,
                             grad_key + j * t.ld_in, grad_value + j * t.ld_out, t);
     first = false;
   }

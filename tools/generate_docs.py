@@ -101,6 +101,8 @@ OPTIONS: dict[str, Callable[[Maker], list[Call]]] = {
         dense(m) | {"bias": m(*size)} for size in ((2, 4, 48, 64), (4, 48, 64), (2, 1, 1, 64))
     ],
     "`bias` in fp32": lambda m: [dense(m) | {"bias": m(2, 4, 48, 64, dtype="float32")}],
+    "`bias` in bool: a mask": lambda m: [dense(m) | {"bias": m(4, 48, 64, dtype="bool")}],
+    "`dropout_p`": lambda m: [dense(m) | {"dropout_p": 0.1}, ragged(m) | {"dropout_p": 0.1}],
     "ragged": lambda m: [ragged(m), ragged(m) | {"causal": True}],
     "ragged with a packed `bias`": lambda m: [ragged(m) | {"bias": m(48 * 64 + 32 * 36, 4)}],
     "`deterministic=True`": lambda m: [dense(m) | {"deterministic": True}],

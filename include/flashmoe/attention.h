@@ -47,6 +47,7 @@ struct AttentionOptions {
   std::optional<double> scale;  // 1 / sqrt(D) unless given
   double softcap = 0;           // c * tanh(x / c) for c > 0; 0 = off
   bool deterministic = false;   // ask for a bitwise reproducible backward pass
+  double dropout_p = 0;         // share of the pairs (query, key) to drop after the softmax, 0 to 1
 
   bool operator==(const AttentionOptions&) const = default;
 };
@@ -62,9 +63,12 @@ struct AttentionProblem {
   TensorSpec value;                       // (..., Hk, Sk, Dv)       (Tk, Hk, Dv)
   std::optional<TensorSpec> bias;         // broadcasts to           (sum n_i * m_i, Hq or 1)
                                           // (..., Hq, Sq, Sk)
-                                          // in the inputs' dtype or fp32
+                                          // in the inputs' dtype or fp32; bool: a mask,
+                                          // true = may look, without a gradient
   std::optional<TensorSpec> key_lengths;  // broadcasts to (...)     -
   std::optional<Ragged> ragged;
+  std::optional<TensorSpec> seed;  // one int64: which pairs are dropped; needed with dropout. In
+                                   // memory of the device, so that graphs can be given another
 
   // Results of the forward pass, inputs of all others.
   TensorSpec out;                 // (..., Hq, Sq, Dv)       (Tq, Hq, Dv)
@@ -101,6 +105,7 @@ struct AttentionTensors {
   const void* key_lengths = nullptr;
   const void* cu_seqlens_q = nullptr;
   const void* cu_seqlens_k = nullptr;
+  const void* seed = nullptr;
   void* out = nullptr;  // written forward, else read
   void* lse = nullptr;
   const void* grad_out = nullptr;

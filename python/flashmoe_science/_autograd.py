@@ -327,9 +327,20 @@ def _stack_tangents(info, dims, tangents, rank: int) -> tuple:
     return *_stack_all(info, dims, tangents[:3]), bias
 
 
+def _refuse_dropout(options) -> None:
+    """Which pairs are dropped depends on where they are in the batch, which vmap would change."""
+    *_, dropout_p, _ = options
+    if dropout_p != 0:
+        raise NotImplementedError(
+            "flashmoe_science attention with dropout has no vmap, which torch.func.vmap and jacrev "
+            "ask for. Leading dimensions of q, k and v may hold the samples instead."
+        )
+
+
 @library.register_vmap("flashmoe::attention")
 def _attention_vmap(info, dims, *args):
     tensors, options = _split(args)
+    _refuse_dropout(options)
     return _library.attention(*_stack_inputs(info, dims, tensors), *options), (0, 0)
 
 
@@ -342,6 +353,7 @@ def _explain_vmap(info, dims, *args):
 def _stacked_gradients(run, first, info, dims, args):
     """``run`` on ``first`` and the arguments from grad_out on."""
     tensors, rest = _split(args[4:])
+    _refuse_dropout(rest[:-_INPUTS])
     inputs = _stack_inputs(info, dims[4:], tensors)
     results = _stack_all(info, dims, args[:4])
     grads = run(*first(inputs[0].dim()), *results, *inputs, *rest)
@@ -358,6 +370,7 @@ def _attention_backward_vmap(info, dims, *args):
 @library.register_vmap("flashmoe::attention_tangent")
 def _attention_tangent_vmap(info, dims, *args):
     tensors, options = _split(args[6:])
+    _refuse_dropout(options)
     inputs = _stack_inputs(info, dims[6:], tensors)
     tangents = _stack_tangents(info, dims, args[:4], inputs[0].dim())
     results = _stack_all(info, dims[4:], args[4:6])

@@ -58,7 +58,7 @@ def _check_attention_devices(query, key, value, bias, key_lengths, cu_q, cu_k, *
 @torch.library.register_fake("flashmoe::attention")
 @torch.library.register_fake("flashmoe::attention_forward")
 def _attention_fake(query, key, value, bias, key_lengths, cu_q, cu_k, *options):
-    _check_attention_devices(query, key, value, bias, key_lengths, cu_q, cu_k)
+    _check_attention_devices(query, key, value, bias, key_lengths, cu_q, cu_k, seed=options[-1])
     if query.shape[-1] == value.shape[-1]:
         out = torch.empty_like(query)
     else:
@@ -72,6 +72,8 @@ def _attention_backward_fake(
 ):
     results = {"out": out, "lse": lse, "grad_out": grad_out, "grad_lse": grad_lse}
     _check_attention_devices(query, key, value, bias, key_lengths, cu_q, cu_k, **results)
+    *_, seed = rest[:-4]
+    _check_devices("query", query, seed=seed)
     needs = rest[-4:]
     likes = (query, key, value, query if bias is None else bias)
     wanted = (*needs[:3], needs[3] and bias is not None)

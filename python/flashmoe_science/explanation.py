@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, empty, int64
 
-from . import _library
-from .attention import _check_tensors, _options
+from . import _library, _nested
+from .attention import _check_tensors, _in_autocast, _options
 
 __all__ = ["explain"]
 
@@ -22,6 +22,7 @@ def explain(
     key_lengths: Tensor | None = None,
     deterministic: bool = False,
     *,
+    dropout_p: float = 0.0,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int = 0,
@@ -51,11 +52,17 @@ def explain(
         raise ValueError("backward and derivative ask about different passes; give one of them")
     optional = ("bias", "key_lengths", "cu_seqlens_q", "cu_seqlens_k")
     _check_tensors(optional, **tensors, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    if _nested.any_nested(q, k, v):
+        ragged = _nested.as_ragged(q, k, v, bias=bias, key_lengths=key_lengths)
+        tensors = dict(zip(tensors, (*ragged[:3], None, None), strict=True))
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = ragged[3:]
+    dropout = (0.0, None)
+    if dropout_p != 0:
+        dropout = (dropout_p, empty((), dtype=int64, device=q.device))
+    options = (max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, deterministic)
     return _library.explain(
-        *tensors.values(),
-        cu_seqlens_q,
-        cu_seqlens_k,
-        *_options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, deterministic),
+        *_in_autocast((*tensors.values(), cu_seqlens_q, cu_seqlens_k)),
+        *_options(*options, dropout),
         derivative or ("backward" if backward else "forward"),
         device or "",
     )

@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "attention/dropout.h"
 #include "core/check.h"
 #include "core/text.h"
 
@@ -116,9 +117,9 @@ bool broadcasts(const TensorSpec& spec, const int64_t* sizes, int num_sizes) {
 Status check_bias(const AttentionProblem& p) {
   const TensorSpec& bias = *p.bias;
   FLASHMOE_RETURN_IF_ERROR(check_extent("bias", bias));
-  if (bias.dtype != p.query.dtype && bias.dtype != DType::kFloat32) {
+  if (bias.dtype != p.query.dtype && bias.dtype != DType::kFloat32 && bias.dtype != DType::kBool) {
     return invalid("bias is ", dtype_name(bias.dtype), "; it must be ", dtype_name(p.query.dtype),
-                   " like query, or float32");
+                   " like query, float32, or bool for a mask");
   }
   TensorSpec want = p.query;
   if (p.ragged) {
@@ -143,6 +144,23 @@ Status check_options(const AttentionOptions& o) {
   if (!std::isfinite(o.softcap) || o.softcap < 0) {
     return invalid("softcap is ", o.softcap, "; it must be positive, or 0 for none");
   }
+  if (!(o.dropout_p >= 0 && o.dropout_p <= 1)) {
+    return invalid("dropout_p is ", o.dropout_p, "; it must be from 0 to 1");
+  }
+  return {};
+}
+
+Status check_seed(const AttentionProblem& p) {
+  if (!p.seed) {
+    if (p.options.dropout_p == 0) return {};
+    return invalid("seed is missing; dropout_p is ", p.options.dropout_p,
+                   ", and dropout needs one");
+  }
+  FLASHMOE_RETURN_IF_ERROR(check_extent("seed", *p.seed));
+  FLASHMOE_RETURN_IF_ERROR(check_dtype("seed", *p.seed, DType::kInt64, "for dropout"));
+  if (element_count(*p.seed) != 1) {
+    return invalid("seed has shape ", shape_text(*p.seed), "; it must be one number");
+  }
   return {};
 }
 
@@ -163,6 +181,9 @@ Status check_results(const AttentionProblem& p) {
 }
 
 Status check_backward(const AttentionProblem& p) {
+  if (p.grad_bias && p.bias && p.bias->dtype == DType::kBool) {
+    return invalid("grad_bias is asked for, but bias is bool: a mask has no gradient");
+  }
   return check_gradients({
       {"grad_out", &p.grad_out, &p.out, false},
       {"grad_lse", &p.grad_lse, &*p.lse, false},
@@ -174,6 +195,10 @@ Status check_backward(const AttentionProblem& p) {
 }
 
 Status check_tangents(const AttentionProblem& p) {
+  if (p.options.dropout_p > 0) {
+    return unsupported("dropout has no forward-mode and no second derivatives yet; with ",
+                       "dropout_p=0 they are there");
+  }
   const bool results = p.pass == Pass::kTangent;
   FLASHMOE_RETURN_IF_ERROR(check_gradients({
       {"tangent_query", &p.tangent_query, &p.query, false},
@@ -214,6 +239,7 @@ Status check(const AttentionProblem& p) {
     }
   }
   FLASHMOE_RETURN_IF_ERROR(check_options(p.options));
+  FLASHMOE_RETURN_IF_ERROR(check_seed(p));
   FLASHMOE_RETURN_IF_ERROR(check_results(p));
   if (p.pass == Pass::kForward) return {};
   if (!p.lse) return invalid("lse is missing; this pass needs the one of the forward pass");
@@ -245,6 +271,8 @@ Geometry geometry(const AttentionProblem& p) {
   g.right = o.causal ? 0 : o.window_right;
   g.scale = o.scale ? *o.scale : 1 / std::sqrt(static_cast<double>(g.head_dim));
   g.softcap = o.softcap;
+  g.dropped = dropout::dropped_of(o.dropout_p);
+  g.kept_scale = dropout::kept_scale(g.dropped);
   return g;
 }
 

@@ -24,6 +24,8 @@ struct Geometry {
   int64_t left = -1, right = -1;  // the window, with causal folded in; -1 = no limit
   double scale = 1;
   double softcap = 0;
+  uint32_t dropped = 0;   // of 65,536 pairs: dropout.h; 0 = no dropout
+  double kept_scale = 1;  // what the others are multiplied by
   bool ragged = false;
 };
 

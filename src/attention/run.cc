@@ -20,6 +20,7 @@ Status check_call(const AttentionPlan& plan, const AttentionTensors& t, const vo
           {"key_lengths", if_any(p.key_lengths), t.key_lengths},
           {"cu_seqlens_q", p.ragged ? &p.ragged->cu_seqlens_q : nullptr, t.cu_seqlens_q},
           {"cu_seqlens_k", p.ragged ? &p.ragged->cu_seqlens_k : nullptr, t.cu_seqlens_k},
+          {"seed", if_any(p.seed), t.seed},
           {"out", &p.out, t.out},
           {"lse", if_any(p.lse), t.lse},
           {"grad_out", backward ? if_any(p.grad_out) : nullptr, t.grad_out},

@@ -29,6 +29,8 @@ inline double read(DType dtype, const void* data, int64_t offset) {
       return static_cast<const int32_t*>(data)[offset];
     case DType::kInt64:
       return static_cast<double>(static_cast<const int64_t*>(data)[offset]);
+    case DType::kBool:
+      return static_cast<const uint8_t*>(data)[offset] != 0;
   }
   return 0;
 }
@@ -52,6 +54,9 @@ inline void write(DType dtype, void* data, int64_t offset, double x) {
       break;
     case DType::kInt64:
       static_cast<int64_t*>(data)[offset] = static_cast<int64_t>(x);
+      break;
+    case DType::kBool:
+      static_cast<uint8_t*>(data)[offset] = x != 0;
       break;
   }
 }

@@ -36,7 +36,9 @@ Arguments Arguments::read(ArgumentReader& in) {
                       .window_right = in.next<int64_t>(),
                       .scale = in.next<std::optional<double>>(),
                       .softcap = in.next<double>(),
-                      .deterministic = in.next<bool>()}};
+                      .deterministic = in.next<bool>(),
+                      .dropout_p = in.next<double>()},
+          .seed = in.next<OptionalTensor>()};
 }
 
 BackwardArguments BackwardArguments::read(ArgumentReader& in) {
@@ -85,7 +87,8 @@ void check_same_device(const Arguments& a, std::initializer_list<NamedTensor> mo
                             {"bias", pointer_to(a.bias)},
                             {"key_lengths", pointer_to(a.key_lengths)},
                             {"cu_seqlens_q", pointer_to(a.cu_seqlens_q)},
-                            {"cu_seqlens_k", pointer_to(a.cu_seqlens_k)}});
+                            {"cu_seqlens_k", pointer_to(a.cu_seqlens_k)},
+                            {"seed", pointer_to(a.seed)}});
   check_same_device(query, more);
 }
 
@@ -106,6 +109,7 @@ AttentionTensors addresses(const Arguments& a, const Tensor& query, const Tensor
   tensors.key_lengths = data_of(a.key_lengths);
   tensors.cu_seqlens_q = data_of(a.cu_seqlens_q);
   tensors.cu_seqlens_k = data_of(a.cu_seqlens_k);
+  tensors.seed = data_of(a.seed);
   return tensors;
 }
 

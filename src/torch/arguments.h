@@ -16,6 +16,7 @@ struct Arguments {
   OptionalTensor bias, key_lengths, cu_seqlens_q, cu_seqlens_k;
   int64_t max_seqlen_q, max_seqlen_k;
   AttentionOptions options;
+  OptionalTensor seed;  // of dropout
 
   static Arguments read(ArgumentReader& in);
 };

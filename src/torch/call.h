@@ -9,6 +9,7 @@ namespace flashmoe::ops {
 
 struct ForwardCall {
   Placement query, key, value, out;
+  std::optional<Placement> bias;
   AttentionProblem problem;  // with the tensors as the kernels see them
 };
 
@@ -25,6 +26,7 @@ struct BackwardInputs {
 
 struct BackwardCall {
   Placement query, key, value, out;
+  std::optional<Placement> bias;
   std::optional<Placement> grad_out;
   // Absent where the gradient is not wanted. That of the bias is written as it lies: kernels take
   // any strides there.

@@ -30,11 +30,13 @@ DType dtype_of(const char* name, const Tensor& tensor) {
       return DType::kInt32;
     case ScalarType::Long:
       return DType::kInt64;
+    case ScalarType::Bool:
+      return DType::kBool;
     default:
       fail(std::string(name) + " has dtype torch." +
            torch::headeronly::toString(tensor.scalar_type()) +
-           "; only float64, float32, float16 and bfloat16 work, and int32 or int64 for lengths and "
-           "ids");
+           "; only float64, float32, float16 and bfloat16 work, int32 or int64 for lengths and "
+           "ids, and bool for a mask");
   }
 }
 
@@ -53,6 +55,8 @@ int32_t dtype_number(DType dtype) {
       return aoti_torch_dtype_int32();
     case DType::kInt64:
       return aoti_torch_dtype_int64();
+    case DType::kBool:
+      return aoti_torch_dtype_bool();
   }
   fail("a tensor of unknown dtype is asked for");
 }

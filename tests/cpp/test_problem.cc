@@ -105,6 +105,16 @@ TEST(bad_dense_problems) {
          p.bias = contiguous(DType::kFloat16, {5, 7});
        },
        {"bias", "float16"}},
+      {"bias of integers",
+       [](P p) {
+         p.bias = contiguous(DType::kInt32, {5, 7});
+       },
+       {"bias", "int32", "bool for a mask"}},
+      {"mask shape",
+       [](P p) {
+         p.bias = contiguous(DType::kBool, {7, 5});
+       },
+       {"bias", "(7, 5)", "(2, 4, 5, 7)"}},
       {"bias shape",
        [](P p) {
          p.bias = contiguous(DType::kFloat32, {7, 5});
@@ -133,6 +143,12 @@ TEST(bad_dense_problems) {
       {"scale", [](P p) { p.options.scale = std::nan(""); }, {"scale", "nan"}},
       {"infinite scale", [](P p) { p.options.scale = kInf; }, {"scale", "inf"}},
       {"softcap", [](P p) { p.options.softcap = -1; }, {"softcap", "-1"}},
+      {"dropout", [](P p) { p.options.dropout_p = 1.5; }, {"dropout_p", "1.5"}},
+      {"negative dropout", [](P p) { p.options.dropout_p = -0.1; }, {"dropout_p", "-0.1"}},
+      {"dropout NaN", [](P p) { p.options.dropout_p = std::nan(""); }, {"dropout_p", "nan"}},
+      {"no seed", [](P p) { p.options.dropout_p = 0.1; }, {"seed", "0.1"}},
+      {"seed dtype", [](P p) { p.seed = contiguous(DType::kInt32, {}); }, {"seed", "int32"}},
+      {"two seeds", [](P p) { p.seed = contiguous(DType::kInt64, {2}); }, {"seed", "(2,)"}},
       {"infinite softcap", [](P p) { p.options.softcap = kInf; }, {"softcap", "inf"}},
       {"more than 2^63 elements",
        [](P p) {
@@ -168,6 +184,9 @@ TEST(bad_backward_problems) {
       {"grad_query shape", [](P p) { p.grad_query->shape[3] = 6; }, {"grad_query", "(2, 4, 5, 6)"}},
       {"grad_key dtype", [](P p) { p.grad_key->dtype = DType::kFloat16; }, {"grad_key", "float16"}},
       {"grad_value overlaps", [](P p) { p.grad_value->stride[2] = 0; }, {"grad_value", "stride 0"}},
+      {"gradient of a mask",
+       [](P p) { p.bias->dtype = p.grad_bias->dtype = DType::kBool; },
+       {"grad_bias", "bool", "no gradient"}},
       {"grad_bias without bias", [](P p) { p.bias.reset(); }, {"grad_bias", "bias"}},
       {"grad_bias shape",
        [](P p) { p.grad_bias->shape[0] = 1; },

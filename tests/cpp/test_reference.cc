@@ -2,6 +2,7 @@
 // against itself where two problems must have one answer.
 #include <cmath>
 
+#include "attention/dropout.h"
 #include "cases.h"
 #include "differences.h"
 #include "second_cases.h"
@@ -200,6 +201,39 @@ TEST(results_are_rounded_once) {
       }
     }
   }
+}
+
+// The known answers of Random123's kat_vectors for philox4x32, 10 rounds.
+TEST(philox_gives_its_known_answers) {
+  using flashmoe::dropout::Block;
+  const struct {
+    Block counter;
+    uint64_t seed;
+    Block answer;
+  } known[] = {
+      {{0, 0, 0, 0}, 0, {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}},
+      {{~0u, ~0u, ~0u, ~0u}, ~0ull, {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}},
+      {{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344},
+       0x299f31d0a4093822,
+       {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}},
+  };
+  for (const auto& k : known) {
+    const Block got = flashmoe::dropout::philox(k.counter, k.seed);
+    for (int i = 0; i < 4; ++i) CHECK_EQ(got.word[i], k.answer.word[i]);
+  }
+}
+
+// No p is rounded to 0 or 1 but these, and what is kept makes up for what is dropped.
+TEST(dropout_keeps_the_mean) {
+  using namespace flashmoe::dropout;
+  CHECK_EQ(dropped_of(0), 0u);
+  CHECK_EQ(dropped_of(1e-300), 1u);
+  CHECK_EQ(dropped_of(0.5), kOutOf / 2);
+  CHECK_EQ(dropped_of(1 - 1e-16), kOutOf - 1);
+  CHECK_EQ(dropped_of(1), kOutOf);
+  CHECK_EQ(kept_scale(0), 1.);
+  CHECK_EQ(kept_scale(kOutOf / 2), 2.);
+  CHECK_EQ(kept_scale(kOutOf), 0.);
 }
 
 // A ragged batch is its sequences one by one.

@@ -25,7 +25,7 @@ class Case:
     v: torch.Tensor
     grad_out: torch.Tensor
     grad_lse: torch.Tensor | None = None  # None: lse takes no part in the loss
-    bias: torch.Tensor | None = None
+    bias: torch.Tensor | None = None  # bool: a mask, which has no gradient
     key_lengths: torch.Tensor | None = None
     cu_q: torch.Tensor | None = None
     cu_k: torch.Tensor | None = None
@@ -35,13 +35,20 @@ class Case:
     deterministic: bool | None = None
     needs: str = "qkvb"  # which of q, k, v and bias want a gradient
     use_out: bool = True  # False: out takes no part in the loss, and grad_out is 0
+    dropout: dict[str, Any] = field(default_factory=dict)  # dropout_p and seed, and of these:
+    kept: Any = None  # what each weight is multiplied by, (..., Hq, Sq, Sk); ragged: a list of them
 
     def inputs(self) -> dict[str, torch.Tensor]:
+        """What has a gradient."""
         named = {"q": self.q, "k": self.k, "v": self.v}
-        return named if self.bias is None else {**named, "bias": self.bias}
+        return named if self.bias is None or is_mask(self.bias) else {**named, "bias": self.bias}
 
     def wants(self, name: str) -> bool:
         return name[0] in self.needs
+
+
+def is_mask(bias: torch.Tensor | None) -> bool:
+    return bias is not None and bias.dtype == torch.bool
 
 
 def allowed_keys(len_q, len_k, lengths, causal, window) -> torch.Tensor:
@@ -70,10 +77,11 @@ def attention(
     softcap=None,
     key_lengths=None,
     contain=False,
+    kept=None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse, every product in the dtype of q; softmax of half types in float32, as torch's.
 
-    Without v the weights take the place of out.
+    Without v the weights take the place of out. `kept` multiplies them, after lse is known.
 
     `contain` multiplies element by element and leaves masked pairs out of every product, so that a
     NaN behind a mask stays there (0 * NaN is NaN), in the gradients too. Costs Sq * Sk * D memory.
@@ -87,7 +95,9 @@ def attention(
     lengths = lengths.expand(q.shape[:-3])[..., None, None, None]
     ok = allowed_keys(len_q, len_k, lengths, causal, window)
     ok = ok.expand(*q.shape[:-2], len_q, len_k)
-    if bias is not None:
+    if is_mask(bias):
+        ok, bias = ok & bias, None
+    elif bias is not None:
         ok = ok & (bias != -torch.inf)
 
     if contain:
@@ -113,6 +123,8 @@ def attention(
     total = weights.sum(-1, keepdim=True).where(any_key, 1)
     lse = (top + total.log()).where(any_key, -torch.inf).squeeze(-1)
     p = (weights / total).to(q.dtype)
+    if kept is not None:
+        p, ok = (p * kept.to(p.dtype)).where(kept != 0, 0), ok & (kept != 0)
     if v is None:
         out = p
     elif contain:
@@ -140,9 +152,11 @@ def spans(cu_seqlens: torch.Tensor) -> list[tuple[int, int]]:
     return list(pairwise(ends))
 
 
-def attention_varlen(q, k, v, bias, cu_q, cu_k, **options) -> tuple[torch.Tensor, torch.Tensor]:
+def attention_varlen(q, k, v, bias, cu_q, cu_k, kept=None, **options):
     """One sequence after the other. Tokens behind the last sequence give 0 and -inf."""
-    parts = [attention(*one, **options) for one in sequences(cu_q, cu_k, q, k, v, bias)]
+    kept = [None] * (len(cu_q) - 1) if kept is None else kept
+    every = zip(sequences(cu_q, cu_k, q, k, v, bias), kept, strict=True)
+    parts = [attention(*one, kept=pairs, **options) for one, pairs in every]
     rest = (q.shape[0] - int(cu_q[-1]), q.shape[1])
     outs = [out[0].transpose(0, 1) for out, _ in parts] + [q.new_zeros(*rest, v.shape[-1])]
     lses = [lse[0].transpose(0, 1) for _, lse in parts] + [q.new_full(rest, -torch.inf)]
@@ -151,8 +165,9 @@ def attention_varlen(q, k, v, bias, cu_q, cu_k, **options) -> tuple[torch.Tensor
 
 def call(case: Case, tensors: dict[str, torch.Tensor], **extra):
     """The formula above applied to a case, with `tensors` in place of the case's own inputs."""
-    q, k, v, bias = (tensors.get(name) for name in ("q", "k", "v", "bias"))
-    options = {**case.options, **extra}
+    q, k, v = (tensors[name] for name in ("q", "k", "v"))
+    bias = tensors.get("bias", case.bias)
+    options = {**case.options, **extra, "kept": case.kept}
     if case.cu_q is None:
         return attention(q, k, v, bias, key_lengths=case.key_lengths, **options)
     return attention_varlen(q, k, v, bias, case.cu_q, case.cu_k, **options)
@@ -208,8 +223,9 @@ def ours(case: Case) -> dict[str, torch.Tensor]:
     leaves = {
         name: x.detach().requires_grad_(case.wants(name)) for name, x in case.inputs().items()
     }
-    bias = leaves.get("bias")
-    extra = {**case.options, "return_lse": True, "deterministic": case.deterministic}
+    bias = leaves.get("bias", case.bias)
+    extra = {**case.options, **case.dropout, "return_lse": True}
+    extra["deterministic"] = case.deterministic
     q, k, v = leaves["q"], leaves["k"], leaves["v"]
     if case.cu_q is None:
         out, lse = fm.flash_attention(q, k, v, bias=bias, key_lengths=case.key_lengths, **extra)
@@ -238,22 +254,26 @@ def floors(case: Case) -> dict[str, float]:
     """
     with torch.no_grad():
         wide = {name: x.double() for name, x in case.inputs().items()}
-        q, k, v, bias = (wide.get(name) for name in ("q", "k", "v", "bias"))
+        q, k, v = (wide[name] for name in ("q", "k", "v"))
+        bias = wide.get("bias", case.bias)
         g = case.grad_out.double()
         gl = g.new_zeros(g.shape[:-1]) if case.grad_lse is None else case.grad_lse.double()
         if case.cu_q is None:
             return dense_floors(
-                case.q.dtype, q, k, v, bias, g, gl, case.key_lengths, **case.options
+                case.q.dtype, q, k, v, bias, g, gl, case.key_lengths, case.kept, **case.options
             )
         most = dict.fromkeys(RESULTS, 0.0)
         gl = gl[..., None]  # with a last dimension, as sequences() wants
-        for *one, g_one, gl_one in sequences(case.cu_q, case.cu_k, q, k, v, bias, g, gl):
-            found = dense_floors(case.q.dtype, *one, g_one, gl_one[..., 0], None, **case.options)
+        parts = list(sequences(case.cu_q, case.cu_k, q, k, v, bias, g, gl))
+        every = [None] * len(parts) if case.kept is None else case.kept
+        for (*one, g_one, gl_one), kept in zip(parts, every, strict=True):
+            rest = (g_one, gl_one[..., 0], None, kept)
+            found = dense_floors(case.q.dtype, *one, *rest, **case.options)
             most = {name: max(most[name], found[name]) for name in RESULTS}
         return most
 
 
-def dense_floors(dtype, q, k, v, bias, g, gl, key_lengths, **options) -> dict[str, float]:
+def dense_floors(dtype, q, k, v, bias, g, gl, key_lengths, kept, **options) -> dict[str, float]:
     if not (q.numel() and k.numel()):
         return dict.fromkeys(RESULTS, 0.0)
     group = q.shape[-3] // k.shape[-3]
@@ -261,10 +281,12 @@ def dense_floors(dtype, q, k, v, bias, g, gl, key_lengths, **options) -> dict[st
     scale = abs(options["scale"]) if options.get("scale") is not None else q.shape[-1] ** -0.5
     p, lse = attention(q, k, None, bias, key_lengths=key_lengths, **options)
     a = scale * (q.abs() @ k.abs().mT)
+    bias = None if is_mask(bias) else bias
     if bias is not None:
         a = a + bias.masked_fill(bias == -torch.inf, 0).abs()
     p_a = p * (1 + 2 * a)
-    dp = g.abs() @ v.abs().mT
+    kept = torch.ones_like(p) if kept is None else kept.double()
+    dp = kept * (g.abs() @ v.abs().mT)
     eps = 4 * torch.finfo(dtype).eps if dtype == torch.float64 else torch.finfo(torch.float32).eps
     if q.is_cuda:
         # Tensor cores add in fp32 but cut off what does not fit, where ordinary adders round: up to
@@ -272,18 +294,18 @@ def dense_floors(dtype, q, k, v, bias, g, gl, key_lengths, **options) -> dict[st
         eps *= max(1, q.shape[-1] / 16)
     ds = eps * p_a * (dp + (p * dp).sum(-1, keepdim=True) + gl.abs()[..., None])
     if dtype in (torch.float16, torch.bfloat16):
-        delta = (p @ v).abs() * g.abs()
+        delta = ((p * kept) @ v).abs() * g.abs()
         ds = ds + torch.finfo(dtype).eps / 2 * p * delta.sum(-1, keepdim=True)
 
     def per_key_head(x):
         return x.unflatten(-3, (-1, group)).sum(-3)
 
     found = {
-        "out": 2 * eps * (p_a @ v.abs()),
+        "out": 2 * eps * ((p_a * kept) @ v.abs()),
         "lse": eps * (p_a.sum(-1) + lse.abs()).masked_fill(lse == -torch.inf, 0),
         "dq": scale * (ds @ k.abs()),
         "dk": scale * per_key_head(ds.mT @ q.abs()),
-        "dv": eps * per_key_head(p_a.mT @ g.abs()),
+        "dv": eps * per_key_head((p_a * kept).mT @ g.abs()),
         "dbias": ds if bias is None else ds.sum_to_size(bias.shape),
     }
     return {name: x.max().item() for name, x in found.items()}

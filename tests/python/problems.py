@@ -78,7 +78,7 @@ class Drawn:
 @dataclass(frozen=True)
 class Bias:
     shape: tuple[int, ...]  # ragged: only the number of heads, 1 or heads_q
-    dtype: str
+    dtype: str  # "bool": a mask, true where a number would not be -inf
     layout: str = "contiguous"
     masked: float = 0.0  # the share of entries that are -inf
     masked_rows: float = 0.0  # the share of rows that are -inf throughout
@@ -132,7 +132,7 @@ def draw_bias_shape(pick: Picker, full: tuple[int, ...]) -> tuple[int, ...]:
 def draw_bias(pick: Picker, dtype: str, shape: tuple[int, ...]) -> Bias:
     return Bias(
         shape=shape,
-        dtype=pick.choice((dtype, "float32")),
+        dtype=pick.choice((dtype, "float32", dtype, "float32", "bool")),
         layout=pick.choice(BIAS_LAYOUTS),
         masked=pick.choice((0.0, 0.0, 0.0, 0.2, 0.2, 0.9)),
         masked_rows=pick.choice((0.0, 0.0, 0.0, 0.0, 0.3)),
@@ -342,5 +342,6 @@ def build(problem: Problem, device: str = "cpu") -> Case:
         if spec.masked_rows and values.dim():
             row = torch.rand((*values.shape[:-1], 1), generator=generator) < spec.masked_rows
             values = values.masked_fill(row, -math.inf)
-        case.bias = laid_out(values.to(DTYPES[spec.dtype]).to(device), spec.layout, generator)
+        values = values != -math.inf if spec.dtype == "bool" else values.to(DTYPES[spec.dtype])
+        case.bias = laid_out(values.to(device), spec.layout, generator)
     return case

@@ -98,9 +98,9 @@ def test_flash_attn_signatures():
     }
 
 
-@pytest.mark.parametrize("name", ["dropout_p", "alibi_slopes", "block_table", "window_size"])
+@pytest.mark.parametrize("name", ["alibi_slopes", "block_table", "window_size"])
 def test_flash_attn_arguments_we_lack_are_refused_by_name(name):
-    bad = {"dropout_p": 0.1, "window_size": (-2, 0), "alibi_slopes": torch.rand(4)}
+    bad = {"window_size": (-2, 0), "alibi_slopes": torch.rand(4)}
     bad["block_table"] = torch.zeros(1, 1, dtype=torch.int32)
     refused = (NotImplementedError, RuntimeError, ValueError, TypeError)
     pattern = name.removesuffix("_size")
@@ -251,13 +251,6 @@ def test_sdpa_rows_without_keys_are_zero():
     assert out[0, 0, 2].eq(0).all() and out[0, 0, [0, 1, 3]].ne(0).all()
     out.sum().backward()
     assert q.grad.isfinite().all() and k.grad.isfinite().all() and v.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("grad", [False, True])
-def test_sdpa_dropout_is_refused(grad):
-    q = normal(1, 2, 9, 8, grad=grad)
-    with fm.enable_sdpa(), pytest.raises((RuntimeError, NotImplementedError), match="dropout"):
-        F.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
 
 
 def test_sdpa_mask_and_causal_are_refused_together():

@@ -60,7 +60,7 @@ DENSE = {
     "double value": ({"v": zeros(2, 2, 7, 6, dtype=double)}, V),
     "double bias": ({"bias": zeros(5, 7, dtype=double)}, B),
     "half bias to float32": ({"bias": zeros(5, 7, dtype=half)}, B),
-    "boolean bias": ({"bias": zeros(5, 7, dtype=torch.bool)}, B),
+    "boolean bias of another shape": ({"bias": zeros(7, 5, dtype=torch.bool)}, B),
     "integer bias": ({"bias": zeros(5, 7, dtype=integer)}, B),
     # device
     "key elsewhere": ({"k": zeros(2, 2, 7, 8, device="meta")}, K),
@@ -80,6 +80,17 @@ DENSE = {
     "causal is a tensor": ({"causal": torch.tensor([True, False])}, "causal"),
     # A number is taken from a tensor only where no gradient is lost by it.
     "scale with a gradient": ({"scale": torch.tensor(0.5, requires_grad=True)}, "scale"),
+    "dropout below 0": ({"dropout_p": -0.1}, "dropout_p"),
+    "dropout above 1": ({"dropout_p": 1.5}, "dropout_p"),
+    "dropout is NaN": ({"dropout_p": float("nan")}, "dropout_p"),
+    "dropout is a tensor": ({"dropout_p": torch.tensor(0.5)}, "dropout_p"),
+    "seed is text": ({"dropout_p": 0.1, "seed": "1"}, "seed"),
+    "seed is a fraction": ({"dropout_p": 0.1, "seed": 1.5}, "seed"),
+    "seed of 65 bits": ({"dropout_p": 0.1, "seed": 2**63}, "seed"),
+    "seed of another dtype": ({"dropout_p": 0.1, "seed": zeros(dtype=integer)}, "seed"),
+    "two seeds": ({"dropout_p": 0.1, "seed": zeros(2, dtype=torch.int64)}, "seed"),
+    "no seed": ({"dropout_p": 0.1, "seed": zeros(0, dtype=torch.int64)}, "seed"),
+    "seed elsewhere": ({"dropout_p": 0.1, "seed": zeros(dtype=torch.int64, device="meta")}, "seed"),
     "softcap with a gradient": ({"softcap": torch.tensor(5.0, requires_grad=True)}, "softcap"),
     # rank
     "no heads dimension": ({"q": zeros(2, 5, 8)}, Q),
@@ -221,7 +232,7 @@ def test_explain_refuses_the_same():
 
 def backward_arguments():
     q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 6)
-    options = (0, 0, False, -1, -1, None, 0.0, True)
+    options = (0, 0, False, -1, -1, None, 0.0, True, 0.0, None)
     out, lse = torch.ops.flashmoe.attention_forward(q, k, v, None, None, None, None, *options)
     named = {"grad_out": torch.randn_like(out), "grad_lse": torch.randn_like(lse)}
     named |= {"out": out, "lse": lse, "query": q, "key": k, "value": v, "bias": None}

@@ -13,9 +13,7 @@ from ..attention import flash_attention, flash_attention_varlen
 __all__ = ["flash_attn_func", "flash_attn_varlen_func"]
 
 
-def _refuse(dropout_p, alibi_slopes, block_table=None) -> None:
-    if dropout_p:
-        raise NotImplementedError(f"dropout_p={dropout_p} is not supported; use dropout_p=0.0")
+def _refuse(alibi_slopes, block_table=None) -> None:
     if alibi_slopes is not None:
         raise NotImplementedError(
             "alibi_slopes is not supported; pass the slopes as a bias to "
@@ -43,7 +41,7 @@ def flash_attn_func(
     With ``return_attn_probs`` returns ``(out, softmax_lse, None)``: flash-attn itself fills the
     third only for dropout tests.
     """
-    _refuse(dropout_p, alibi_slopes)
+    _refuse(alibi_slopes)
     out, lse = flash_attention(
         *(t.transpose(-3, -2) for t in (q, k, v)),
         causal=causal,
@@ -52,6 +50,7 @@ def flash_attn_func(
         softcap=softcap,
         return_lse=True,
         deterministic=deterministic,
+        dropout_p=dropout_p,
     )
     out = out.transpose(-3, -2)
     return (out, lse, None) if return_attn_probs else out
@@ -79,7 +78,7 @@ def flash_attn_varlen_func(
 
     With ``return_attn_probs`` returns ``(out, softmax_lse, None)``, softmax_lse being ``(H, T)``.
     """
-    _refuse(dropout_p, alibi_slopes, block_table)
+    _refuse(alibi_slopes, block_table)
     out, lse = flash_attention_varlen(
         q,
         k,
@@ -94,5 +93,6 @@ def flash_attn_varlen_func(
         softcap=softcap,
         return_lse=True,
         deterministic=deterministic,
+        dropout_p=dropout_p,
     )
     return (out, lse.transpose(0, 1), None) if return_attn_probs else out

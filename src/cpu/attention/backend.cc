@@ -112,6 +112,7 @@ Params make_params(const AttentionPlan& plan, const AttentionTensors& t) {
     p.cu_seqlens_q = integers(problem.ragged->cu_seqlens_q, t.cu_seqlens_q, g);
     p.cu_seqlens_k = integers(problem.ragged->cu_seqlens_k, t.cu_seqlens_k, g);
   }
+  if (t.seed) p.seed = static_cast<uint64_t>(*static_cast<const int64_t*>(t.seed));
   if (!by_queries(problem.pass)) {
     p.grad_out = operand(problem.grad_out, t.grad_out, g, true);
     p.grad_lse = operand(problem.grad_lse, t.grad_lse, g, false);

@@ -4,6 +4,8 @@
 //   dP^T = V dO^T   dS^T = P^T * (dP^T - delta)         dK += dS^T Q     (keys)
 //   delta = rowsum(O * dO) - dlse                       dQ += dS K       (queries)
 //
+// With dropout, what is kept of dP, scaled, takes its place, and that of P in dV.
+//
 // dQ of a block is finished when its keys have passed. dK and dV are summed over the queries in
 // fp32 (fp64) in scratch; where a head is cut into chunks, each chunk sums into memory of its own
 // and `reduce` adds the chunks up in their order. No two work items write to one place, and no sum
@@ -49,7 +51,8 @@ struct BackwardScratch {
   A* lse_rest;       // and what rounding took off it
   A* delta;          // ld
   Mask<A> mask;
-  A* partial;  // dK and dV of this item, when a head is not cut
+  Int<A>* keep;  // block_k x ld, with dropout
+  A* partial;    // dK and dV of this item, when a head is not cut
   size_t bytes;
 
   BackwardScratch(const Params& p, void* memory) {
@@ -80,6 +83,7 @@ struct BackwardScratch {
     delta = arena.take<A>(ld);
     mask.begin = arena.take<Int<A>>(ld);
     mask.end = arena.take<Int<A>>(ld);
+    keep = arena.take<Int<A>>(g.dropped ? p.block_k * ld : 0);
     partial = arena.take<A>(p.chunks == 1 ? partial_elems<A>(g) : 0);
     bytes = arena.used();
   }
@@ -87,10 +91,11 @@ struct BackwardScratch {
 
 // The tensors of one (batch, query head).
 struct HeadTensors {
+  int64_t head;
   Matrix query, key, value, bias, out, lse, grad_out, grad_lse, grad_query, grad_bias;
   Matrix tangent_query, tangent_key, tangent_value, tangent_bias, tangent_out, tangent_lse;
 
-  HeadTensors(const Params& p, const Sequence& s, int64_t head) {
+  HeadTensors(const Params& p, const Sequence& s, int64_t query_head) : head(query_head) {
     const int64_t head_k = head / p.geometry.group;
     query = matrix(p, p.query, s.batch, head, s.first_row);
     key = matrix(p, p.key, s.batch, head_k, s.first_key);
@@ -118,7 +123,9 @@ struct QueryBlock {
   typename M::Right queries, queries_t, grads, grads_t;
 };
 
-// The product of one row of two tensors like out.
+// The product of one row of two tensors like out. Where the first is 0 nobody looks at the second:
+// a row that dropout left nothing of sees no gradient. (In any other row a NaN in the gradient comes
+// in by dP, whatever out is.)
 template <class M, class A = typename M::A>
 A row_product(const Geometry& g, const Matrix& a, const Matrix& b, int64_t row,
               const BackwardScratch<M>& t) {
@@ -126,7 +133,8 @@ A row_product(const Geometry& g, const Matrix& a, const Matrix& b, int64_t row,
   const Block<A> y = load_block(b, row, 1, g.head_dim_v, t.rows + t.ld_out);
   Vec<A> sums = {};
   for (int64_t d = 0; d < t.ld_out; d += kLanes<A>) {
-    sums += load<Vec<A>>(x.data + d) * load<Vec<A>>(y.data + d);
+    const Vec<A> out = load<Vec<A>>(x.data + d);
+    sums += out == A(0) ? Vec<A>{} : out * load<Vec<A>>(y.data + d);
   }
   A sum = 0;
   for (int d = 0; d < kLanes<A>; ++d) sum += sums[d];
@@ -207,7 +215,7 @@ void softmax_gradient(const ScoreRule<A>& rule, int64_t keys, int64_t queries,
   }
 }
 
-// P^T and dS^T of one tile, dS being the gradient of q.k * scale.
+// P^T, as dV takes it, and dS^T of one tile, dS being the gradient of q.k * scale.
 template <class M>
 void score_gradients(const Params& p, const Sequence& s, const HeadTensors& x,
                      const QueryBlock<M>& q, const KeyBlock<M>& k, TileKind kind,
@@ -223,11 +231,19 @@ void score_gradients(const Params& p, const Sequence& s, const HeadTensors& x,
   } else {
     for (int64_t i = 0; i < k.keys * t.ld; ++i) t.dscores[i] = 0;
   }
+  const auto kept_scale = static_cast<A>(g.kept_scale);
+  if (g.dropped) {
+    draw_tile<A>(p, s.batch, x.head, q.row, q.padded, k.key, k.keys, t.keep, t.ld);
+    drop(t.keep, k.keys, q.padded, t.ld, kept_scale, A(0), t.dscores);
+  }
   const ScoreRule<A> rule(g, x.bias ? t.bias : nullptr, masked ? &t.mask : nullptr, t.ld);
   if (rule.plain()) {
     softmax_gradient<true>(rule, k.keys, q.padded, t);
   } else {
     softmax_gradient<false>(rule, k.keys, q.padded, t);
+  }
+  if (g.dropped) {
+    drop(t.keep, k.keys, q.padded, t.ld, kept_scale, kDroppedProbability<A>, t.scores);
   }
 }
 
@@ -303,7 +319,7 @@ void gradients_of_block(const Params& p, const Sequence& s, const HeadTensors& x
     const auto k = load_key_block(g, x, j, keys, t);
     score_gradients(p, s, x, q, k, kind, t);
     if (store_bias) store_bias_tile(x.grad_bias, row, rows, j, keys, t.bias, t.ld, t.bias_line);
-    accumulate_gradients(p, x, q, k, x.bias || kind == TileKind::kMasked, first,
+    accumulate_gradients(p, x, q, k, x.bias || kind == TileKind::kMasked || g.dropped, first,
                          grad_key + j * t.ld_in, grad_value + j * t.ld_out, t);
     first = false;
   }

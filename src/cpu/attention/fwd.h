@@ -8,6 +8,7 @@
 #pragma once
 
 #include "cpu/attention/contained.h"
+#include "cpu/attention/dropout.h"
 
 namespace flashmoe::cpu {
 namespace {
@@ -30,6 +31,7 @@ struct ForwardScratch {
   A* sum;          // ld
   A* correction;   // ld
   Mask<A> mask;    // ld each
+  Int<A>* keep;    // block_k x ld           with dropout
   size_t bytes;
 
   ForwardScratch(const Params& p, void* memory) {
@@ -52,6 +54,7 @@ struct ForwardScratch {
     correction = arena.take<A>(ld);
     mask.begin = arena.take<Int<A>>(ld);
     mask.end = arena.take<Int<A>>(ld);
+    keep = arena.take<Int<A>>(g.dropped ? p.block_k * ld : 0);
     bytes = arena.used();
   }
 };
@@ -200,11 +203,11 @@ void accumulate(const ForwardScratch<M>& t, int64_t rows, int64_t keys, const Ma
 
 template <class M, class A = typename M::A>
 void store_output(const ForwardScratch<M>& t, int64_t row, int64_t rows, const Matrix& out,
-                  const Matrix& lse, int64_t head_dim_v) {
+                  const Matrix& lse, int64_t head_dim_v, double kept_scale) {
   for (int64_t i = 0; i < rows; ++i) {
     A* from = t.out + i * t.ld_out;
     const bool empty = t.sum[i] == 0;  // no key allowed; a NaN is not empty
-    const A inverse = empty ? 0 : 1 / t.sum[i];
+    const A inverse = empty ? 0 : static_cast<A>(kept_scale) / t.sum[i];
     for (int64_t d = 0; d < head_dim_v; ++d) from[d] = empty ? 0 : from[d] * inverse;
     store_row(out.dtype, element(out, row + i, 0), out.col, head_dim_v, from);
     if (!lse) continue;
@@ -247,12 +250,17 @@ void forward_block(const Params& p, const Sequence& s, int64_t head, int64_t row
     } else {
       softmax_step<false>(rule, keys, padded, t);
     }
-    accumulate(t, rows, keys, value, j, first, bias || kind == TileKind::kMasked, g.head_dim_v);
+    if (g.dropped) {
+      draw_tile<A>(p, s.batch, head, row, padded, j, keys, t.keep, t.ld);
+      drop(t.keep, keys, padded, t.ld, A(1), kDroppedProbability<A>, t.scores);
+    }
+    accumulate(t, rows, keys, value, j, first, bias || kind == TileKind::kMasked || g.dropped,
+               g.head_dim_v);
     first = false;
   }
   const Matrix out = matrix(p, p.out, s.batch, head, s.first_row);
   const Matrix lse = matrix(p, p.lse, s.batch, head, s.first_row);
-  store_output(t, row, rows, out, lse, g.head_dim_v);
+  store_output(t, row, rows, out, lse, g.head_dim_v, g.kept_scale);
 }
 
 // Work item: (batch, query head, chunk of query blocks).

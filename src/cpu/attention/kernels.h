@@ -37,6 +37,8 @@ struct Params {
   Operand cu_seqlens_q, cu_seqlens_k;    // integers, by `row`
   const int64_t* bias_offset = nullptr;  // ragged: first packed row of each sequence
 
+  uint64_t seed = 0;  // of dropout
+
   int64_t block_q = 0, block_k = 0;  // tile of scores
   int64_t chunks = 1;                // pieces each (batch, head) is cut into
   // Gradients with chunks > 1: partial dK and dV, (batch, heads_k, chunks, len_k, D + Dv), each

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "attention/dropout.h"
 #include "attention/lengths.h"
 #include "attention/problem.h"
 #include "core/text.h"
@@ -113,6 +114,15 @@ class Layout {
   int64_t bias_step_h_ = 0, bias_step_q_ = 0, bias_step_k_ = 0;
 };
 
+// A boolean mask is the bias it stands for.
+Array load_bias(const std::optional<TensorSpec>& spec, const void* data) {
+  Array bias = load(spec, data);
+  if (spec && spec->dtype == DType::kBool) {
+    for (double& x : bias) x = x != 0 ? 0 : -kInfinity;
+  }
+  return bias;
+}
+
 // One key that a query row sees.
 struct Seen {
   int64_t key;       // position in the sequence
@@ -120,6 +130,7 @@ struct Seen {
   double cap_slope;  // derivative of softcap there,
   double cap_bend;   // and the second one
   double weight;     // softmax of the scores
+  double kept;       // 0 where dropout drops the pair; what it is multiplied by where not
 };
 
 struct Row {
@@ -152,8 +163,10 @@ class Oracle {
         query_(load(problem.query, tensors.query)),
         key_(load(problem.key, tensors.key)),
         value_(load(problem.value, tensors.value)),
-        bias_(load(problem.bias, tensors.bias)),
-        has_bias_(problem.bias.has_value()) {}
+        bias_(load_bias(problem.bias, tensors.bias)),
+        has_bias_(problem.bias.has_value()) {
+    if (tensors.seed) seed_ = static_cast<uint64_t>(*static_cast<const int64_t*>(tensors.seed));
+  }
 
   void forward(const AttentionProblem& problem, const AttentionTensors& tensors) const {
     // What a row without keys, and a token of no sequence, has.
@@ -163,7 +176,8 @@ class Oracle {
       const Row row = softmax(b, h, i);
       const int64_t place = layout_.row_q(b, h, i);
       for (const Seen& s : row.seen) {
-        add(&out[place * g_.head_dim_v], value_row(b, h, s.key), s.weight, g_.head_dim_v);
+        if (s.kept == 0 && !std::isnan(s.weight)) continue;  // its value is never looked at
+        add(&out[place * g_.head_dim_v], value_row(b, h, s.key), s.weight * s.kept, g_.head_dim_v);
       }
       lse[place] = row.lse;
     });
@@ -188,8 +202,10 @@ class Oracle {
       Array d_weight(row.seen.size());
       double mean = 0;
       for (size_t n = 0; d_out && n < row.seen.size(); ++n) {
-        d_weight[n] = dot(d_out, value_row(b, h, row.seen[n].key), g_.head_dim_v);
-        mean += row.seen[n].weight * d_weight[n];
+        const Seen& s = row.seen[n];
+        if (s.kept == 0) continue;
+        d_weight[n] = s.kept * dot(d_out, value_row(b, h, s.key), g_.head_dim_v);
+        mean += s.weight * d_weight[n];
       }
       const double d_lse = grad_lse.empty() ? 0 : grad_lse[place];
 
@@ -200,7 +216,9 @@ class Oracle {
         const double d_dot = d_score * s.cap_slope * g_.scale;
         add(&grad_query[place * g_.head_dim], &key_[place_k * g_.head_dim], d_dot, g_.head_dim);
         add(&grad_key[place_k * g_.head_dim], &query_[place * g_.head_dim], d_dot, g_.head_dim);
-        if (d_out) add(&grad_value[place_k * g_.head_dim_v], d_out, s.weight, g_.head_dim_v);
+        if (d_out && s.kept > 0) {
+          add(&grad_value[place_k * g_.head_dim_v], d_out, s.weight * s.kept, g_.head_dim_v);
+        }
         if (has_bias_) grad_bias[layout_.bias_element(b, h, i, s.key)] += d_score;
       }
     });
@@ -336,7 +354,8 @@ class Oracle {
             1 / (std::cosh(x) * std::cosh(x));  // 1 - tanh^2 would cancel where it saturates
         cap_bend = -2 * std::tanh(x) * cap_slope / g_.softcap;
       }
-      row.seen.push_back({j, score + bias, cap_slope, cap_bend, 0});
+      const bool kept = g_.dropped == 0 || dropout::keeps(seed_, g_.dropped, b, h, i, j);
+      row.seen.push_back({j, score + bias, cap_slope, cap_bend, 0, kept ? g_.kept_scale : 0});
     }
     if (row.seen.empty()) return row;
 
@@ -370,6 +389,7 @@ class Oracle {
   const Geometry& g_;
   Array query_, key_, value_, bias_;
   bool has_bias_;
+  uint64_t seed_ = 0;
 };
 
 }  // namespace

@@ -122,19 +122,30 @@ inline bool is_masked(A probability) {
   return probability == 0 && __builtin_signbit(probability);
 }
 
+// n numbers of a bias, `stride` apart; where it is a boolean mask, 0 for true and -inf for false.
+template <class A>
+void load_bias_row(DType dtype, const char* from, int64_t stride, int64_t n, A* to) {
+  if (dtype != DType::kBool) return load_row(dtype, from, stride, n, to);
+  if (stride == 1) {  // a loop that compilers make vectors of
+    for (int64_t i = 0; i < n; ++i) to[i] = from[i] ? A(0) : -kInf<A>;
+    return;
+  }
+  for (int64_t i = 0; i < n; ++i) to[i] = from[i * stride] ? A(0) : -kInf<A>;
+}
+
 // bias (keys x queries, transposed like the scores) for one tile.
 template <class A>
 void load_bias_tile(const Matrix& bias, int64_t row, int64_t rows, int64_t key, int64_t keys,
                     A* line, A* tile, int64_t ld) {
   if (bias.row == 1) {  // a transposed bias already lies the way we want it
     for (int64_t j = 0; j < keys; ++j) {
-      load_row(bias.dtype, element(bias, row, key + j), 1, rows, tile + j * ld);
+      load_bias_row(bias.dtype, element(bias, row, key + j), 1, rows, tile + j * ld);
       for (int64_t i = rows; i < ld; ++i) tile[j * ld + i] = 0;
     }
     return;
   }
   for (int64_t i = 0; i < rows; ++i) {
-    load_row(bias.dtype, element(bias, row + i, key), bias.col, keys, line + i * keys);
+    load_bias_row(bias.dtype, element(bias, row + i, key), bias.col, keys, line + i * keys);
   }
   transpose(line, keys, rows, keys, tile, ld);
 }

@@ -106,6 +106,11 @@ OPTIONS: dict[str, Callable[[Maker], list[Call]]] = {
     "ragged": lambda m: [ragged(m), ragged(m) | {"causal": True}],
     "ragged with a packed `bias`": lambda m: [ragged(m) | {"bias": m(48 * 64 + 32 * 36, 4)}],
     "`deterministic=True`": lambda m: [dense(m) | {"deterministic": True}],
+    "forward mode, second derivatives": lambda m: [
+        call | {"derivative": name}
+        for call in (dense(m) | {"bias": m(4, 48, 64)}, ragged(m))
+        for name in ("tangent", "second")
+    ],
     "`moe`, every activation": lambda m: [experts(m, name) for name in ACTIVATIONS],
     "`moe` with biases": lambda m: [experts(m, name, bias=True) for name in ("swiglu", "gelu")],
 }
@@ -123,7 +128,8 @@ def can_run(make_calls: Callable[[Maker], list[Call]], dtype: str, device: str, 
     try:
         for call in make_calls(meta):
             ask = getattr(flashmoe_science, call.pop("ask", "explain"))
-            ask(**call, backward=back, device=device)
+            passes = {} if "derivative" in call else {"backward": back}
+            ask(**call, **passes, device=device)
     except RuntimeError:
         return False
     return True

@@ -36,8 +36,8 @@ Status check_shape(const char* name, const TensorSpec& spec, const TensorSpec& l
 // `why` ends the message: "like query".
 Status check_dtype(const char* name, const TensorSpec& spec, DType want, const char* why);
 
-// A gradient or tangent, which may be absent, against the tensor it belongs to; `like` is null where the
-// problem has no such tensor.
+// A gradient or tangent, which may be absent, against the tensor it belongs to; `like` is null
+// where the problem has no such tensor.
 struct Gradient {
   const char* name;
   const std::optional<TensorSpec>* grad;

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
@@ -127,6 +128,91 @@ def test_every_element_teaches_its_own_expert(experts, threads, dtype):
     assert losses[-10:].mean() < 0.5 * losses[:10].mean()
     for layer, old in zip(model.layers, before, strict=True):
         assert ((layer.down - old).flatten(1).abs().amax(1) > 1e-3).all(), "of every expert"
+
+
+@pytest.fixture(scope="module")
+def forces(checkout):
+    return load(checkout, "forces")
+
+
+@pytest.fixture
+def clusters(forces):
+    torch.manual_seed(0)
+    return [(elements, x.double()) for elements, x in (forces.random_cluster() for _ in range(4))]
+
+
+def test_forces_are_what_the_energy_falls_by(forces, clusters):
+    model = forces.Potential(per_atom=-1.0).double()
+    batch, step = forces.pack(clusters), 1e-5
+    for energy in (model, forces.true_energy):
+        _, given = forces.energy_and_forces(energy, batch)
+        atom, axis = len(batch.elements) // 2, 1
+        moved = torch.zeros_like(batch.positions)
+        moved[atom, axis] = step
+        above, below = (
+            energy(batch._replace(positions=batch.positions + sign * moved)).sum()
+            for sign in (1, -1)
+        )
+        assert given.abs().max() > 1e-3
+        assert given[atom, axis].item() == pytest.approx(
+            (below - above).item() / (2 * step), rel=1e-5, abs=1e-8
+        )
+
+
+def test_a_loss_of_forces_teaches_what_plain_math_would(forces, clusters, monkeypatch):
+    model, batch = forces.Potential(per_atom=-1.0).double(), forces.pack(clusters)
+
+    def gradients():
+        _, pushed = forces.energy_and_forces(model, batch, train=True)
+        parameters = dict(model.named_parameters())
+        loss = (pushed - 1).square().sum()
+        found = torch.autograd.grad(loss, parameters.values(), materialize_grads=True)
+        return dict(zip(parameters, found, strict=True))
+
+    def plain(q, k, v, cu, *_, bias, return_lse):
+        outs, lses, start = [], [], 0
+        for first, last in pairwise(cu.tolist()):
+            n = last - first
+            pair = bias[start : start + n * n].unflatten(0, (n, n)).movedim(-1, 0)
+            start += n * n
+            a, b, c = (x[first:last].transpose(0, 1) for x in (q, k, v))
+            scores = a @ b.mT / q.shape[-1] ** 0.5 + pair
+            outs.append((scores.softmax(-1) @ c).transpose(0, 1))
+            lses.append(scores.logsumexp(-1).transpose(0, 1))
+        return torch.cat(outs), torch.cat(lses)
+
+    got = gradients()
+    monkeypatch.setattr(forces, "flash_attention_varlen", plain)
+    want = gradients()
+    for name, gradient in want.items():
+        torch.testing.assert_close(got[name], gradient, rtol=1e-8, atol=1e-10, msg=name)
+    taught = [name for name, gradient in got.items() if gradient.abs().max() > 1e-6]
+    assert {f"blocks.{i}.bias.{j}.weight" for i in (0, 1) for j in (0, 2)} <= set(taught)
+
+
+def test_energy_is_conserved_along_forces(forces, clusters, threads):
+    """The error of velocity Verlet falls with the square of the time step, if forces are true."""
+    threads(1)
+    torch.manual_seed(3)
+    model = forces.Potential(per_atom=-1.0).double()
+    for block in model.blocks:
+        block.bias[2].weight.data *= 10  # stronger forces
+    (long, motion), (short, _) = (
+        forces.drift(model, forces.pack(clusters), step, span=2) for step in (0.1, 0.05)
+    )
+    assert 0 < long < 0.01 * motion
+    assert 3.5 < long / short < 4.5
+
+
+@pytest.mark.slow
+def test_the_example_of_forces_learns(checkout):
+    printed = run(checkout / "examples" / "forces.py", "--steps", "300")
+    errors = [float(x) for x in re.findall(r"force error ([\d.]+)", printed)]
+    assert len(errors) == 10 and errors[-1] < 0.6 * errors[0]
+    motion, long, short = map(
+        float, re.search(r"up to ([\d.]+) meV.* by ([\d.]+) meV.* by ([\d.]+)", printed).groups()
+    )
+    assert long < 0.05 * motion and short < 0.35 * long, printed
 
 
 @pytest.mark.slow

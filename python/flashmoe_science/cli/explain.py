@@ -83,6 +83,11 @@ def add_attention_arguments(group: argparse._ArgumentGroup) -> None:
     add("--key-lengths", action="store_true", help="a key length for every batch entry")
     add("--ragged", action="store_true", help="packed sequences of at most --len and --kv-len")
     add("--deterministic", action="store_true", help="a bitwise reproducible backward pass")
+    add(
+        "--derivative",
+        choices=["tangent", "second"],
+        help="forward mode, or the backward pass of the backward pass",
+    )
 
 
 def add_moe_arguments(group: argparse._ArgumentGroup) -> None:
@@ -171,6 +176,7 @@ def arguments(args: argparse.Namespace) -> dict[str, Any]:
         "softcap": args.softcap,
         "backward": args.backward,
         "deterministic": args.deterministic,
+        "derivative": args.derivative,
     }
     if args.bias is not None:
         options["bias"] = meta(*args.bias, dtype=DTYPES[args.bias_dtype or args.dtype])

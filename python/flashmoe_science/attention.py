@@ -84,7 +84,7 @@ def _options(
     scale,
     softcap,
     deterministic,
-    dropout=(0.0, None),
+    dropout=None,
 ) -> tuple:
     """What the ops take after their tensors, in the order of their schema: only here.
 
@@ -105,7 +105,8 @@ def _options(
         scale,
         0.0 if softcap is None else softcap,
         are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
-        *dropout,
+        # A default of 0.0, here or of dropout_p, would be an input of traced graphs.
+        *((0.0, None) if dropout is None else dropout),
     )
 
 
@@ -122,7 +123,7 @@ def flash_attention(
     return_lse: bool = False,
     deterministic: bool | None = None,
     *,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     seed: int | Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``softmax(softcap(scale * q @ k^T) + bias, over the allowed keys) @ v``.
@@ -200,7 +201,7 @@ def flash_attention_varlen(
     return_lse: bool = False,
     deterministic: bool | None = None,
     *,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     seed: int | Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`flash_attention` over a ragged batch: sequences packed one after the other, unpadded.

@@ -56,7 +56,7 @@ def explain(
         ragged = _nested.as_ragged(q, k, v, bias=bias, key_lengths=key_lengths)
         tensors = dict(zip(tensors, (*ragged[:3], None, None), strict=True))
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = ragged[3:]
-    dropout = (0.0, None)
+    dropout = None
     if dropout_p != 0:
         dropout = (dropout_p, empty((), dtype=int64, device=q.device))
     options = (max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, deterministic)

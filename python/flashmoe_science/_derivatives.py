@@ -103,3 +103,8 @@ def without_autograd(*ops: str) -> None:
     """
     for op in ops:
         _fragment.impl(op, torch.library.fallthrough_kernel, "Autograd")
+
+
+def hear_of_writes(op: str, kernel: Callable) -> None:
+    """What an op that writes to its arguments does below autograd: tell it so."""
+    _fragment.impl(op, kernel, "ADInplaceOrView", with_keyset=True)

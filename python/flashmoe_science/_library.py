@@ -78,6 +78,21 @@ def _attention_backward_fake(
     return _gradients(likes, wanted)
 
 
+@torch.library.register_fake("flashmoe::attention_paged")
+@torch.library.register_fake("flashmoe::attention_paged_unchecked")
+def _attention_paged_fake(query, *arguments):
+    names = ("k_cache", "v_cache", "block_table", "seq_lens", "cu_seqlens_q", "sinks", "k_scale")
+    tensors = dict(zip((*names, "v_scale"), arguments, strict=False))
+    _check_devices("query", query, **tensors, out=arguments[-2], lse=arguments[-1])
+
+
+@torch.library.register_fake("flashmoe::cache_append")
+@torch.library.register_fake("flashmoe::cache_append_unchecked")
+def _cache_append_fake(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale):
+    caches = {"k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slot_mapping}
+    _check_devices("key", key, value=value, **caches, k_scale=k_scale, v_scale=v_scale)
+
+
 GATED = ("swiglu", "geglu", "reglu")
 
 
@@ -133,6 +148,12 @@ forward = torch.ops.flashmoe.attention_forward.default
 backward = torch.ops.flashmoe.attention_backward.default
 attention = torch.ops.flashmoe.attention.default
 explain = torch.ops.flashmoe.explain.default
+
+paged = torch.ops.flashmoe.attention_paged.default
+paged_unchecked = torch.ops.flashmoe.attention_paged_unchecked.default
+explain_paged = torch.ops.flashmoe.explain_paged.default
+append = torch.ops.flashmoe.cache_append.default
+append_unchecked = torch.ops.flashmoe.cache_append_unchecked.default
 
 moe_forward = torch.ops.flashmoe.moe_forward.default
 moe_backward = torch.ops.flashmoe.moe_backward.default

@@ -24,8 +24,8 @@ AttentionProblem problem_of(const Arguments& a, const Device& device) {
   return p;
 }
 
-// The query's layout, so that (B, S, H, D) storage in gives the same storage out. Another head dim
-// has no layout to follow.
+}  // namespace
+
 TensorSpec out_spec(const TensorSpec& query, const TensorSpec& value) {
   if (query.rank == 0 || value.rank == 0) return {};  // the planner says what is wrong
   if (query.size(-1) == value.size(-1)) return packed_like(query);
@@ -41,8 +41,6 @@ std::optional<TensorSpec> lse_spec(TensorSpec query) {
   query.dtype = query.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
   return packed(query);
 }
-
-}  // namespace
 
 ForwardCall forward_call(const Arguments& a, const Device& device) {
   ForwardCall call;

@@ -9,6 +9,19 @@
   "SymInt max_seqlen_k, bool causal, SymInt window_left, SymInt window_right, " \
   "float? scale, float softcap, bool deterministic"
 
+// PagedArguments (paged_arguments.h) in its order. An absent maximum is the bound that the shapes
+// give.
+#define FLASHMOE_PAGED_ARGUMENTS                                                        \
+  "Tensor query, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, " \
+  "Tensor? cu_seqlens_q, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, "             \
+  "SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool causal, SymInt window_left, "       \
+  "SymInt window_right, float? scale, float softcap"
+
+// AppendArguments (paged_arguments.h) in its order.
+#define FLASHMOE_APPEND_ARGUMENTS                                      \
+  "Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, " \
+  "Tensor slot_mapping, Tensor? k_scale, Tensor? v_scale"
+
 // MoeArguments (moe_arguments.h) in its order.
 #define FLASHMOE_MOE_ARGUMENTS                                                  \
   "Tensor x, Tensor gate_up, Tensor down, Tensor? up_bias, Tensor? down_bias, " \
@@ -23,6 +36,15 @@ STABLE_TORCH_LIBRARY(flashmoe, m) {
       ", bool needs_query, bool needs_key, bool needs_value, bool needs_bias)"
       " -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_bias)");
   m.def("explain(" FLASHMOE_ARGUMENTS ", bool backward, str device) -> str");
+
+  // Results are written where the caller wants them. Nothing here has a gradient: the plain names
+  // refuse to be asked for one, `unchecked` are for callers that have done so themselves.
+  m.def("attention_paged(" FLASHMOE_PAGED_ARGUMENTS ", Tensor(a!) out, Tensor(b!)? lse) -> ()");
+  m.def("attention_paged_unchecked(" FLASHMOE_PAGED_ARGUMENTS
+        ", Tensor(a!) out, Tensor(b!)? lse) -> ()");
+  m.def("explain_paged(" FLASHMOE_PAGED_ARGUMENTS ", bool return_lse, str device) -> str");
+  m.def("cache_append(" FLASHMOE_APPEND_ARGUMENTS ") -> ()");
+  m.def("cache_append_unchecked(" FLASHMOE_APPEND_ARGUMENTS ") -> ()");
 
   // Without `keep`, pre and routing are empty.
   m.def("moe_forward(" FLASHMOE_MOE_ARGUMENTS

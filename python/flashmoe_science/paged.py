@@ -1,0 +1,257 @@
+"""Attention over the pages of a cache, and writing to one: what serving engines are made of."""
+
+from __future__ import annotations
+
+from math import isfinite
+
+# By name: an attribute of torch costs 50 ns, and host time is counted.
+from torch import Tensor, empty_like, float32, float64, full
+from torch._C import _are_functorch_transforms_active
+from torch.compiler import is_compiling
+
+from . import _library
+from ._forward_only import ForwardOnly, note_writes
+from .attention import _check_tensors, _options
+
+__all__ = ["explain_paged", "flash_attention_paged", "kv_cache_append"]
+
+# Where the ops have these arguments: FLASHMOE_PAGED_ARGUMENTS and FLASHMOE_APPEND_ARGUMENTS.
+_PAGED = ForwardOnly(
+    _library.paged,
+    "flash_attention_paged",
+    {
+        "q": 0,
+        "k_cache": 1,
+        "v_cache": 2,
+        "sinks": 6,
+        "k_scale": 7,
+        "v_scale": 8,
+        "out": 16,
+        "lse": 17,
+    },
+    written=(16, 17),
+)
+_APPEND = ForwardOnly(
+    _library.append,
+    "kv_cache_append",
+    {"k": 0, "v": 1, "k_cache": 2, "v_cache": 3, "k_scale": 5, "v_scale": 6},
+    written=(2, 3),
+)
+
+
+def _scale(name: str, scale, like: Tensor) -> Tensor | None:
+    """On the device, where the kernels read it; nobody waits for that."""
+    if scale is None or isinstance(scale, Tensor):
+        return scale
+    try:
+        number = float(scale)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{name} must be a torch.Tensor or a number, not {type(scale).__name__}"
+        ) from None
+    if not (isfinite(number) and number > 0):
+        raise ValueError(f"{name} is {number}; it must be positive and finite")
+    return full((), number, dtype=float32, device=like.device)
+
+
+def _tensors(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, sinks, k_scale, v_scale):
+    """The inputs of the ops, in the order of their schema."""
+    if not (
+        isinstance(q, Tensor)
+        and isinstance(k_cache, Tensor)
+        and isinstance(v_cache, Tensor)
+        and isinstance(block_table, Tensor)
+        and isinstance(seq_lens, Tensor)
+        and (cu_seqlens_q is None or isinstance(cu_seqlens_q, Tensor))
+        and (sinks is None or isinstance(sinks, Tensor))
+    ):
+        caches = {"k_cache": k_cache, "v_cache": v_cache}
+        lengths = {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
+        _check_tensors(("cu_seqlens_q", "sinks"), q=q, **caches, **lengths, sinks=sinks)
+    if k_scale is not None or v_scale is not None:
+        k_scale, v_scale = _scale("k_scale", k_scale, q), _scale("v_scale", v_scale, q)
+    return q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, sinks, k_scale, v_scale
+
+
+def _score_options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap) -> tuple:
+    """Those of attention but the last: the forward pass is reproducible anyway."""
+    return _options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, False)[:-1]
+
+
+def _results(q, v_cache, out, return_lse) -> tuple[Tensor, Tensor | None]:
+    """Where the results go: to the caller's memory, or to new."""
+    lse = None
+    if out is None:
+        if v_cache.shape[-1:] == q.shape[-1:]:
+            out = empty_like(q)
+        else:
+            out = q.new_empty((*q.shape[:-1], *v_cache.shape[-1:]))
+    elif not isinstance(out, Tensor):
+        if not (isinstance(out, (tuple, list)) and len(out) == 2 and return_lse):
+            wanted = "a torch.Tensor or a pair of them" if return_lse else "a torch.Tensor"
+            raise TypeError(f"out must be {wanted}, not {type(out).__name__}")
+        out, lse = out
+        _check_tensors(**{"out[0]": out, "out[1]": lse})
+    if return_lse and lse is None:
+        lse = q.new_empty(q.shape[:-1], dtype=float64 if q.dtype == float64 else float32)
+    return out, lse
+
+
+def flash_attention_paged(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool = True,
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
+    out: Tensor | tuple[Tensor, Tensor] | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`flash_attention` of new tokens over keys and values that lie in the pages of a cache.
+
+    Decodes (one new token) and chunks of a prompt (many) go in one call. Forward only: where a
+    gradient would be wanted, the call is refused.
+
+    Args:
+        q: ``(T, Hq, D)``, the new tokens of all sequences one after the other, as ``cu_seqlens_q``
+            says; without it ``(B, Hq, D)``, one new token of each. float64, float32, float16 or
+            bfloat16. Head dims from 1 to 512.
+        k_cache: ``(blocks, page, Hk, D)``, a view with any strides (one half of rows that hold key
+            and value, head-major pages) and any page, also of 1 token; ``Hq`` is a multiple of
+            ``Hk``. In q's dtype, or float8_e4m3fn under float16 and bfloat16 queries. It is never
+            copied.
+        v_cache: ``(blocks, page, Hk, Dv)``.
+        block_table: ``(B, n)``, int32 or int64: key ``j`` of sequence ``i`` is row ``j % page`` of
+            block ``block_table[i, j // page]``. Entries past a sequence's last key are never read.
+        seq_lens: ``(B,)``, int32 or int64: the keys of each sequence, its new tokens among them
+            (write those with :func:`kv_cache_append` first). Its queries sit at its last positions.
+        cu_seqlens_q: ``(B + 1,)``, int32 or int64, starting at 0: sequence ``i`` has the queries
+            ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1]``, and may have none. Tokens after the last
+            entry give 0.
+        max_seqlen_q: at least the most new tokens of a sequence. A bound, and no length: one call,
+            captured in a CUDA graph, serves everything below it. ``T`` unless given.
+        max_seqlen_k: at least the most keys of a sequence; ``n * page`` unless given. Which keys
+            are summed together may depend on both bounds, never on the other sequences: under the
+            same bounds a sequence has the same bits alone and in any batch.
+        causal: row ``i`` of ``n`` sees the keys ``j <= i + seq_lens - n``.
+        sinks: ``(Hq,)``, float32 or q's dtype: ``exp(sink)`` joins the denominator of every row of
+            a head.
+        k_scale: what the numbers of a float8_e4m3fn ``k_cache`` are times of: float32 on q's
+            device, ``()``, ``(1,)`` or ``(Hk,)``; or a number, which is put there in every call.
+        v_scale: the same for ``v_cache``.
+        out: memory for the result, ``(T, Hq, Dv)`` in q's dtype with any strides; it is what is
+            returned. With ``return_lse`` also a pair ``(out, lse)``.
+        return_lse: also return the natural log of the softmax denominator, ``(T, Hq)``, in float32
+            (float64 for float64 inputs). Sinks count.
+
+    ``window``, ``scale`` and ``softcap`` are those of :func:`flash_attention`.
+
+    Returns:
+        ``out`` of shape ``(T, Hq, Dv)``, or ``(out, lse)``. Nothing waits for the device: on CUDA a
+        sequence whose lengths or blocks cannot be is NaN, and no other; on the CPU it is an error.
+    """
+    tensors = _tensors(
+        q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, sinks, k_scale, v_scale
+    )
+    options = _score_options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap)
+    out, lse = _results(q, v_cache, out, return_lse)
+    if is_compiling() or _are_functorch_transforms_active():
+        _library.paged(*tensors, *options, out, lse)
+    else:
+        _PAGED.refuse((*tensors[:3], *tensors[6:], out, lse))
+        _library.paged_unchecked(*tensors, *options, out, lse)
+        note_writes((out,) if lse is None else (out, lse))
+    return (out, lse) if return_lse else out
+
+
+def kv_cache_append(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
+) -> None:
+    """Writes keys and values of new tokens to a cache that :func:`flash_attention_paged` reads.
+
+    Args:
+        k: ``(T, Hk, D)``, float64, float32, float16 or bfloat16, with any strides.
+        v: ``(T, Hk, Dv)``.
+        k_cache: ``(blocks, page, Hk, D)``, written in place; in k's dtype or float8_e4m3fn, with
+            any strides.
+        v_cache: ``(blocks, page, Hk, Dv)``.
+        slot_mapping: ``(T,)``, int32 or int64: token ``t`` goes to row ``slot % page`` of block
+            ``slot // page``. A negative slot is padding and one past the cache is skipped: nothing
+            is written for either. No two tokens may have the same slot.
+        k_scale: for a float8_e4m3fn cache: ``k / k_scale`` is stored, rounded to nearest even and
+            held within +-448; a NaN stays one. As in :func:`flash_attention_paged`.
+        v_scale: the same for ``v``.
+    """
+    tensors = (k, v, k_cache, v_cache, slot_mapping)
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            caches = {"k_cache": k_cache, "v_cache": v_cache}
+            _check_tensors(k=k, v=v, **caches, slot_mapping=slot_mapping)
+    if k_scale is not None or v_scale is not None:
+        k_scale, v_scale = _scale("k_scale", k_scale, k), _scale("v_scale", v_scale, k)
+    if k_cache.requires_grad or v_cache.requires_grad:
+        name = "k_cache" if k_cache.requires_grad else "v_cache"
+        raise NotImplementedError(
+            f"kv_cache_append writes to {name}, which requires a gradient; pass {name}.detach() "
+            f"or make it without: {name}.requires_grad_(False)"
+        )
+    if is_compiling() or _are_functorch_transforms_active():
+        _library.append(*tensors, k_scale, v_scale)
+    else:
+        _APPEND.refuse((*tensors[:4], k_scale, v_scale))
+        _library.append_unchecked(*tensors, k_scale, v_scale)
+        note_writes((k_cache, v_cache))
+
+
+def explain_paged(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool = True,
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
+    return_lse: bool = False,
+    device: str | None = None,
+) -> str:
+    """Says which kernels would run for :func:`flash_attention_paged`, and why not others.
+
+    Takes its arguments; only shapes, strides and dtypes matter, so meta tensors do.
+
+    Args:
+        device: ask for another machine: ``"cpu"``, or a chip such as ``"sm_90"``.
+
+    Raises:
+        RuntimeError: nothing can run the call; the message says why and what would work.
+    """
+    tensors = _tensors(
+        q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, sinks, k_scale, v_scale
+    )
+    options = _score_options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap)
+    return _library.explain_paged(*tensors, *options, bool(return_lse), device or "")

@@ -4,41 +4,38 @@ from __future__ import annotations
 
 import torch
 from torch import is_grad_enabled
-from torch._C import _increment_version as note_writes
+from torch._C import _increment_version
 from torch.autograd import forward_ad
 
-from ._derivatives import (
-    Refusals,
-    below_autograd,
-    give_autograd,
-    hear_of_writes,
-    without_autograd,
-)
+from ._derivatives import Refusals, at_key, below_autograd, give_autograd, without_autograd
 
-# note_writes(tensors): a backward pass that has saved one of these for itself will fail, as after
-# any other write.
+
+def note_writes(tensors) -> None:
+    """A backward pass that has saved one of these for itself will fail, as after any write."""
+    _increment_version(tensors)
 
 
 class ForwardOnly:
     """What autograd and torch.func may know of such an op, and the refusal of all else.
 
     Traced graphs hold the op, which comes by here. What is called eagerly is its twin `unchecked`,
-    after refuse() and with note_writes(): through the dispatcher both cost 10 us.
+    between refuse() and note_writes(): the dispatcher takes 10 us to come by.
     """
 
-    def __init__(self, op, function: str, inputs: dict[str, int], written: tuple[int, ...]):
+    def __init__(self, op, unchecked, function: str, inputs: dict[str, int], written: dict):
         """``function``: the op's public name. ``inputs``: arguments that could have a gradient, and
-        where they are among the op's; ``written``: where those are that it writes to.
+        where they are among the op's. ``written``: the same for those it writes to.
         """
         self.function, self.names = function, tuple(inputs)
         self.refusals = Refusals(f"{function} has no forward-mode derivative", "")
+        name, twin = (x._schema.name.removeprefix("flashmoe::") for x in (op, unchecked))
 
         def refuse_then_run(*args) -> None:
             self.refuse([args[i] for i in inputs.values()])
             below_autograd(op)(*args)
 
         def note_then_run(keys, *args) -> None:
-            note_writes([args[i] for i in written if args[i] is not None])
+            note_writes([args[i] for i in written.values() if args[i] is not None])
             with torch._C._AutoDispatchBelowADInplaceOrView():
                 op.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *args)
 
@@ -47,10 +44,18 @@ class ForwardOnly:
                 f"{function} has no vmap: pass the sequences of all samples in one call"
             )
 
-        name = op._schema.name.removeprefix("flashmoe::")
+        def resolve_then_run(keys, *args) -> None:
+            # torch's own way takes it for granted that an op returns what it writes to.
+            for argument, i in written.items():
+                if args[i] is not None and args[i].is_neg():
+                    raise ValueError(f"{argument} is a lazily negated view; pass memory of its own")
+            unchecked(*(x.resolve_neg() if isinstance(x, torch.Tensor) else x for x in args))
+
         give_autograd(name, refuse_then_run)
-        hear_of_writes(name, note_then_run)
-        without_autograd(f"{name}_unchecked")
+        without_autograd(twin)
+        at_key(name, "ADInplaceOrView", note_then_run)
+        at_key(name, "Negative", resolve_then_run)
+        at_key(twin, "Negative", resolve_then_run)
         torch.library.register_vmap(f"flashmoe::{name}", refuse_vmap)
 
     def refuse(self, tensors) -> None:

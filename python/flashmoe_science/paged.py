@@ -16,26 +16,20 @@ from .attention import _check_tensors, _options
 __all__ = ["explain_paged", "flash_attention_paged", "kv_cache_append"]
 
 # Where the ops have these arguments: FLASHMOE_PAGED_ARGUMENTS and FLASHMOE_APPEND_ARGUMENTS.
+_RESULTS = {"out": 16, "lse": 17}
 _PAGED = ForwardOnly(
     _library.paged,
+    _library.paged_unchecked,
     "flash_attention_paged",
-    {
-        "q": 0,
-        "k_cache": 1,
-        "v_cache": 2,
-        "sinks": 6,
-        "k_scale": 7,
-        "v_scale": 8,
-        "out": 16,
-        "lse": 17,
-    },
-    written=(16, 17),
+    {"q": 0, "k_cache": 1, "v_cache": 2, "sinks": 6, "k_scale": 7, "v_scale": 8, **_RESULTS},
+    written=_RESULTS,
 )
 _APPEND = ForwardOnly(
     _library.append,
+    _library.append_unchecked,
     "kv_cache_append",
     {"k": 0, "v": 1, "k_cache": 2, "v_cache": 3, "k_scale": 5, "v_scale": 6},
-    written=(2, 3),
+    written={"k_cache": 2, "v_cache": 3},
 )
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from math import isfinite
 
 # By name: an attribute of torch costs 50 ns, and host time is counted.
-from torch import Tensor, empty_like, float32, float64, full
+from torch import Tensor, empty_like, float32, float64, full, is_grad_enabled
 from torch._C import _are_functorch_transforms_active
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from . import _library
@@ -67,19 +68,15 @@ def _tensors(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, sinks, k_
     return q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, sinks, k_scale, v_scale
 
 
-def _score_options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap) -> tuple:
-    """Those of attention but the last: the forward pass is reproducible anyway."""
-    return _options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, False)[:-1]
-
-
 def _results(q, v_cache, out, return_lse) -> tuple[Tensor, Tensor | None]:
     """Where the results go: to the caller's memory, or to new."""
     lse = None
     if out is None:
-        if v_cache.shape[-1:] == q.shape[-1:]:
-            out = empty_like(q)
-        else:
-            out = q.new_empty((*q.shape[:-1], *v_cache.shape[-1:]))
+        if q.dim() == 0 or v_cache.dim() == 0:
+            name = "q" if q.dim() == 0 else "v_cache"
+            raise ValueError(f"{name} is a number, shape (); it must have rows")
+        dim = v_cache.shape[-1]
+        out = empty_like(q) if q.shape[-1] == dim else q.new_empty((*q.shape[:-1], dim))
     elif not isinstance(out, Tensor):
         if not (isinstance(out, (tuple, list)) and len(out) == 2 and return_lse):
             wanted = "a torch.Tensor or a pair of them" if return_lse else "a torch.Tensor"
@@ -157,12 +154,14 @@ def flash_attention_paged(
     tensors = _tensors(
         q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, sinks, k_scale, v_scale
     )
-    options = _score_options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap)
+    # All but the last, deterministic: the forward pass always is.
+    options = _options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, False)[:-1]
     out, lse = _results(q, v_cache, out, return_lse)
     if is_compiling() or _are_functorch_transforms_active():
         _library.paged(*tensors, *options, out, lse)
     else:
-        _PAGED.refuse((*tensors[:3], *tensors[6:], out, lse))
+        if is_grad_enabled() or forward_ad._current_level >= 0:
+            _PAGED.refuse((*tensors[:3], *tensors[6:], out, lse))
         _library.paged_unchecked(*tensors, *options, out, lse)
         note_writes((out,) if lse is None else (out, lse))
     return (out, lse) if return_lse else out
@@ -209,7 +208,8 @@ def kv_cache_append(
     if is_compiling() or _are_functorch_transforms_active():
         _library.append(*tensors, k_scale, v_scale)
     else:
-        _APPEND.refuse((*tensors[:4], k_scale, v_scale))
+        if is_grad_enabled() or forward_ad._current_level >= 0:
+            _APPEND.refuse((*tensors[:4], k_scale, v_scale))
         _library.append_unchecked(*tensors, k_scale, v_scale)
         note_writes((k_cache, v_cache))
 
@@ -247,5 +247,5 @@ def explain_paged(
     tensors = _tensors(
         q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, sinks, k_scale, v_scale
     )
-    options = _score_options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap)
+    options = _options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, False)[:-1]
     return _library.explain_paged(*tensors, *options, bool(return_lse), device or "")

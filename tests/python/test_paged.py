@@ -18,6 +18,7 @@ from pages import FLOAT8, Problem
 
 ERRORS = (RuntimeError, TypeError, ValueError)
 PAGED = torch.ops.flashmoe.attention_paged.default
+PAGED_OUT = torch.ops.flashmoe.attention_paged_out.default
 
 CHUNK = 40  # random problems in one test
 
@@ -382,16 +383,14 @@ def test_torch_func_is_refused():
 # The op registry, torch.compile and torch.export.
 
 
-def op_arguments(problem: Problem, lse: bool) -> tuple:
+def op_arguments(problem: Problem) -> tuple:
+    """The inputs of the ops, and memory for their results."""
     made = pages.build(problem)
     get = made.options.get
-    tensors = (*made.tensors.values(), *(get(n) for n in ("cu_seqlens_q", "sinks")))
-    scales = (get("k_scale"), get("v_scale"))
-    bounds = (get("max_seqlen_q"), get("max_seqlen_k"))
-    results = (torch.empty(*made.results["out"].shape).to(made.tensors["q"].dtype), None)
-    if lse:
-        results = (results[0], made.results["lse"])
-    return (*tensors, *scales, *bounds, True, 30, -1, None, 0.0, *results)
+    names = ("cu_seqlens_q", "sinks", "k_scale", "v_scale", "max_seqlen_q", "max_seqlen_k")
+    inputs = (*made.tensors.values(), *map(get, names), True, 30, -1, None, 0.0)
+    # Without NaN: opcheck compares.
+    return inputs, tuple(torch.zeros_like(x) for x in made.results.values())
 
 
 @pytest.mark.parametrize("lse", [False, True])
@@ -406,18 +405,22 @@ def op_arguments(problem: Problem, lse: bool) -> tuple:
 )
 def test_opcheck(changes, lse):
     checks = {"test_utils": pages.CHECKS_OF_FLOAT8} if "float8" in changes else {}
-    torch.library.opcheck(PAGED, op_arguments(replace(PLAIN, **changes), lse), **checks)
+    inputs, (out, lse_memory) = op_arguments(replace(PLAIN, **changes))
+    torch.library.opcheck(PAGED, (*inputs, lse), **checks)
+    torch.library.opcheck(PAGED_OUT, (*inputs, out, lse_memory if lse else None), **checks)
 
 
-def test_the_op_itself_refuses_gradients():
-    """An exported graph calls it, with no Python of ours around it."""
-    arguments = op_arguments(PLAIN, lse=False)
-    out = arguments[-2]
+def test_the_ops_themselves_refuse_gradients():
+    """An exported graph calls them, with no Python of ours around them."""
+    inputs, (out, lse) = op_arguments(PLAIN)
     version = out._version
-    PAGED(*arguments)
+    PAGED_OUT(*inputs, out, lse)
     assert out._version > version  # autograd has heard of the write
-    with pytest.raises(NotImplementedError, match="no gradient"):
-        PAGED(arguments[0].clone().requires_grad_(), *arguments[1:])
+    assert same_bits(out, PAGED(*inputs, False)[0])
+    wanting = (inputs[0].clone().requires_grad_(), *inputs[1:])
+    for call in (lambda: PAGED(*wanting, False), lambda: PAGED_OUT(*wanting, out, None)):
+        with pytest.raises(NotImplementedError, match="no gradient"):
+            call()
 
 
 def step(q, k, v, cache, block_table, seq_lens, slot_mapping, out=None):

@@ -19,6 +19,7 @@ Status check_call(const AttentionPlan& plan, const AttentionTensors& t, const vo
           {"key_lengths", if_any(p.key_lengths), t.key_lengths},
           {"cu_seqlens_q", p.ragged ? &p.ragged->cu_seqlens_q : nullptr, t.cu_seqlens_q},
           {"cu_seqlens_k", p.ragged ? &p.ragged->cu_seqlens_k : nullptr, t.cu_seqlens_k},
+          {"sinks", if_any(p.sinks), t.sinks},
           {"out", &p.out, t.out},
           {"lse", if_any(p.lse), t.lse},
           {"grad_out", backward ? if_any(p.grad_out) : nullptr, t.grad_out},
@@ -27,6 +28,7 @@ Status check_call(const AttentionPlan& plan, const AttentionTensors& t, const vo
           {"grad_key", backward ? if_any(p.grad_key) : nullptr, t.grad_key},
           {"grad_value", backward ? if_any(p.grad_value) : nullptr, t.grad_value},
           {"grad_bias", backward ? if_any(p.grad_bias) : nullptr, t.grad_bias},
+          {"grad_sinks", backward ? if_any(p.grad_sinks) : nullptr, t.grad_sinks},
       },
       plan.workspace_bytes, workspace);
 }

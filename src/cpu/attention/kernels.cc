@@ -10,7 +10,7 @@ namespace {
 template <class M>
 constexpr Kernels kKernels = {
     M::kBlock,        M::kKeyStep, forward_scratch<M>, forward<M>,   backward_scratch<M>,
-    partial_bytes<M>, backward<M>, reduce<M>,          bias_grad<M>,
+    partial_bytes<M>, backward<M>, reduce<M>,          bias_grad<M>, sink_grad<M>,
 };
 
 }  // namespace

@@ -167,6 +167,13 @@ def flash_attn_with_kvcache(
         name, given = ("q", q) if q.dim() != 4 else ("k_cache", k_cache)
         raise ValueError(f"{name} has shape {tuple(given.shape)}; it must have 4 dimensions")
 
+    for name, tensor in {"q": q, "s_aux": s_aux}.items():  # before anything is written
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"flash_attn_with_kvcache has no gradient, and {name} would need one. Call "
+                f"it under torch.no_grad() or torch.inference_mode(), or pass {name}.detach()"
+            )
+
     (batch, length), page = q.shape[:2], k_cache.shape[1]
     steps = torch.arange(max(batch + 1, length, k.shape[1] if append else 0), device=q.device)
     # A contiguous cache is its sequence's one page.

@@ -126,8 +126,11 @@ OPTIONS: dict[str, Callable[[Maker], list[Call]]] = {
         *paged(m, softcap=20.0),
         *paged(m, sinks=m(4, dtype="float32")),
     ],
-    "pages, head dims 1 to 512": lambda m: [
-        call for dim in (1, 8, 24, 33, 64, 128, 192, 256, 512) for call in paged(m, dim=dim)
+    "pages, head dims 64 to 512": lambda m: [
+        call for dim in (64, 96, 128, 192, 256, 512) for call in paged(m, dim=dim)
+    ],
+    "pages, head dims 1 to 33": lambda m: [
+        call for dim in (1, 8, 20, 24, 33) for call in paged(m, dim=dim)
     ],
     "pages in fp8 (e4m3)": lambda m: paged(m, cache="float8_e4m3fn"),
     "`moe`, every activation": lambda m: [experts(m, name) for name in ACTIVATIONS],

@@ -172,9 +172,9 @@ def support_table() -> str:
         cells = [support_cell(make_calls, dtype, device) for device, dtype in columns]
         lines.append(markdown_row([name, *cells]))
     legend = (
-        f"{YES} forward and backward (of pages forward, all there is), {NO} refused with an error that says so. sm_75 is T4, sm_80 "
-        "A100 (8.6 and 8.9, RTX 30 and 40 and L4, answer alike), sm_90 H100 and H200. "
-        "`python -m flashmoe_science explain` answers for any other call."
+        f"{YES} forward and backward (of pages forward, all there is), {NO} refused with an error "
+        "that says so. sm_75 is T4, sm_80 A100 (8.6 and 8.9, RTX 30 and 40 and L4, answer alike), "
+        "sm_90 H100 and H200. `python -m flashmoe_science explain` answers for any other call."
     )
     return "\n".join([*lines, "", legend])
 

@@ -126,7 +126,8 @@ def flash_attn_with_kvcache(
             in q's dtype or, under 16-bit queries, float8_e4m3fn.
         v_cache: the same for values.
         k: ``(B, Snew, Hk, D)``: written to the cache in place, from position ``cache_seqlens`` on,
-            before anything is read. Tokens past its end are not written.
+            before anything is read. Where the cache is full nothing is written, and that sequence
+            is an error, on CUDA NaN.
         v: the same for values.
         rotary_cos: ``(positions, R)``, with ``k``: the first ``2 R`` of each row of the new keys
             are turned by the angles of their positions, and those of ``q`` too: at

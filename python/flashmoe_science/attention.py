@@ -5,7 +5,7 @@ from __future__ import annotations
 from operator import index
 
 # By name: an attribute of torch costs 50 ns, and host time is counted.
-from torch import Tensor, are_deterministic_algorithms_enabled, full, int64, randint
+from torch import Tensor, are_deterministic_algorithms_enabled, float32, full, int64, randint
 from torch._C import _are_functorch_transforms_active
 from torch.compiler import is_compiling
 
@@ -16,8 +16,11 @@ __all__ = ["flash_attention", "flash_attention_varlen"]
 
 
 def _in_autocast(tensors: tuple) -> tuple:
-    """query, key, value and bias as torch.autocast wants them."""
-    return *cast(tensors[:4]), *tensors[4:]
+    """query, key, value, bias and sinks as torch.autocast wants them; sinks may stay float32."""
+    q, k, v, bias, sinks, *lengths = tensors
+    if sinks is not None and sinks.dtype == float32:
+        return *cast((q, k, v, bias)), sinks, *lengths
+    return *cast((q, k, v, bias, sinks)), *lengths
 
 
 def _attend(tensors, options, return_lse):
@@ -123,6 +126,7 @@ def flash_attention(
     return_lse: bool = False,
     deterministic: bool | None = None,
     *,
+    sinks: Tensor | None = None,
     dropout_p: float = 0,
     seed: int | Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -150,6 +154,9 @@ def flash_attention(
             float32 (float64 for float64 inputs); it is differentiable too.
         deterministic: bitwise reproducible gradients. ``None`` follows
             :func:`torch.use_deterministic_algorithms`. On the CPU they always are.
+        sinks: ``(Hq,)``, in q's dtype or float32: ``exp(sink)`` joins the denominator of every row
+            of a head, as the score of a key whose value is 0. ``lse`` counts it; ``-inf`` is none.
+            Their gradient is bitwise reproducible.
         dropout_p: the share of weights that is dropped after the softmax, in any mode; the others
             are multiplied by ``1 / (1 - dropout_p)``. ``lse`` does not know of it.
         seed: which weights are dropped: an int, or one number in an int64 tensor on q's device.
@@ -164,21 +171,21 @@ def flash_attention(
 
     Returns:
         ``out`` of shape ``(..., Hq, Sq, Dv)``, or ``(out, lse)``. A row that may see no key is 0,
-        with ``lse = -inf``.
+        with ``lse = -inf``, or its sink.
     """
     # isinstance() costs 70 ns a tensor.
     plain = type(q) is type(k) is type(v) is Tensor
-    if not plain or bias is not None or key_lengths is not None:
-        optional = {"bias": bias, "key_lengths": key_lengths}
+    if not plain or bias is not None or key_lengths is not None or sinks is not None:
+        optional = {"bias": bias, "key_lengths": key_lengths, "sinks": sinks}
         _check_tensors(tuple(optional), q=q, k=k, v=v, **optional)
         if not plain and _nested.any_nested(q, k, v):
-            ragged = _nested.as_ragged(q, k, v, **optional)
+            ragged = _nested.as_ragged(q, k, v, bias=bias, key_lengths=key_lengths)
             options = (None, causal, window, scale, softcap, True, deterministic)
-            random = {"dropout_p": dropout_p, "seed": seed}
-            out, lse = flash_attention_varlen(*ragged, *options, **random)
+            more = {"sinks": sinks, "dropout_p": dropout_p, "seed": seed}
+            out, lse = flash_attention_varlen(*ragged, *options, **more)
             out = _nested.like(q, out)
             return (out, _nested.like(q, lse)) if return_lse else out
-    tensors = (q, k, v, bias, key_lengths, None, None)
+    tensors = (q, k, v, bias, sinks, key_lengths, None, None)
     options = (0, 0, causal, window, scale, softcap, deterministic)
     if dropout_p != 0:
         options = (*options, _dropout(dropout_p, seed, q.device))
@@ -201,6 +208,7 @@ def flash_attention_varlen(
     return_lse: bool = False,
     deterministic: bool | None = None,
     *,
+    sinks: Tensor | None = None,
     dropout_p: float = 0,
     seed: int | Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -223,10 +231,10 @@ def flash_attention_varlen(
     ``(Tq, Hq)``.
     """
     offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    _check_tensors(("bias",), q=q, k=k, v=v, **offsets, bias=bias)
+    _check_tensors(("bias", "sinks"), q=q, k=k, v=v, **offsets, bias=bias, sinks=sinks)
     if not type(q) is type(k) is type(v) is Tensor:
         _nested.refuse("flash_attention_varlen", q, k, v)
-    tensors = (q, k, v, bias, None, cu_seqlens_q, cu_seqlens_k)
+    tensors = (q, k, v, bias, sinks, None, cu_seqlens_q, cu_seqlens_k)
     options = (max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, deterministic)
     if dropout_p != 0:
         options = (*options, _dropout(dropout_p, seed, q.device))

@@ -22,6 +22,7 @@ def explain(
     key_lengths: Tensor | None = None,
     deterministic: bool = False,
     *,
+    sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
@@ -45,23 +46,24 @@ def explain(
     Raises:
         RuntimeError: nothing can run the call; the message says why and what would work.
     """
-    tensors = {"q": q, "k": k, "v": v, "bias": bias, "key_lengths": key_lengths}
     if derivative not in (None, "tangent", "second"):
         raise ValueError(f'derivative must be "tangent" or "second", got {derivative!r}')
     if derivative is not None and backward:
         raise ValueError("backward and derivative ask about different passes; give one of them")
-    optional = ("bias", "key_lengths", "cu_seqlens_q", "cu_seqlens_k")
-    _check_tensors(optional, **tensors, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    tensors = {"q": q, "k": k, "v": v, "bias": bias, "sinks": sinks, "key_lengths": key_lengths}
+    tensors |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    _check_tensors(("bias", "sinks", "key_lengths", "cu_seqlens_q", "cu_seqlens_k"), **tensors)
     if _nested.any_nested(q, k, v):
         ragged = _nested.as_ragged(q, k, v, bias=bias, key_lengths=key_lengths)
-        tensors = dict(zip(tensors, (*ragged[:3], None, None), strict=True))
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = ragged[3:]
+        (*qkv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) = ragged
+        cumulative = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        tensors |= dict(zip("qkv", qkv, strict=True)) | cumulative
     dropout = None
     if dropout_p != 0:
         dropout = (dropout_p, empty((), dtype=int64, device=q.device))
     options = (max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, deterministic)
     return _library.explain(
-        *_in_autocast((*tensors.values(), cu_seqlens_q, cu_seqlens_k)),
+        *_in_autocast(tuple(tensors.values())),
         *_options(*options, dropout),
         derivative or ("backward" if backward else "forward"),
         device or "",

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "attention/dropout.h"
+#include "attention/pages.h"
 #include "core/check.h"
 #include "core/text.h"
 
@@ -134,6 +135,19 @@ Status check_bias(const AttentionProblem& p) {
                  shape_text(want), ", (..., query heads, query length, key length)");
 }
 
+Status check_sinks(const AttentionProblem& p) {
+  const TensorSpec& sinks = *p.sinks;
+  FLASHMOE_RETURN_IF_ERROR(check_extent("sinks", sinks));
+  if (sinks.dtype != p.query.dtype && sinks.dtype != DType::kFloat32) {
+    return invalid("sinks is ", dtype_name(sinks.dtype), "; it must be ", dtype_name(p.query.dtype),
+                   " like query, or float32");
+  }
+  const int64_t heads = p.query.size(p.ragged || p.paged ? -2 : -3);
+  if (sinks.rank == 1 && sinks.shape[0] == heads) return {};
+  return invalid("sinks has shape ", shape_text(sinks), ", expected (", heads,
+                 ",), one for each query head");
+}
+
 Status check_options(const AttentionOptions& o) {
   if (o.window_left < -1 || o.window_right < -1) {
     return invalid("window is (", o.window_left, ", ", o.window_right,
@@ -191,10 +205,14 @@ Status check_backward(const AttentionProblem& p) {
       {"grad_key", &p.grad_key, &p.key},
       {"grad_value", &p.grad_value, &p.value},
       {"grad_bias", &p.grad_bias, if_any(p.bias)},
+      {"grad_sinks", &p.grad_sinks, if_any(p.sinks)},
   });
 }
 
 Status check_tangents(const AttentionProblem& p) {
+  if (p.sinks) {
+    return unsupported("sinks have no forward-mode and no second derivatives yet");
+  }
   if (p.options.dropout_p > 0) {
     return unsupported("dropout has no forward-mode and no second derivatives yet; with ",
                        "dropout_p=0 they are there");
@@ -222,9 +240,10 @@ Status check_tangents(const AttentionProblem& p) {
 }  // namespace
 
 Status check(const AttentionProblem& p) {
-  FLASHMOE_RETURN_IF_ERROR(check_query_key_value(p));
+  FLASHMOE_RETURN_IF_ERROR(p.paged ? check_paged(p) : check_query_key_value(p));
   if (p.ragged) FLASHMOE_RETURN_IF_ERROR(check_ragged(p));
   if (p.bias) FLASHMOE_RETURN_IF_ERROR(check_bias(p));
+  if (p.sinks) FLASHMOE_RETURN_IF_ERROR(check_sinks(p));
   if (p.key_lengths) {
     const TensorSpec& lengths = *p.key_lengths;
     FLASHMOE_RETURN_IF_ERROR(check_extent("key_lengths", lengths));
@@ -250,8 +269,14 @@ Status check(const AttentionProblem& p) {
 Geometry geometry(const AttentionProblem& p) {
   Geometry g;
   g.ragged = p.ragged.has_value();
-  const int head = g.ragged ? -2 : -3;
-  if (g.ragged) {
+  g.paged = p.paged.has_value();
+  const int head = g.packed() ? -2 : -3;
+  if (g.paged) {
+    g.batch = p.paged->block_table.shape[0];
+    g.len_q = p.paged->cu_seqlens_q ? p.paged->max_seqlen_q : 1;
+    g.len_k = p.paged->max_seqlen_k;
+    g.page = p.key.size(1);
+  } else if (g.ragged) {
     g.batch = p.ragged->cu_seqlens_q.shape[0] - 1;
     g.len_q = p.ragged->max_seqlen_q;
     g.len_k = p.ragged->max_seqlen_k;

@@ -18,11 +18,12 @@ std::optional<Placement> place_bias(const Arguments& a, const Device& device) {
   return Placement{outside, mask_as_numbers(outside, dtype, a.cu_seqlens_q.has_value()), true};
 }
 
-// Everything but query, key, value and what a pass adds. Lengths are read with whatever strides
-// they have.
+// Everything but query, key, value and what a pass adds. Lengths and sinks are read with whatever
+// strides they have.
 AttentionProblem problem_of(const Arguments& a, const Device& device) {
   AttentionProblem p;
   p.device = device;
+  p.sinks = spec_of("sinks", a.sinks);
   p.key_lengths = spec_of("key_lengths", a.key_lengths);
   if (a.cu_seqlens_q.has_value() != a.cu_seqlens_k.has_value()) {
     fail("cu_seqlens_q and cu_seqlens_k must be given together");
@@ -36,8 +37,8 @@ AttentionProblem problem_of(const Arguments& a, const Device& device) {
   return p;
 }
 
-// The query's layout, so that (B, S, H, D) storage in gives the same storage out. Another head dim
-// has no layout to follow.
+}  // namespace
+
 TensorSpec out_spec(const TensorSpec& query, const TensorSpec& value) {
   if (query.rank == 0 || value.rank == 0) return {};  // the planner says what is wrong
   if (query.size(-1) == value.size(-1)) return packed_like(query);
@@ -53,8 +54,6 @@ std::optional<TensorSpec> lse_spec(TensorSpec query) {
   query.dtype = query.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
   return packed(query);
 }
-
-}  // namespace
 
 ForwardCall forward_call(const Arguments& a, const Device& device) {
   ForwardCall call;
@@ -95,6 +94,7 @@ BackwardCall backward_call(const Arguments& a, const BackwardInputs& in, const D
   AttentionProblem& p = call.problem = problem_of(a, device);
   p.bias = inside(call.bias);
   if (in.needs_bias && p.bias) call.grad_bias = packed_like(call.bias->outside);
+  if (in.needs_sinks && p.sinks) p.grad_sinks = packed_like(*p.sinks);
   p.pass = Pass::kBackward;
   p.query = call.query.inside;
   p.key = call.key.inside;
@@ -128,7 +128,8 @@ Tangents bring_in(const Tangents& tangents, const TangentPlacements& placements,
   const Tangents there = {.query = bring_in(tangents.query, placements.query),
                           .key = bring_in(tangents.key, placements.key),
                           .value = bring_in(tangents.value, placements.value),
-                          .bias = start_aligned(tangents.bias)};
+                          .bias = start_aligned(tangents.bias),
+                          .sinks = tangents.sinks};
   tensors.tangent_query = data_of(there.query);
   tensors.tangent_key = data_of(there.key);
   tensors.tangent_value = data_of(there.value);

@@ -55,7 +55,8 @@ std::string explain_gradients(const Arguments& a, Pass pass, const Device& devic
                                      .needs_query = true,
                                      .needs_key = true,
                                      .needs_value = true,
-                                     .needs_bias = !is_mask(forward.bias)},
+                                     .needs_bias = !is_mask(forward.bias),
+                                     .needs_sinks = true},
                                     device);
   call.problem.pass = pass;
   if (pass == Pass::kSecond) add_tangents(forward, call.problem);

@@ -3,8 +3,10 @@
 //   S^T = K Q^T     P^T = exp2(S^T - lse)               dV += P^T dO     (keys)
 //   dP^T = V dO^T   dS^T = P^T * (dP^T - delta)         dK += dS^T Q     (keys)
 //   delta = rowsum(O * dO) - dlse                       dQ += dS K       (queries)
+//   dSink = -sum of exp(sink - lse) * delta             (rows of a head)
 //
-// With dropout, what is kept of dP, scaled, takes its place, and that of P in dV.
+// A sink is in O and lse, and changes nothing else. With dropout, what is kept of dP, scaled, takes
+// its place, and that of P in dV.
 //
 // dQ of a block is finished when its keys have passed. dK and dV are summed over the queries in
 // fp32 (fp64) in scratch; where a head is cut into chunks, each chunk sums into memory of its own
@@ -94,6 +96,7 @@ struct HeadTensors {
   int64_t head;
   Matrix query, key, value, bias, out, lse, grad_out, grad_lse, grad_query, grad_bias;
   Matrix tangent_query, tangent_key, tangent_value, tangent_bias, tangent_out, tangent_lse;
+  double sink;
 
   HeadTensors(const Params& p, const Sequence& s, int64_t query_head) : head(query_head) {
     const int64_t head_k = head / p.geometry.group;
@@ -113,6 +116,7 @@ struct HeadTensors {
     tangent_bias = bias_matrix(p, p.tangent_bias, s, head);
     tangent_out = matrix(p, p.tangent_out, s.batch, head, s.first_row);
     tangent_lse = matrix(p, p.tangent_lse, s.batch, head, s.first_row);
+    sink = sink_of<double>(p, head);
   }
 };
 
@@ -124,8 +128,8 @@ struct QueryBlock {
 };
 
 // The product of one row of two tensors like out. Where the first is 0 nobody looks at the second:
-// a row that dropout left nothing of sees no gradient. (In any other row a NaN in the gradient comes
-// in by dP, whatever out is.)
+// a row that dropout left nothing of sees no gradient. (In any other row a NaN in the gradient
+// comes in by dP, whatever out is.)
 template <class M, class A = typename M::A>
 A row_product(const Geometry& g, const Matrix& a, const Matrix& b, int64_t row,
               const BackwardScratch<M>& t) {
@@ -300,12 +304,25 @@ void store_bias_tile(const Matrix& grad_bias, int64_t row, int64_t rows, int64_t
   }
 }
 
+// What the rows of a block add to the gradient of their head's sink.
+template <class Scratch>
+double sink_gradient(double sink, int64_t rows, const Scratch& t) {
+  if (sink == -kInf<double>) return 0;
+  double sum = 0;
+  for (int64_t i = 0; i < rows; ++i) {
+    sum -= __builtin_exp2(sink * kLog2e - t.lse[i] - t.lse_rest[i]) * t.delta[i];
+  }
+  return sum;
+}
+
 template <class Scratch, class A = typename Scratch::A>
 void gradients_of_block(const Params& p, const Sequence& s, const HeadTensors& x, int64_t row,
-                        int64_t rows, A* grad_key, A* grad_value, const Scratch& t) {
+                        int64_t rows, A* grad_key, A* grad_value, double* grad_sink,
+                        const Scratch& t) {
   const Geometry& g = p.geometry;
   const bool store_bias = p.bias_grad == Params::BiasGrad::kDirect;
   const auto q = load_query_block(g, x, row, rows, t);
+  if (grad_sink) *grad_sink += sink_gradient(x.sink, rows, t);
   bool first = true;
   for (int64_t j = 0; j < s.all_keys; j += p.block_k) {
     const int64_t keys = smaller(p.block_k, s.all_keys - j);
@@ -378,13 +395,16 @@ void gradients(const Params& p, int64_t item, void* scratch) {
   A* grad_value = partial + g.len_k * t.ld_in;
   for (int64_t i = 0; i < s.all_keys * t.ld_in; ++i) grad_key[i] = 0;
   for (int64_t i = 0; i < s.all_keys * t.ld_out; ++i) grad_value[i] = 0;
+  double* grad_sinks = p.grad_sinks ? p.sink_partial + item * g.group : nullptr;
+  for (int64_t h = 0; grad_sinks && h < g.group; ++h) grad_sinks[h] = 0;
 
   const int64_t blocks = (s.rows + p.block_q - 1) / p.block_q;
   const int64_t units = blocks * g.group;
   for (int64_t u = units * chunk / p.chunks; u < units * (chunk + 1) / p.chunks; ++u) {
     const HeadTensors x(p, s, head_k * g.group + u / blocks);
     const int64_t row = u % blocks * p.block_q;
-    gradients_of_block(p, s, x, row, smaller(p.block_q, s.rows - row), grad_key, grad_value, t);
+    gradients_of_block(p, s, x, row, smaller(p.block_q, s.rows - row), grad_key, grad_value,
+                       grad_sinks ? grad_sinks + u / blocks : nullptr, t);
   }
   if (p.chunks == 1) store_key_gradients<A>(p, s, head_k, 0, s.all_keys, partial, 1);
 }
@@ -502,6 +522,22 @@ void bias_gradient(const Params& p, int64_t item, void* scratch) {
   const int64_t rows = p.bias_rows ? smaller(p.block_q, s.rows - row) : 1;
   const int64_t keys = p.bias_cols ? smaller(p.block_k, s.all_keys - key) : 1;
   store_bias_tile(grad_bias, row, rows, key, keys, t.bias_sum, t.ld, t.bias_line);
+}
+
+// Work item: one query head, over the whole batch in its order.
+template <class M>
+void sink_grad(const Params& p, int64_t head, void*) {
+  using A = typename M::A;
+  const Geometry& g = p.geometry;
+  double sum = 0;
+  for (int64_t item = head / g.group * p.chunks; item < p.items; item += g.heads_k * p.chunks) {
+    for (int64_t c = 0; c < p.chunks; ++c) {
+      sum += p.sink_partial[(item + c) * g.group + head % g.group];
+    }
+  }
+  const A value = static_cast<A>(sum);
+  const Matrix grad_sinks = matrix(p, p.grad_sinks, 0, head, 0);
+  store_row(grad_sinks.dtype, grad_sinks.data, 1, 1, &value);
 }
 
 template <class Scratch>

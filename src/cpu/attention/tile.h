@@ -82,6 +82,15 @@ bool load_lse(const Matrix& lse, int64_t row, A* base2, A* rest) {
   return natural != -kInf<A>;
 }
 
+// The score that a head's sink adds to every softmax; -inf where there is none.
+template <class A>
+A sink_of(const Params& p, int64_t head) {
+  A sink = -kInf<A>;
+  const Matrix m = matrix(p, p.sinks, 0, head, 0);
+  if (m) load_row(m.dtype, m.data, 1, 1, &sink);
+  return sink;
+}
+
 // The queries of one block against the mask: each may see the keys [begin, end), both relative to
 // the tile at hand, and both rising with the query.
 template <class A>
@@ -104,11 +113,12 @@ inline TileKind tile_kind(const Params& p, const Sequence& s, int64_t row, int64
   return last.begin <= key && first.end >= key + keys ? TileKind::kFull : TileKind::kMasked;
 }
 
+// A tile of several heads has so many columns for each row.
 template <class A>
 void set_mask(const Params& p, const Sequence& s, int64_t row, int64_t rows, int64_t padded,
-              int64_t key, int64_t keys, const Mask<A>& mask) {
+              int64_t key, int64_t keys, const Mask<A>& mask, int64_t heads = 1) {
   for (int64_t i = 0; i < padded; ++i) {
-    const KeyRange range = i < rows ? row_range(p, s, row + i) : KeyRange{};
+    const KeyRange range = i < rows ? row_range(p, s, (row + i) / heads) : KeyRange{};
     mask.begin[i] = static_cast<Int<A>>(smaller(larger(range.begin - key, 0), keys));
     mask.end[i] = static_cast<Int<A>>(smaller(larger(range.end - key, 0), keys));
   }

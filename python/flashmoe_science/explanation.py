@@ -49,13 +49,11 @@ def explain(
         ragged = _nested.as_ragged(q, k, v, bias=bias, key_lengths=key_lengths)
         tensors = dict(zip(tensors, (*ragged[:3], None, None), strict=True))
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = ragged[3:]
-    dropout = None
-    if dropout_p != 0:
-        dropout = (dropout_p, empty((), dtype=int64, device=q.device))
-    options = (max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, deterministic)
+    seed = None if dropout_p == 0 else empty((), dtype=int64, device=q.device)
+    lengths = (max_seqlen_q, max_seqlen_k)
     return _library.explain(
         *_in_autocast((*tensors.values(), cu_seqlens_q, cu_seqlens_k)),
-        *_options(*options, dropout),
+        *_options(*lengths, causal, window, scale, softcap, deterministic, dropout_p, seed),
         backward,
         device or "",
     )

@@ -25,7 +25,7 @@ PARTS = ("support", "speed")
 YES, NO = "\N{CHECK MARK}", "\N{EN DASH}"
 DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 Maker = Callable[..., Any]  # makes a meta tensor of a size, in the dtype asked about or another
-Call = dict[str, Any]  # arguments of explain()
+Call = dict[str, Any]  # arguments of explain(), or of the function of that package named in "ask"
 
 
 def backends() -> dict[str, tuple[str, ...]]:
@@ -68,6 +68,23 @@ def transposed(meta: Maker) -> Call:
     return {name: meta(2, 64, 4, 65)[..., :64].transpose(1, 2) for name in "qkv"}
 
 
+def experts(meta: Maker, activation: str = "swiglu", bias: bool = False) -> Call:
+    """48 tokens, 2 of 8 experts each."""
+    rows = 2 * 64 if activation.endswith("glu") else 64
+    biases = {"up_bias": meta(8, rows), "down_bias": meta(8, 32)} if bias else {}
+    return {
+        "ask": "explain_moe",
+        "x": meta(48, 32),
+        "gate_up": meta(8, rows, 32),
+        "down": meta(8, 32, 64),
+        "ids": meta(48, 2, dtype="int32"),
+        "activation": activation,
+        **biases,
+    }
+
+
+ACTIVATIONS = ("swiglu", "geglu", "reglu", "silu", "gelu", "relu")
+
 # What a row of the table asks: every call must be possible for a tick.
 OPTIONS: dict[str, Callable[[Maker], list[Call]]] = {
     "head dims 64 and 128": lambda m: [dense(m, dim=d) for d in (64, 128)],
@@ -89,6 +106,8 @@ OPTIONS: dict[str, Callable[[Maker], list[Call]]] = {
     "ragged": lambda m: [ragged(m), ragged(m) | {"causal": True}],
     "ragged with a packed `bias`": lambda m: [ragged(m) | {"bias": m(48 * 64 + 32 * 36, 4)}],
     "`deterministic=True`": lambda m: [dense(m) | {"deterministic": True}],
+    "`moe`, every activation": lambda m: [experts(m, name) for name in ACTIVATIONS],
+    "`moe` with biases": lambda m: [experts(m, name, bias=True) for name in ("swiglu", "gelu")],
 }
 
 
@@ -96,14 +115,15 @@ def can_run(make_calls: Callable[[Maker], list[Call]], dtype: str, device: str, 
     """Asks the planner."""
     import torch
 
-    from flashmoe_science import explain
+    import flashmoe_science
 
     def meta(*size: int, dtype: str = dtype) -> torch.Tensor:
         return torch.empty(*size, dtype=getattr(torch, dtype), device="meta")
 
     try:
         for call in make_calls(meta):
-            explain(**call, backward=back, device=device)
+            ask = getattr(flashmoe_science, call.pop("ask", "explain"))
+            ask(**call, backward=back, device=device)
     except RuntimeError:
         return False
     return True

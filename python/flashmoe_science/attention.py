@@ -56,8 +56,11 @@ def _window(window) -> tuple[int, int]:
     return left, right
 
 
-def _seed(seed, device) -> Tensor:
+def _seed(dropout_p, seed, device) -> Tensor:
     """A number in the device's memory: a captured graph draws a new one in each replay."""
+    _check_numbers(dropout_p=dropout_p)
+    if not 0 <= dropout_p <= 1:  # before anything is drawn
+        raise ValueError(f"dropout_p is {dropout_p}; it must be from 0 to 1")
     if seed is None:
         return randint(2**63 - 1, (), dtype=int64, device=device)
     if isinstance(seed, Tensor):
@@ -71,14 +74,6 @@ def _seed(seed, device) -> Tensor:
     return full((), number, dtype=int64, device=device)
 
 
-def _dropout(dropout_p, seed, device) -> tuple[float, Tensor | None]:
-    """The last two of the options."""
-    _check_numbers(dropout_p=dropout_p)
-    if not 0 <= dropout_p <= 1:  # before a seed is drawn
-        raise ValueError(f"dropout_p is {dropout_p}; it must be from 0 to 1")
-    return dropout_p, _seed(seed, device)
-
-
 def _options(
     max_seqlen_q,
     max_seqlen_k,
@@ -87,7 +82,8 @@ def _options(
     scale,
     softcap,
     deterministic,
-    dropout=None,
+    dropout_p=0,
+    seed=None,
 ) -> tuple:
     """What the ops take after their tensors, in the order of their schema: only here.
 
@@ -108,8 +104,8 @@ def _options(
         scale,
         0.0 if softcap is None else softcap,
         are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
-        # A default of 0.0, here or of dropout_p, would be an input of traced graphs.
-        *((0.0, None) if dropout is None else dropout),
+        dropout_p,
+        seed,
     )
 
 
@@ -127,7 +123,7 @@ def flash_attention(
     deterministic: bool | None = None,
     *,
     sinks: Tensor | None = None,
-    dropout_p: float = 0,
+    dropout_p: float = 0,  # torch.compile would make an input of 0.0
     seed: int | Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``softmax(softcap(scale * q @ k^T) + bias, over the allowed keys) @ v``.
@@ -186,10 +182,9 @@ def flash_attention(
             out = _nested.like(q, out)
             return (out, _nested.like(q, lse)) if return_lse else out
     tensors = (q, k, v, bias, sinks, key_lengths, None, None)
-    options = (0, 0, causal, window, scale, softcap, deterministic)
-    if dropout_p != 0:
-        options = (*options, _dropout(dropout_p, seed, q.device))
-    return _attend(tensors, _options(*options), return_lse)
+    seed = None if dropout_p == 0 else _seed(dropout_p, seed, q.device)
+    options = _options(0, 0, causal, window, scale, softcap, deterministic, dropout_p, seed)
+    return _attend(tensors, options, return_lse)
 
 
 def flash_attention_varlen(
@@ -235,7 +230,7 @@ def flash_attention_varlen(
     if not type(q) is type(k) is type(v) is Tensor:
         _nested.refuse("flash_attention_varlen", q, k, v)
     tensors = (q, k, v, bias, sinks, None, cu_seqlens_q, cu_seqlens_k)
-    options = (max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, deterministic)
-    if dropout_p != 0:
-        options = (*options, _dropout(dropout_p, seed, q.device))
-    return _attend(tensors, _options(*options), return_lse)
+    seed = None if dropout_p == 0 else _seed(dropout_p, seed, q.device)
+    lengths = (max_seqlen_q, max_seqlen_k)
+    options = _options(*lengths, causal, window, scale, softcap, deterministic, dropout_p, seed)
+    return _attend(tensors, options, return_lse)

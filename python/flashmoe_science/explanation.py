@@ -58,13 +58,11 @@ def explain(
         (*qkv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) = ragged
         cumulative = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
         tensors |= dict(zip("qkv", qkv, strict=True)) | cumulative
-    dropout = None
-    if dropout_p != 0:
-        dropout = (dropout_p, empty((), dtype=int64, device=q.device))
-    options = (max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, deterministic)
+    seed = None if dropout_p == 0 else empty((), dtype=int64, device=q.device)
+    lengths = (max_seqlen_q, max_seqlen_k)
     return _library.explain(
         *_in_autocast(tuple(tensors.values())),
-        *_options(*options, dropout),
+        *_options(*lengths, causal, window, scale, softcap, deterministic, dropout_p, seed),
         derivative or ("backward" if backward else "forward"),
         device or "",
     )

@@ -1,7 +1,6 @@
 // Who will do it. Candidates are looked at best first; each one passed over leaves its reason in
 // the plan.
 #include "attention/problem.h"
-#include "core/text.h"
 #include "cpu/attention/backend.h"
 #include "cpu/targets.h"
 #include "cuda/attention/planner.h"
@@ -26,7 +25,6 @@ Result<AttentionPlan> plan(const AttentionProblem& problem) {
     return plan;
   }
   if (Status status = cpu::check_device(problem.device); !status.ok()) return status;
-  if (problem.paged) return unsupported("no CPU kernel of this build reads keys in pages");
   plan.family = "cpu";
   plan.candidates = cpu::candidates();
   cpu::cut(plan);

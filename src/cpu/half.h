@@ -1,5 +1,6 @@
-// float16, bfloat16 and float8_e4m3fn to and from double, in portable C++ and rounded once to nearest even. For
-// the oracle and the tests, where plainness counts; the kernels have instructions for this.
+// float16, bfloat16 and float8_e4m3fn to and from double, in portable C++ and rounded once to
+// nearest even. For the oracle and the tests, where plainness counts; the kernels have instructions
+// for this.
 #pragma once
 
 #include <algorithm>

@@ -243,9 +243,9 @@ inline void narrow_fp16(uint16_t* p, Vec<float> v) {
 #endif
 }
 
-// float8_e4m3fn: sign, 4 bits of exponent (bias 7), 3 of mantissa; no infinity, all bits set is NaN.
-// Every number is one of fp16 and of bf16, so widening is exact. Narrowing rounds to nearest even
-// and holds within +-448; NaN stays NaN.
+// float8_e4m3fn: sign, 4 bits of exponent (bias 7), 3 of mantissa; no infinity, all bits set is
+// NaN. Every number is one of fp16 and of bf16, so widening is exact. Narrowing rounds to nearest
+// even and holds within +-448; NaN stays NaN.
 constexpr int kSmallestNormalE4m3 = 8;  // 2^-6; below it units of 2^-9
 constexpr int kNanE4m3 = 0x7f;
 
@@ -273,7 +273,8 @@ inline uint8_t to_e4m3(A x) {
   }
   const U u = bits_as<U>(size), bias = sizeof(A) == sizeof(float) ? 120 : 1016;
   const U even = u >> kRest & 1;
-  return static_cast<uint8_t>(sign | (((u + (U(1) << (kRest - 1)) - 1 + even) >> kRest) - bias * 8));
+  return static_cast<uint8_t>(sign |
+                              (((u + (U(1) << (kRest - 1)) - 1 + even) >> kRest) - bias * 8));
 }
 
 // Two vectors of floats from as many bytes. As fp16 with the same bits of exponent a number is 2^-8

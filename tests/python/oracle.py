@@ -307,9 +307,13 @@ def tolerance(got, want, by_math, floor: float) -> float:
     return (0 if got.dtype == torch.float64 else 2 * theirs) + rounding + floor
 
 
-def compare(case: Case, got: dict[str, torch.Tensor]) -> list[str]:
-    """What is wrong with `got`, one line per result; empty when all is well."""
-    want, by_math, floor = reference(case), math(case), floors(case)
+def compare(case: Case, got: dict[str, torch.Tensor], rounded: Case | None = None) -> list[str]:
+    """What is wrong with `got`, one line per result; empty when all is well.
+
+    `rounded` is the case as plain torch can compute it, where that has inputs of its own.
+    """
+    rounded = case if rounded is None else rounded
+    want, by_math, floor = reference(case), math(rounded), floors(rounded)
     complaints = []
     for name, a in got.items():
         b = want[name]

@@ -84,6 +84,11 @@ OPTIONS: dict[str, Callable[[Maker], list[Call]]] = {
         dense(m) | {"bias": m(*size)} for size in ((2, 4, 48, 64), (4, 48, 64), (2, 1, 1, 64))
     ],
     "`bias` in fp32": lambda m: [dense(m) | {"bias": m(2, 4, 48, 64, dtype="float32")}],
+    "`sinks` and their gradient": lambda m: [
+        call | {"sinks": sinks}
+        for call in (dense(m), ragged(m), dense(m) | {"bias": m(4, 48, 64)})
+        for sinks in (m(4), m(4, dtype="float32"))
+    ],
     "ragged": lambda m: [ragged(m), ragged(m) | {"causal": True}],
     "ragged with a packed `bias`": lambda m: [ragged(m) | {"bias": m(48 * 64 + 32 * 36, 4)}],
     "`deterministic=True`": lambda m: [dense(m) | {"deterministic": True}],

@@ -50,15 +50,15 @@ def _gradients(likes, wanted) -> tuple[torch.Tensor, ...]:
     )
 
 
-def _check_attention_devices(query, key, value, bias, key_lengths, cu_q, cu_k, **more) -> None:
+def _check_attention_devices(q, k, v, bias, sinks, key_lengths, cu_q, cu_k, **more) -> None:
     lengths = {"key_lengths": key_lengths, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
-    _check_devices("query", query, key=key, value=value, bias=bias, **lengths, **more)
+    _check_devices("query", q, key=k, value=v, bias=bias, sinks=sinks, **lengths, **more)
 
 
 @torch.library.register_fake("flashmoe::attention")
 @torch.library.register_fake("flashmoe::attention_forward")
-def _attention_fake(query, key, value, bias, key_lengths, cu_q, cu_k, *options):
-    _check_attention_devices(query, key, value, bias, key_lengths, cu_q, cu_k)
+def _attention_fake(query, key, value, bias, sinks, key_lengths, cu_q, cu_k, *options):
+    _check_attention_devices(query, key, value, bias, sinks, key_lengths, cu_q, cu_k)
     if query.shape[-1] == value.shape[-1]:
         out = torch.empty_like(query)
     else:
@@ -68,14 +68,15 @@ def _attention_fake(query, key, value, bias, key_lengths, cu_q, cu_k, *options):
 
 @torch.library.register_fake("flashmoe::attention_backward")
 def _attention_backward_fake(
-    grad_out, grad_lse, out, lse, query, key, value, bias, key_lengths, cu_q, cu_k, *rest
+    grad_out, grad_lse, out, lse, query, key, value, bias, sinks, key_lengths, cu_q, cu_k, *rest
 ):
     results = {"out": out, "lse": lse, "grad_out": grad_out, "grad_lse": grad_lse}
-    _check_attention_devices(query, key, value, bias, key_lengths, cu_q, cu_k, **results)
-    needs = rest[-4:]
-    likes = (query, key, value, query if bias is None else bias)
-    wanted = (*needs[:3], needs[3] and bias is not None)
-    return _gradients(likes, wanted)
+    _check_attention_devices(query, key, value, bias, sinks, key_lengths, cu_q, cu_k, **results)
+    inputs, needs = (query, key, value, bias, sinks), rest[-5:]
+    return _gradients(
+        (query if x is None else x for x in inputs),
+        (need and x is not None for x, need in zip(inputs, needs, strict=True)),
+    )
 
 
 @torch.library.register_fake("flashmoe::attention_paged")

@@ -25,7 +25,7 @@ struct BackwardInputs {
   TensorSpec lse;
   std::optional<Placement> grad_out;
   std::optional<TensorSpec> grad_lse;
-  bool needs_query, needs_key, needs_value, needs_bias;
+  bool needs_query, needs_key, needs_value, needs_bias, needs_sinks;
 };
 
 struct BackwardCall {

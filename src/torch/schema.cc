@@ -3,10 +3,11 @@
 #include <torch/csrc/stable/library.h>
 
 // Arguments (arguments.h) in its order; the options are those of AttentionOptions.
-#define FLASHMOE_ARGUMENTS                                                      \
-  "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? key_lengths, " \
-  "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, "           \
-  "SymInt max_seqlen_k, bool causal, SymInt window_left, SymInt window_right, " \
+#define FLASHMOE_ARGUMENTS                                                             \
+  "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? sinks, "              \
+  "Tensor? key_lengths, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "                  \
+  "SymInt max_seqlen_q, SymInt max_seqlen_k, bool causal, SymInt window_left, SymInt " \
+  "window_right, "                                                                     \
   "float? scale, float softcap, bool deterministic"
 
 // PagedArguments (paged_arguments.h) in its order. An absent maximum is the bound that the shapes
@@ -33,8 +34,9 @@ STABLE_TORCH_LIBRARY(flashmoe, m) {
   m.def(
       "attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor out, Tensor "
       "lse, " FLASHMOE_ARGUMENTS
-      ", bool needs_query, bool needs_key, bool needs_value, bool needs_bias)"
-      " -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_bias)");
+      ", bool needs_query, bool needs_key, bool needs_value, bool needs_bias, bool needs_sinks)"
+      " -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_bias, "
+      "Tensor grad_sinks)");
   m.def("explain(" FLASHMOE_ARGUMENTS ", bool backward, str device) -> str");
 
   // Results are written where the caller wants them. Nothing here has a gradient: the plain names

@@ -80,6 +80,7 @@ def add_attention_arguments(group: argparse._ArgumentGroup) -> None:
     add("--window", type=pair, metavar="LEFT,RIGHT", help="keys seen on each side, -1 = no limit")
     add("--scale", type=float, help="default: 1 / sqrt(dim)")
     add("--softcap", type=float, help="c of c * tanh(x / c)")
+    add("--sinks", action="store_true", help="a sink for every query head, in fp32")
     add("--key-lengths", action="store_true", help="a key length for every batch entry")
     add("--ragged", action="store_true", help="packed sequences of at most --len and --kv-len")
     add("--deterministic", action="store_true", help="a bitwise reproducible backward pass")
@@ -174,6 +175,8 @@ def arguments(args: argparse.Namespace) -> dict[str, Any]:
     }
     if args.bias is not None:
         options["bias"] = meta(*args.bias, dtype=DTYPES[args.bias_dtype or args.dtype])
+    if args.sinks:
+        options["sinks"] = meta(args.heads, dtype="float32")
     if args.key_lengths:
         options["key_lengths"] = meta(args.batch, dtype="int32")
     if args.ragged:

@@ -44,8 +44,9 @@ struct Params {
   Operand query, key, value;  // (..., H, S, D)
   bool has_bias = false;      // as planned: scratch has room for it
   Operand bias;               // (..., H, Sq, Sk); ragged: row is the stride of the packed dimension
+  Operand sinks;              // (H)
   Operand out, lse;
-  Operand grad_out, grad_lse, grad_query, grad_key, grad_value, grad_bias;
+  Operand grad_out, grad_lse, grad_query, grad_key, grad_value, grad_bias, grad_sinks;
   Operand key_lengths;                   // one integer per batch, by `lead`
   Operand cu_seqlens_q, cu_seqlens_k;    // integers, by `row`
   const int64_t* bias_offset = nullptr;  // ragged: first packed row of each sequence
@@ -61,6 +62,9 @@ struct Params {
   // Backward with chunks > 1: partial dK and dV, (batch, heads_k, chunks, len_k, D + Dv), each
   // dimension padded as the kernels pad it. Paged: see PagedSequence.
   void* partial = nullptr;
+  // Backward where dSinks is wanted: what each work item of the main pass adds to it.
+  double* sink_partial = nullptr;  // (items, heads_q / heads_k)
+  int64_t items = 0;
 
   // How dBias comes about. kDirect: no two (batch, head) share an element, so the main pass writes
   // it. kShared: elements are sums over broadcast dimensions, made by a pass of their own, one tile
@@ -83,6 +87,7 @@ struct Kernels {
   void (*backward)(const Params&, int64_t item, void* scratch);   // dQ, dK, dV, direct dBias
   void (*reduce)(const Params&, int64_t item, void* scratch);     // sums the chunks' dK and dV
   void (*bias_grad)(const Params&, int64_t item, void* scratch);  // shared dBias, one tile
+  void (*sink_grad)(const Params&, int64_t item, void* scratch);  // sums dSinks, one head
   size_t (*paged_scratch)(const Params&);
   void (*paged)(const Params&, int64_t item, void* scratch);  // forward, one part of a tile's keys
   void (*combine)(const Params&, int64_t task, void* scratch);  // adds up a tile's parts

@@ -105,6 +105,6 @@ def without_autograd(*ops: str) -> None:
         _fragment.impl(op, torch.library.fallthrough_kernel, "Autograd")
 
 
-def hear_of_writes(op: str, kernel: Callable) -> None:
-    """What an op that writes to its arguments does below autograd: tell it so."""
-    _fragment.impl(op, kernel, "ADInplaceOrView", with_keyset=True)
+def at_key(op: str, key: str, kernel: Callable) -> None:
+    """What an op does where the dispatcher comes by that key; the kernel is given those to come."""
+    _fragment.impl(op, kernel, key, with_keyset=True)

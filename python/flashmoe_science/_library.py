@@ -55,15 +55,19 @@ def _check_attention_devices(q, k, v, bias, sinks, key_lengths, cu_q, cu_k, **mo
     _check_devices("query", q, key=k, value=v, bias=bias, sinks=sinks, **lengths, **more)
 
 
-@torch.library.register_fake("flashmoe::attention")
-@torch.library.register_fake("flashmoe::attention_forward")
-def _attention_fake(query, key, value, bias, sinks, key_lengths, cu_q, cu_k, *options):
-    _check_attention_devices(query, key, value, bias, sinks, key_lengths, cu_q, cu_k)
+def _attention_results(query, value) -> tuple[torch.Tensor, torch.Tensor]:
     if query.shape[-1] == value.shape[-1]:
         out = torch.empty_like(query)
     else:
         out = query.new_empty((*query.shape[:-1], value.shape[-1]))
     return out, query.new_empty(query.shape[:-1], dtype=_wide(query.dtype))
+
+
+@torch.library.register_fake("flashmoe::attention")
+@torch.library.register_fake("flashmoe::attention_forward")
+def _attention_fake(query, key, value, bias, sinks, key_lengths, cu_q, cu_k, *options):
+    _check_attention_devices(query, key, value, bias, sinks, key_lengths, cu_q, cu_k)
+    return _attention_results(query, value)
 
 
 @torch.library.register_fake("flashmoe::attention_backward")
@@ -79,12 +83,25 @@ def _attention_backward_fake(
     )
 
 
-@torch.library.register_fake("flashmoe::attention_paged")
-@torch.library.register_fake("flashmoe::attention_paged_unchecked")
-def _attention_paged_fake(query, *arguments):
+def _check_paged_devices(query, *arguments, **results) -> None:
     names = ("k_cache", "v_cache", "block_table", "seq_lens", "cu_seqlens_q", "sinks", "k_scale")
     tensors = dict(zip((*names, "v_scale"), arguments, strict=False))
-    _check_devices("query", query, **tensors, out=arguments[-2], lse=arguments[-1])
+    _check_devices("query", query, **tensors, **results)
+
+
+@torch.library.register_fake("flashmoe::attention_paged")
+@torch.library.register_fake("flashmoe::attention_paged_unchecked")
+def _attention_paged_fake(query, k_cache, v_cache, *rest):
+    _check_paged_devices(query, k_cache, v_cache, *rest)
+    out, lse = _attention_results(query, v_cache)
+    return out, lse if rest[-1] else query.new_empty((0,), dtype=torch.float32)
+
+
+@torch.library.register_fake("flashmoe::attention_paged_out")
+@torch.library.register_fake("flashmoe::attention_paged_out_unchecked")
+def _attention_paged_out_fake(*arguments):
+    *inputs, out, lse = arguments
+    _check_paged_devices(*inputs, out=out, lse=lse)
 
 
 @torch.library.register_fake("flashmoe::cache_append")
@@ -150,11 +167,7 @@ backward = torch.ops.flashmoe.attention_backward.default
 attention = torch.ops.flashmoe.attention.default
 explain = torch.ops.flashmoe.explain.default
 
-paged = torch.ops.flashmoe.attention_paged.default
-paged_unchecked = torch.ops.flashmoe.attention_paged_unchecked.default
 explain_paged = torch.ops.flashmoe.explain_paged.default
-append = torch.ops.flashmoe.cache_append.default
-append_unchecked = torch.ops.flashmoe.cache_append_unchecked.default
 
 moe_forward = torch.ops.flashmoe.moe_forward.default
 moe_backward = torch.ops.flashmoe.moe_backward.default

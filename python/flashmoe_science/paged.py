@@ -5,37 +5,26 @@ from __future__ import annotations
 from math import isfinite
 
 # By name: an attribute of torch costs 50 ns, and host time is counted.
-from torch import Tensor, empty_like, float32, float64, full
-from torch._C import _are_functorch_transforms_active
-from torch.compiler import is_compiling
+from torch import Tensor, float32, float64, full
 
 from . import _library
-from ._forward_only import ForwardOnly, note_writes
+from ._forward_only import ForwardOnly
 from .attention import _check_tensors, _options
 
 __all__ = ["explain_paged", "flash_attention_paged", "kv_cache_append"]
 
-# Where the ops have these arguments: FLASHMOE_PAGED_ARGUMENTS and FLASHMOE_APPEND_ARGUMENTS.
-_PAGED = ForwardOnly(
-    _library.paged,
-    "flash_attention_paged",
-    {
-        "q": 0,
-        "k_cache": 1,
-        "v_cache": 2,
-        "sinks": 6,
-        "k_scale": 7,
-        "v_scale": 8,
-        "out": 16,
-        "lse": 17,
-    },
-    written=(16, 17),
+# Where the ops have these arguments: schema.cc.
+_INPUTS = {"q": 0, "k_cache": 1, "v_cache": 2, "sinks": 6, "k_scale": 7, "v_scale": 8}
+_RESULTS = {"out": 16, "lse": 17}
+_paged = ForwardOnly("attention_paged", "flash_attention_paged", _INPUTS, {})
+_paged_out = ForwardOnly(
+    "attention_paged_out", "flash_attention_paged", {**_INPUTS, **_RESULTS}, _RESULTS
 )
-_APPEND = ForwardOnly(
-    _library.append,
+_append = ForwardOnly(
+    "cache_append",
     "kv_cache_append",
     {"k": 0, "v": 1, "k_cache": 2, "v_cache": 3, "k_scale": 5, "v_scale": 6},
-    written=(2, 3),
+    {"k_cache": 2, "v_cache": 3},
 )
 
 
@@ -73,28 +62,18 @@ def _tensors(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, sinks, k_
     return q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, sinks, k_scale, v_scale
 
 
-def _score_options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap) -> tuple:
-    """Those of attention but the last: the forward pass is reproducible anyway."""
-    return _options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, False)[:-1]
-
-
-def _results(q, v_cache, out, return_lse) -> tuple[Tensor, Tensor | None]:
-    """Where the results go: to the caller's memory, or to new."""
-    lse = None
-    if out is None:
-        if v_cache.shape[-1:] == q.shape[-1:]:
-            out = empty_like(q)
-        else:
-            out = q.new_empty((*q.shape[:-1], *v_cache.shape[-1:]))
-    elif not isinstance(out, Tensor):
-        if not (isinstance(out, (tuple, list)) and len(out) == 2 and return_lse):
-            wanted = "a torch.Tensor or a pair of them" if return_lse else "a torch.Tensor"
-            raise TypeError(f"out must be {wanted}, not {type(out).__name__}")
-        out, lse = out
-        _check_tensors(**{"out[0]": out, "out[1]": lse})
-    if return_lse and lse is None:
-        lse = q.new_empty(q.shape[:-1], dtype=float64 if q.dtype == float64 else float32)
-    return out, lse
+def _memory(q, out, return_lse) -> tuple[Tensor, Tensor | None]:
+    """For the results: what the caller gave, and for lse new memory if it gave none."""
+    if isinstance(out, Tensor):
+        if not return_lse:
+            return out, None
+        wide = float64 if q.dtype == float64 else float32
+        return out, q.new_empty(q.shape[:-1], dtype=wide)
+    if not (return_lse and isinstance(out, (tuple, list)) and len(out) == 2):
+        wanted = "a torch.Tensor or a pair of them" if return_lse else "a torch.Tensor"
+        raise TypeError(f"out must be {wanted}, not {type(out).__name__}")
+    _check_tensors(**{"out[0]": out[0], "out[1]": out[1]})
+    return tuple(out)
 
 
 def flash_attention_paged(
@@ -163,14 +142,13 @@ def flash_attention_paged(
     tensors = _tensors(
         q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, sinks, k_scale, v_scale
     )
-    options = _score_options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap)
-    out, lse = _results(q, v_cache, out, return_lse)
-    if is_compiling() or _are_functorch_transforms_active():
-        _library.paged(*tensors, *options, out, lse)
+    # All but the last, deterministic: the forward pass always is.
+    options = _options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, False)[:-1]
+    if out is None:
+        out, lse = _paged(*tensors, *options, bool(return_lse))
     else:
-        _PAGED.refuse((*tensors[:3], *tensors[6:], out, lse))
-        _library.paged_unchecked(*tensors, *options, out, lse)
-        note_writes((out,) if lse is None else (out, lse))
+        out, lse = _memory(q, out, return_lse)
+        _paged_out(*tensors, *options, out, lse)
     return (out, lse) if return_lse else out
 
 
@@ -212,12 +190,7 @@ def kv_cache_append(
             f"kv_cache_append writes to {name}, which requires a gradient; pass {name}.detach() "
             f"or make it without: {name}.requires_grad_(False)"
         )
-    if is_compiling() or _are_functorch_transforms_active():
-        _library.append(*tensors, k_scale, v_scale)
-    else:
-        _APPEND.refuse((*tensors[:4], k_scale, v_scale))
-        _library.append_unchecked(*tensors, k_scale, v_scale)
-        note_writes((k_cache, v_cache))
+    _append(*tensors, k_scale, v_scale)
 
 
 def explain_paged(
@@ -253,5 +226,5 @@ def explain_paged(
     tensors = _tensors(
         q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, sinks, k_scale, v_scale
     )
-    options = _score_options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap)
+    options = _options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, False)[:-1]
     return _library.explain_paged(*tensors, *options, bool(return_lse), device or "")

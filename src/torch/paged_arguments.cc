@@ -26,14 +26,16 @@ PagedArguments PagedArguments::read(ArgumentReader& in) {
 }
 
 PagedForwardArguments PagedForwardArguments::read(ArgumentReader& in) {
+  return {.call = PagedArguments::read(in), .return_lse = in.next<bool>()};
+}
+
+PagedOutArguments PagedOutArguments::read(ArgumentReader& in) {
   return {
       .call = PagedArguments::read(in), .out = in.next<Tensor>(), .lse = in.next<OptionalTensor>()};
 }
 
 ExplainPagedArguments ExplainPagedArguments::read(ArgumentReader& in) {
-  return {.call = PagedArguments::read(in),
-          .return_lse = in.next<bool>(),
-          .device = in.next<std::string>()};
+  return {.forward = PagedForwardArguments::read(in), .device = in.next<std::string>()};
 }
 
 AppendArguments AppendArguments::read(ArgumentReader& in) {
@@ -44,6 +46,19 @@ AppendArguments AppendArguments::read(ArgumentReader& in) {
           .slot_mapping = in.next<Tensor>(),
           .k_scale = in.next<OptionalTensor>(),
           .v_scale = in.next<OptionalTensor>()};
+}
+
+void check_same_device(const PagedArguments& a, std::initializer_list<NamedTensor> more) {
+  const NamedTensor query = {"query", &a.query};
+  check_same_device(query, {{"k_cache", &a.k_cache},
+                            {"v_cache", &a.v_cache},
+                            {"block_table", &a.block_table},
+                            {"seq_lens", &a.seq_lens},
+                            {"cu_seqlens_q", pointer_to(a.cu_seqlens_q)},
+                            {"sinks", pointer_to(a.sinks)},
+                            {"k_scale", pointer_to(a.k_scale)},
+                            {"v_scale", pointer_to(a.v_scale)}});
+  check_same_device(query, more);
 }
 
 TensorSpec cache_spec(const char* name, const Tensor& cache) {

@@ -1,6 +1,7 @@
 // The arguments of the ops over a paged cache: attention, and writing to it.
 #pragma once
 
+#include <initializer_list>
 #include <optional>
 #include <string>
 
@@ -23,15 +24,21 @@ struct PagedArguments {
 
 struct PagedForwardArguments {
   PagedArguments call;
-  Tensor out;
-  OptionalTensor lse;
+  bool return_lse;
 
   static PagedForwardArguments read(ArgumentReader& in);
 };
 
-struct ExplainPagedArguments {
+struct PagedOutArguments {
   PagedArguments call;
-  bool return_lse;
+  Tensor out;
+  OptionalTensor lse;
+
+  static PagedOutArguments read(ArgumentReader& in);
+};
+
+struct ExplainPagedArguments {
+  PagedForwardArguments forward;
   std::string device;  // "": the tensors' own
 
   static ExplainPagedArguments read(ArgumentReader& in);
@@ -44,6 +51,9 @@ struct AppendArguments {
 
   static AppendArguments read(ArgumentReader& in);
 };
+
+// Fails unless all of them, and the tensors that an op has besides, are where query is.
+void check_same_device(const PagedArguments& a, std::initializer_list<NamedTensor> more = {});
 
 // A cache as it lies: one is never copied. Fails for bytes, which are how some keep fp8 numbers.
 TensorSpec cache_spec(const char* name, const Tensor& cache);

@@ -1,5 +1,7 @@
 #include "paged_call.h"
 
+#include "call.h"
+
 namespace flashmoe::ops {
 namespace {
 
@@ -39,6 +41,13 @@ PagedCall paged_call(const PagedArguments& a, const Placement& out,
   paged.k_scale = scale_spec("k_scale", a.k_scale);
   paged.v_scale = scale_spec("v_scale", a.v_scale);
   return call;
+}
+
+PagedCall paged_call(const PagedForwardArguments& f, const Device& device) {
+  const TensorSpec query = spec_of("query", f.call.query);
+  const TensorSpec out = out_spec(query, cache_spec("v_cache", f.call.v_cache));
+  return paged_call(f.call, place(out, device, needs_copy),
+                    f.return_lse ? lse_spec(query) : std::nullopt, device);
 }
 
 }  // namespace flashmoe::ops

@@ -13,7 +13,11 @@ struct PagedCall {
   AttentionProblem problem;  // with the tensors as the kernels see them
 };
 
+// With results that the caller has memory for.
 PagedCall paged_call(const PagedArguments& a, const Placement& out,
                      const std::optional<TensorSpec>& lse, const Device& device);
+
+// With results that will be allocated, as those of all attention.
+PagedCall paged_call(const PagedForwardArguments& f, const Device& device);
 
 }  // namespace flashmoe::ops

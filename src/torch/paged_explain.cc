@@ -2,7 +2,6 @@
 #include <string>
 #include <tuple>
 
-#include "call.h"
 #include "error.h"
 #include "paged_call.h"
 
@@ -10,12 +9,7 @@ namespace flashmoe::ops {
 namespace {
 
 std::tuple<std::string> explain_paged(const ExplainPagedArguments& e) {
-  const PagedArguments& a = e.call;
-  const Device device = device_named(e.device, a.query);
-  const TensorSpec query = spec_of("query", a.query);
-  const TensorSpec out = out_spec(query, cache_spec("v_cache", a.v_cache));
-  const PagedCall call = paged_call(a, place(out, device, needs_copy),
-                                    e.return_lse ? lse_spec(query) : std::nullopt, device);
+  const PagedCall call = paged_call(e.forward, device_named(e.device, e.forward.call.query));
   raise_if_error(plan(call.problem).status());
   return explain(call.problem) + copies_text({{"query", &call.query}}, {{"out", &call.out}});
 }

@@ -1,5 +1,4 @@
-// Attention over pages. Results go where the caller wants them, so that a call with memory for them
-// allocates none but its workspace.
+// Attention over pages, with new memory for its results or with the caller's.
 #include <tuple>
 
 #include "execute.h"
@@ -8,31 +7,10 @@
 namespace flashmoe::ops {
 namespace {
 
-void check_devices(const PagedForwardArguments& f) {
-  const PagedArguments& a = f.call;
-  check_same_device({"query", &a.query}, {{"k_cache", &a.k_cache},
-                                          {"v_cache", &a.v_cache},
-                                          {"block_table", &a.block_table},
-                                          {"seq_lens", &a.seq_lens},
-                                          {"cu_seqlens_q", pointer_to(a.cu_seqlens_q)},
-                                          {"sinks", pointer_to(a.sinks)},
-                                          {"k_scale", pointer_to(a.k_scale)},
-                                          {"v_scale", pointer_to(a.v_scale)},
-                                          {"out", &f.out},
-                                          {"lse", pointer_to(f.lse)}});
-}
-
-std::tuple<> paged_forward(const PagedForwardArguments& f) {
-  check_devices(f);
-  const PagedArguments& a = f.call;
-  const Device device = device_of(a.query);
-  const PagedCall call =
-      paged_call(a, place("out", f.out, device, needs_copy), spec_of("lse", f.lse), device);
-  // Refused before anything is copied or written.
-  const auto plan = plan_or_fail<AttentionPlan>(call.problem);
-
+// `out` and `lse` are where the kernels write them; null is none.
+void run_paged(const PagedArguments& a, const PagedCall& call, const AttentionPlan& plan, void* out,
+               void* lse) {
   const Tensor query = bring_in(a.query, call.query);
-  const Tensor out = room_for(f.out, call.out);
   AttentionTensors tensors;
   tensors.query = query.const_data_ptr();
   tensors.key = a.k_cache.const_data_ptr();
@@ -43,22 +21,54 @@ std::tuple<> paged_forward(const PagedForwardArguments& f) {
   tensors.seq_lens = a.seq_lens.const_data_ptr();
   tensors.k_scale = data_of(a.k_scale);
   tensors.v_scale = data_of(a.v_scale);
-  tensors.out = out.mutable_data_ptr();
-  if (f.lse) tensors.lse = f.lse->mutable_data_ptr();
-  run_or_fail(*plan, tensors, a.query);
-  take_back(out, f.out, call.out);
+  tensors.out = out;
+  tensors.lse = lse;
+  run_or_fail(plan, tensors, a.query);
+}
+
+std::tuple<Tensor, Tensor> paged_forward(const PagedForwardArguments& f) {
+  const PagedArguments& a = f.call;
+  check_same_device(a);
+  const PagedCall call = paged_call(f, device_of(a.query));
+  // Refused before anything is copied or allocated.
+  const auto plan = plan_or_fail<AttentionPlan>(call.problem);
+  const Tensor out = allocate(call.problem.out, a.query);
+  const Tensor lse = allocate(call.problem.lse.value_or(contiguous(DType::kFloat32, {0})), a.query);
+  run_paged(a, call, *plan, out.mutable_data_ptr(),
+            f.return_lse ? lse.mutable_data_ptr() : nullptr);
+  return {hand_out(out, call.out), lse};
+}
+
+// Allocates nothing but its workspace, where kernels can write to `out` as it lies.
+std::tuple<> paged_out(const PagedOutArguments& f) {
+  const PagedArguments& a = f.call;
+  check_same_device(a, {{"out", &f.out}, {"lse", pointer_to(f.lse)}});
+  const Device device = device_of(a.query);
+  const Placement placement = place("out", f.out, device, needs_copy);
+  const PagedCall call = paged_call(a, placement, spec_of("lse", f.lse), device);
+  const auto plan = plan_or_fail<AttentionPlan>(call.problem);
+  const Tensor out = room_for(f.out, placement);
+  run_paged(a, call, *plan, out.mutable_data_ptr(), f.lse ? f.lse->mutable_data_ptr() : nullptr);
+  take_back(out, f.out, placement);
   return {};
 }
+
+using Forward = Boxed<paged_forward>;
+using Out = Boxed<paged_out>;
 
 }  // namespace
 }  // namespace flashmoe::ops
 
 STABLE_TORCH_LIBRARY_IMPL(flashmoe, CPU, m) {
-  m.impl("attention_paged", flashmoe::ops::Boxed<flashmoe::ops::paged_forward>::call);
-  m.impl("attention_paged_unchecked", flashmoe::ops::Boxed<flashmoe::ops::paged_forward>::call);
+  m.impl("attention_paged", flashmoe::ops::Forward::call);
+  m.impl("attention_paged_unchecked", flashmoe::ops::Forward::call);
+  m.impl("attention_paged_out", flashmoe::ops::Out::call);
+  m.impl("attention_paged_out_unchecked", flashmoe::ops::Out::call);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashmoe, CUDA, m) {
-  m.impl("attention_paged", flashmoe::ops::Boxed<flashmoe::ops::paged_forward>::call);
-  m.impl("attention_paged_unchecked", flashmoe::ops::Boxed<flashmoe::ops::paged_forward>::call);
+  m.impl("attention_paged", flashmoe::ops::Forward::call);
+  m.impl("attention_paged_unchecked", flashmoe::ops::Forward::call);
+  m.impl("attention_paged_out", flashmoe::ops::Out::call);
+  m.impl("attention_paged_out_unchecked", flashmoe::ops::Out::call);
 }

@@ -39,10 +39,14 @@ STABLE_TORCH_LIBRARY(flashmoe, m) {
       "Tensor grad_sinks)");
   m.def("explain(" FLASHMOE_ARGUMENTS ", bool backward, str device) -> str");
 
-  // Results are written where the caller wants them. Nothing here has a gradient: the plain names
-  // refuse to be asked for one, `unchecked` are for callers that have done so themselves.
-  m.def("attention_paged(" FLASHMOE_PAGED_ARGUMENTS ", Tensor(a!) out, Tensor(b!)? lse) -> ()");
+  // Nothing here has a gradient: the plain names refuse to be asked for one, their `unchecked`
+  // twins are for callers that have done so themselves. Without `return_lse`, lse is empty.
+  m.def("attention_paged(" FLASHMOE_PAGED_ARGUMENTS
+        ", bool return_lse) -> (Tensor out, Tensor lse)");
   m.def("attention_paged_unchecked(" FLASHMOE_PAGED_ARGUMENTS
+        ", bool return_lse) -> (Tensor out, Tensor lse)");
+  m.def("attention_paged_out(" FLASHMOE_PAGED_ARGUMENTS ", Tensor(a!) out, Tensor(b!)? lse) -> ()");
+  m.def("attention_paged_out_unchecked(" FLASHMOE_PAGED_ARGUMENTS
         ", Tensor(a!) out, Tensor(b!)? lse) -> ()");
   m.def("explain_paged(" FLASHMOE_PAGED_ARGUMENTS ", bool return_lse, str device) -> str");
   m.def("cache_append(" FLASHMOE_APPEND_ARGUMENTS ") -> ()");

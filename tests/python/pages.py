@@ -23,6 +23,8 @@ FLOAT8 = torch.float8_e4m3fn
 CACHE_LAYOUTS = ("separate", "halves", "head-major", "head-major halves", "sliced")
 PAGES = (16, 1, 2, 3, 5, 8, 32, 64)
 BIG_HEAD_DIMS = (160, 192, 256, 257, 320, 511, 512)
+# torch.library.opcheck compares tensors with allclose(), which fp8 has not.
+CHECKS_OF_FLOAT8 = ("test_autograd_registration", "test_faketensor")
 POISON = (-1, 2**31 - 1, -(2**31), 1_000_000)  # blocks that no cache here has
 
 
@@ -68,7 +70,7 @@ def draw(pick: Picker, budget: int = 400_000) -> Problem:
     """One problem. `budget` bounds its multiplications."""
     seed = pick.integer(0, 2**31 - 1)
     dtype = pick.choice(tuple(DTYPES))
-    float8 = dtype in ("float16", "bfloat16") and pick.chance(0.4)
+    float8 = pick.chance(0.3)
     head_dim = pick.choice(BIG_HEAD_DIMS if pick.chance(0.1) else HEAD_DIMS)
     head_dim_v = pick.choice(HEAD_DIMS) if pick.chance(0.2) else head_dim
     heads_k = pick.integer(1, 3)

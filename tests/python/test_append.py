@@ -235,6 +235,12 @@ def test_a_write_is_noticed_by_autograd():
         loss.backward()
 
 
+def test_a_negated_view_is_refused():
+    cache = torch._neg_view(torch.zeros(4, 4, 2, 8))
+    with pytest.raises(ValueError, match="k_cache is a lazily negated view"):
+        fm.kv_cache_append(**call(k_cache=cache))
+
+
 def test_torch_func_is_refused():
     given_call = call()
     rest = {name: x for name, x in given_call.items() if name != "k"}
@@ -249,7 +255,8 @@ def test_opcheck(kind):
         rows = torch.zeros(4, 4, 2, 13)
         given_call |= {"k_cache": rows[..., :8], "v_cache": rows[..., 8:]}
     scales = (torch.tensor(0.5), torch.rand(2) + 0.5) if kind == "float8" else (None, None)
-    torch.library.opcheck(APPEND, (*given_call.values(), *scales))
+    checks = {"test_utils": pages.CHECKS_OF_FLOAT8} if kind == "float8" else {}
+    torch.library.opcheck(APPEND, (*given_call.values(), *scales), **checks)
 
 
 def test_meta_tensors():

@@ -35,7 +35,7 @@ def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dim() != 4:
         raise ValueError(
             f"attention_mask has shape {tuple(mask.shape)}; a mask that a model hands to its "
-            "attention has four dimensions, (B, 1 or H, Sq, Sk). Padding, (B, Sk), goes to the model"
+            "attention has four dimensions, (B, 1 or H, Sq, Sk). Padding, (B, Sk), is for the model"
         )
     if mask.dtype == torch.bool:
         return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), float("-inf"))

@@ -12,7 +12,7 @@ from transformers import modeling_flash_attention_utils as flash
 from transformers.integrations.flash_attention import flash_attention_forward
 
 from ..compat import flash_attn as ours
-from .masks import band_of
+from .masks import NO_LIMIT, band_of
 
 # The 2 makes transformers decode by block tables, through flash_attn_with_kvcache.
 NAME = "flashmoe_2"
@@ -39,7 +39,8 @@ _their_functions, _their_check = None, None
 
 def _mask(mask_function=masking_utils.causal_mask_function, **kwargs):
     """Padding is all that flash attention's functions are told of a mask."""
-    if band_of(mask_function) is None:
+    band = band_of(mask_function)
+    if band is None or band[1] not in (0, NO_LIMIT):
         raise NotImplementedError(
             f"attn_implementation={NAME!r} has no mask beyond causal, sliding windows and padding; "
             "use register_attention() without continuous_batching for this model"

@@ -5,7 +5,7 @@ from .explanation import explain
 from .moe import explain_moe, moe, route
 from .paged import explain_paged, flash_attention_paged, kv_cache_append
 from .sdpa import enable_sdpa
-from .transformers import register_experts
+from .transformers import register_attention, register_experts
 
 __version__ = "0.1.0"
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "flash_attention_varlen",
     "kv_cache_append",
     "moe",
+    "register_attention",
     "register_experts",
     "route",
 ]

@@ -11,7 +11,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 import flashmoe_science as fm
 
-ours = sys.modules["flashmoe_science.transformers"]
+ours = sys.modules["flashmoe_science.transformers.experts"]
 
 SMALL = {
     "vocab_size": 96,

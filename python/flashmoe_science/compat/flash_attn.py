@@ -35,8 +35,12 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    s_aux: Tensor | None = None,
 ):
     """Attention over ``(B, S, H, D)`` tensors, as ``flash_attn.flash_attn_func``.
+
+    ``s_aux`` are sinks ``(Hq,)``, under the name that vLLM's FlashAttention-3 has for them.
 
     With ``return_attn_probs`` returns ``(out, softmax_lse, None)``: flash-attn itself fills the
     third only for dropout tests.
@@ -48,6 +52,7 @@ def flash_attn_func(
         window=window_size,
         scale=softmax_scale,
         softcap=softcap,
+        sinks=s_aux,
         return_lse=True,
         deterministic=deterministic,
         dropout_p=dropout_p,

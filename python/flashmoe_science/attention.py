@@ -74,18 +74,8 @@ def _seed(dropout_p, seed, device) -> Tensor:
     return full((), number, dtype=int64, device=device)
 
 
-def _options(
-    max_seqlen_q,
-    max_seqlen_k,
-    causal,
-    window,
-    scale,
-    softcap,
-    deterministic,
-    dropout_p=0,
-    seed=None,
-) -> tuple:
-    """What the ops take after their tensors, in the order of their schema: only here.
+def _score_options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap) -> tuple:
+    """What all ops take after their tensors, in the order of their schema: only here.
 
     A plain tuple, which nobody takes apart; a NamedTuple costs 0.3 us more a call.
     """
@@ -103,10 +93,25 @@ def _options(
         *((-1, -1) if window is None else _window(window)),
         scale,
         0.0 if softcap is None else softcap,
-        are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
-        dropout_p,
-        seed,
     )
+
+
+def _options(
+    max_seqlen_q,
+    max_seqlen_k,
+    causal,
+    window,
+    scale,
+    softcap,
+    deterministic,
+    dropout_p=0,
+    seed=None,
+) -> tuple:
+    """The same for ops that have a gradient."""
+    if deterministic is None:
+        deterministic = are_deterministic_algorithms_enabled()
+    scores = _score_options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap)
+    return (*scores, deterministic, dropout_p, seed)
 
 
 def flash_attention(

@@ -9,7 +9,7 @@ from torch import Tensor, float32, float64, full
 
 from . import _library
 from ._forward_only import ForwardOnly
-from .attention import _check_tensors, _options
+from .attention import _check_tensors, _score_options
 
 __all__ = ["explain_paged", "flash_attention_paged", "kv_cache_append"]
 
@@ -142,8 +142,7 @@ def flash_attention_paged(
     tensors = _tensors(
         q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, sinks, k_scale, v_scale
     )
-    # All but the last, deterministic: the forward pass always is.
-    options = _options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, False)[:-1]
+    options = _score_options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap)
     if out is None:
         out, lse = _paged(*tensors, *options, bool(return_lse))
     else:
@@ -226,5 +225,5 @@ def explain_paged(
     tensors = _tensors(
         q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, sinks, k_scale, v_scale
     )
-    options = _options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, False)[:-1]
+    options = _score_options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap)
     return _library.explain_paged(*tensors, *options, bool(return_lse), device or "")

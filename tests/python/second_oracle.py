@@ -8,6 +8,8 @@ dtype. `compare` allows what oracle.py allows.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 import oracle
@@ -15,6 +17,11 @@ from oracle import Case
 
 UNITS = 2  # of the accumulator's precision
 RESULTS = ("out'", "lse'", "ddq", "ddk", "ddv", "ddbias")
+
+
+def differentiable(case: Case) -> Case:
+    """The case without what has no more than gradients: sinks and dropout."""
+    return dataclasses.replace(case, sinks=None, dropout={}, kept=None)
 
 
 def tangents_of(case: Case, seed: int) -> dict[str, torch.Tensor]:
@@ -41,7 +48,8 @@ def seen(case: Case, tangents) -> dict[str, torch.Tensor]:
 def call_ours(case: Case, tensors: dict[str, torch.Tensor]):
     import flashmoe_science as fm
 
-    q, k, v, bias = (tensors.get(name) for name in ("q", "k", "v", "bias"))
+    q, k, v = (tensors.get(name) for name in ("q", "k", "v"))
+    bias = tensors.get("bias", case.bias)
     extra = {**case.options, "return_lse": True, "deterministic": case.deterministic}
     if case.cu_q is None:
         return fm.flash_attention(q, k, v, bias=bias, key_lengths=case.key_lengths, **extra)

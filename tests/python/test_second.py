@@ -20,7 +20,7 @@ CHUNK = 20
 
 
 def complaints_about(seed: int, threads) -> list[str]:
-    case = build(draw(Seeded(seed), budget=200_000))
+    case = second_oracle.differentiable(build(draw(Seeded(seed), budget=200_000)))
     tangents = tangents_of(case, seed)
     threads(1)
     alone = differentiate_twice(case, tangents, call_ours)
@@ -166,14 +166,37 @@ def test_ops_pass_opcheck(op):
         y.detach()
         for y in (double(1, 2, 3, 4), double(1, 1, 5, 4), double(1, 1, 5, 4), double(2, 3, 5))
     ]
-    options = (None, None, None, 0, 0, False, -1, -1, None, 0.0, False)
+    options = (*(None,) * 4, 0, 0, False, -1, -1, None, 0.0, False, 0.0, None)
     out, lse = torch.ops.flashmoe.attention(*x, *options)
-    tangents = tuple(y.sin() for y in x)
+    tangents = (*(y.sin() for y in x), None)
     args = (*tangents, out, lse, *x, *options)
     if op == "attention_second":
         moved = torch.ops.flashmoe.attention_tangent(*args)
-        args = (*tangents, *moved, out.cos(), lse.cos(), out, lse, *x, *options, *(True,) * 4)
+        args = (
+            *tangents,
+            *moved,
+            out.cos(),
+            lse.cos(),
+            out,
+            lse,
+            *x,
+            *options,
+            *(True,) * 4,
+            False,
+        )
     torch.library.opcheck(getattr(torch.ops.flashmoe, op).default, args)
+
+
+@pytest.mark.parametrize("name", ["sinks", "dropout"])
+def test_sinks_and_dropout_have_gradients_alone(name):
+    q, k, v = double(1, 2, 3, 4), double(1, 2, 5, 4), double(1, 2, 5, 4)
+    more = {"sinks": double(2)} if name == "sinks" else {"dropout_p": 0.5, "seed": 1}
+    out = fm.flash_attention(q, k, v, **more)
+    (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match=f"{name}.*second"):
+        torch.autograd.grad(grad.sum(), q)
+    with pytest.raises(RuntimeError, match=f"{name}.*forward-mode"):
+        torch.func.jvp(lambda q: fm.flash_attention(q, k, v, **more), (q,), (q,))
 
 
 MEMORY = """

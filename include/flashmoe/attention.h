@@ -110,6 +110,7 @@ struct AttentionProblem {
   std::optional<TensorSpec> tangent_key;
   std::optional<TensorSpec> tangent_value;
   std::optional<TensorSpec> tangent_bias;
+  std::optional<TensorSpec> tangent_sinks;
   std::optional<TensorSpec> tangent_out;  // like out; a result of the tangent pass, which the
   std::optional<TensorSpec> tangent_lse;  // second pass needs; like lse
 
@@ -146,6 +147,7 @@ struct AttentionTensors {
   const void* tangent_key = nullptr;
   const void* tangent_value = nullptr;
   const void* tangent_bias = nullptr;
+  const void* tangent_sinks = nullptr;
   void* tangent_out = nullptr;  // written by the tangent pass, read by the second
   void* tangent_lse = nullptr;
 };

@@ -314,20 +314,35 @@ def _stack_all(info, dims, tensors) -> tuple:
 
 
 def _stack_inputs(info, dims, tensors) -> tuple:
-    (q, k, v, bias, sinks, key_lengths, cu_q, _), size = tensors, info.batch_size
-    if cu_q is not None:
-        raise NotImplementedError(
-            "flashmoe_science attention over ragged batches has no vmap yet, which torch.func.vmap "
-            "and jacrev ask for. Pack the sequences of all samples into one call, or map over "
-            "flash_attention."
-        )
+    (q, k, v, bias, sinks, key_lengths, _, _), size = tensors, info.batch_size
+    _refuse_ragged(tensors)
     q, k, v = _stack_all(info, dims, (q, k, v))
     bias = _stack(bias, dims[3], size, q.dim())
     return q, k, v, bias, sinks, _stack(key_lengths, dims[5], size, q.dim() - 3), None, None
 
 
-def _one_by_one(op, info, dims, args):
-    """For samples with sinks of their own, or gradients of them: a call has one sink for a head."""
+def _refuse_ragged(tensors) -> None:
+    *_, cu_seqlens_q, _ = tensors
+    if cu_seqlens_q is not None:
+        raise NotImplementedError(
+            "flashmoe_science attention over ragged batches has no vmap yet, which torch.func.vmap "
+            "and jacrev ask for. Pack the sequences of all samples into one call, or map over "
+            "flash_attention."
+        )
+
+
+def _has_sink_gradient(args) -> bool:
+    """Whether the sinks' gradient is wanted, by the arguments from grad_out on."""
+    (*_, sinks, _, _, _), (*_, needed) = _split(args[4:])
+    return needed and sinks is not None
+
+
+def _one_by_one(op, info, dims, args, first):
+    """For samples with sinks of their own, or gradients of them: a call has one sink for a head.
+
+    ``first``: where query is among the arguments.
+    """
+    _refuse_ragged(_split(args[first:])[0])
     results = [
         op(*(x if dim is None else x.select(dim, i) for x, dim in zip(args, dims, strict=True)))
         for i in range(info.batch_size)
@@ -341,7 +356,10 @@ def _stack_tangents(info, dims, tangents, rank: int) -> tuple:
 
 
 def _refuse_dropout(options) -> None:
-    """Which pairs are dropped depends on where they are in the batch, which vmap would change."""
+    """Which pairs are dropped depends on where they are in the batch, which vmap would change.
+
+    ``options``: up to dropout_p and the seed.
+    """
     *_, dropout_p, _ = options
     if dropout_p != 0:
         raise NotImplementedError(
@@ -356,7 +374,7 @@ def _attention_vmap(info, dims, *args):
     _refuse_dropout(options)
     stacked = _stack_inputs(info, dims, tensors)
     if dims[4] is not None:
-        return _one_by_one(_library.attention, info, dims, args)
+        return _one_by_one(_library.attention, info, dims, args, 0)
     return _library.attention(*stacked, *options), (0, 0)
 
 
@@ -382,18 +400,17 @@ def _stacked_gradients(run, first, info, dims, args):
 
 @library.register_vmap("flashmoe::attention_backward")
 def _attention_backward_vmap(info, dims, *args):
-    tensors, rest = _split(args[4:])
-    if tensors[4] is not None:
-        if rest[-1]:
-            _refuse_dropout(rest[:-_INPUTS])
-            return _one_by_one(_library.backward, info, dims, args)
-        args = (*args[:8], None, *args[9:])  # sinks are in out and lse; only their gradient asks
+    if _has_sink_gradient(args):
+        return _one_by_one(_library.backward, info, dims, args, 4)
+    args = (*args[:8], None, *args[9:])  # sinks are in out and lse; only their gradient asks
     return _stacked_gradients(_library.backward, lambda rank: (), info, dims, args)
 
 
 @library.register_vmap("flashmoe::attention_tangent")
 def _attention_tangent_vmap(info, dims, *args):
     first, results = _INPUTS, _INPUTS + 2
+    if dims[first - 1] is not None or dims[results + 4] is not None:
+        return _one_by_one(_library.tangent, info, dims, args, results)
     tensors, options = _split(args[results:])
     _refuse_dropout(options)
     inputs = _stack_inputs(info, dims[results:], tensors)
@@ -405,6 +422,8 @@ def _attention_tangent_vmap(info, dims, *args):
 @library.register_vmap("flashmoe::attention_second")
 def _attention_second_vmap(info, dims, *args):
     moved, call = _INPUTS, _INPUTS + 2
+    if dims[moved - 1] is not None or dims[call + 8] is not None or _has_sink_gradient(args[call:]):
+        return _one_by_one(_library.second, info, dims, args, call + 4)
 
     def first(rank):
         tangents = _stack_tangents(info, dims, args[:moved], rank)

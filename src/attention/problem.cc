@@ -210,9 +210,6 @@ Status check_backward(const AttentionProblem& p) {
 }
 
 Status check_tangents(const AttentionProblem& p) {
-  if (p.sinks) {
-    return unsupported("sinks have no forward-mode and no second derivatives yet");
-  }
   if (p.options.dropout_p > 0) {
     return unsupported("dropout has no forward-mode and no second derivatives yet; with ",
                        "dropout_p=0 they are there");
@@ -223,6 +220,7 @@ Status check_tangents(const AttentionProblem& p) {
       {"tangent_key", &p.tangent_key, &p.key, false},
       {"tangent_value", &p.tangent_value, &p.value, false},
       {"tangent_bias", &p.tangent_bias, if_any(p.bias), false},
+      {"tangent_sinks", &p.tangent_sinks, if_any(p.sinks), false},
       {"tangent_out", &p.tangent_out, &p.out, results},
       {"tangent_lse", &p.tangent_lse, &*p.lse, results},
   }));

@@ -42,6 +42,7 @@ Status check_call(const AttentionPlan& plan, const AttentionTensors& t, const vo
           {"tangent_key", moves ? if_any(p.tangent_key) : nullptr, t.tangent_key},
           {"tangent_value", moves ? if_any(p.tangent_value) : nullptr, t.tangent_value},
           {"tangent_bias", moves ? if_any(p.tangent_bias) : nullptr, t.tangent_bias},
+          {"tangent_sinks", moves ? if_any(p.tangent_sinks) : nullptr, t.tangent_sinks},
           {"tangent_out", moves ? if_any(p.tangent_out) : nullptr, t.tangent_out},
           {"tangent_lse", moves ? if_any(p.tangent_lse) : nullptr, t.tangent_lse},
       },

@@ -120,6 +120,7 @@ TangentPlacements place_tangents(const Tangents& tangents, const Device& device,
   problem.tangent_key = inside(there.key);
   problem.tangent_value = inside(there.value);
   problem.tangent_bias = spec_of("tangent_bias", tangents.bias);
+  problem.tangent_sinks = spec_of("tangent_sinks", tangents.sinks);
   return there;
 }
 
@@ -134,6 +135,7 @@ Tangents bring_in(const Tangents& tangents, const TangentPlacements& placements,
   tensors.tangent_key = data_of(there.key);
   tensors.tangent_value = data_of(there.value);
   tensors.tangent_bias = data_of(there.bias);
+  tensors.tangent_sinks = data_of(there.sinks);
   return there;
 }
 

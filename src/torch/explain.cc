@@ -27,6 +27,7 @@ void add_tangents(const ForwardCall& forward, AttentionProblem& problem) {
   problem.tangent_key = forward.key.inside;
   problem.tangent_value = forward.value.inside;
   if (!is_mask(forward.bias)) problem.tangent_bias = problem.bias;
+  problem.tangent_sinks = problem.sinks;
   problem.tangent_out = forward.out.inside;
   problem.tangent_lse = forward.problem.lse;
 }

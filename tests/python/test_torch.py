@@ -208,20 +208,6 @@ def test_checkpointing():
     assert all(same_bits(a, b) for a, b in zip(want, got, strict=True))
 
 
-@pytest.mark.parametrize("how", ["backward", "grad", "grad that allows unused"])
-def test_the_second_derivative_of_sinks_is_refused(how):
-    """Until there is one, asking for it fails."""
-    sinks = torch.randn(4, requires_grad=True)
-    out = fm.flash_attention(*qkv(1, grad=False), sinks=sinks)
-    (grad,) = torch.autograd.grad(out.square().sum(), sinks, create_graph=True)
-    loss = grad.square().sum()
-    with pytest.raises(RuntimeError, match="sinks.*second deriv"):
-        if how == "backward":
-            loss.backward()
-        else:
-            torch.autograd.grad(loss, sinks, allow_unused="allows" in how)
-
-
 @pytest.mark.parametrize("name", ["q", "k", "v", "bias", "sinks", "out", "lse"])
 def test_changing_a_saved_tensor_is_noticed(name):
     leaves = {"q": (2, 4, 9, 8), "k": (2, 2, 13, 8), "v": (2, 2, 13, 8), "bias": (4, 9, 13)}

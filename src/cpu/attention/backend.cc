@@ -103,6 +103,7 @@ Params make_params(const AttentionPlan& plan, const AttentionTensors& t) {
     p.tangent_value = operand(problem.tangent_value, t.tangent_value, g, true);
     p.has_tangent_bias = problem.tangent_bias.has_value();
     p.tangent_bias = bias_operand(problem.tangent_bias, t.tangent_bias, g);
+    p.tangent_sinks = per_head(problem.tangent_sinks, t.tangent_sinks);
     p.tangent_out = operand(problem.tangent_out, t.tangent_out, g, true);
     p.tangent_lse = operand(problem.tangent_lse, t.tangent_lse, g, false);
   }

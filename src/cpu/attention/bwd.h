@@ -96,7 +96,7 @@ struct HeadTensors {
   int64_t head;
   Matrix query, key, value, bias, out, lse, grad_out, grad_lse, grad_query, grad_bias;
   Matrix tangent_query, tangent_key, tangent_value, tangent_bias, tangent_out, tangent_lse;
-  double sink;
+  double sink, sink_move;
 
   HeadTensors(const Params& p, const Sequence& s, int64_t query_head) : head(query_head) {
     const int64_t head_k = head / p.geometry.group;
@@ -117,6 +117,7 @@ struct HeadTensors {
     tangent_out = matrix(p, p.tangent_out, s.batch, head, s.first_row);
     tangent_lse = matrix(p, p.tangent_lse, s.batch, head, s.first_row);
     sink = sink_of<double>(p, head);
+    sink_move = sink_move_of<double>(p, head);
   }
 };
 
@@ -304,14 +305,17 @@ void store_bias_tile(const Matrix& grad_bias, int64_t row, int64_t rows, int64_t
   }
 }
 
-// What the rows of a block add to the gradient of their head's sink.
+// The weight that a row gives its head's sink.
 template <class Scratch>
-double sink_gradient(double sink, int64_t rows, const Scratch& t) {
-  if (sink == -kInf<double>) return 0;
+double sink_weight(double sink, int64_t i, const Scratch& t) {
+  return __builtin_exp2(sink * kLog2e - t.lse[i] - t.lse_rest[i]);
+}
+
+// What the rows of a block add to the gradient of their head's sink.
+template <class M>
+double sink_gradient(const HeadTensors& x, int64_t rows, const BackwardScratch<M>& t) {
   double sum = 0;
-  for (int64_t i = 0; i < rows; ++i) {
-    sum -= __builtin_exp2(sink * kLog2e - t.lse[i] - t.lse_rest[i]) * t.delta[i];
-  }
+  for (int64_t i = 0; i < rows; ++i) sum -= sink_weight(x.sink, i, t) * t.delta[i];
   return sum;
 }
 
@@ -322,7 +326,7 @@ void gradients_of_block(const Params& p, const Sequence& s, const HeadTensors& x
   const Geometry& g = p.geometry;
   const bool store_bias = p.bias_grad == Params::BiasGrad::kDirect;
   const auto q = load_query_block(g, x, row, rows, t);
-  if (grad_sink) *grad_sink += sink_gradient(x.sink, rows, t);
+  if (grad_sink && x.sink != -kInf<double>) *grad_sink += sink_gradient(x, rows, t);
   bool first = true;
   for (int64_t j = 0; j < s.all_keys; j += p.block_k) {
     const int64_t keys = smaller(p.block_k, s.all_keys - j);

@@ -52,7 +52,8 @@ struct Params {
   Operand out, lse;
   Operand grad_out, grad_lse, grad_query, grad_key, grad_value, grad_bias, grad_sinks;
   bool has_tangent_bias = false;  // as planned, like has_bias
-  Operand tangent_query, tangent_key, tangent_value, tangent_bias, tangent_out, tangent_lse;
+  Operand tangent_query, tangent_key, tangent_value, tangent_bias, tangent_sinks;
+  Operand tangent_out, tangent_lse;
   Operand key_lengths;                   // one integer per batch, by `lead`
   Operand cu_seqlens_q, cu_seqlens_k;    // integers, by `row`
   const int64_t* bias_offset = nullptr;  // ragged: first packed row of each sequence

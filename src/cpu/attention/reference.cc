@@ -170,18 +170,20 @@ struct Row {
 
 // How inputs move; empty where they do not.
 struct Tangents {
-  Array query, key, value, bias;
+  Array query, key, value, bias, sinks;
 
   Tangents(const AttentionProblem& problem, const AttentionTensors& tensors)
       : query(load(problem.tangent_query, tensors.tangent_query)),
         key(load(problem.tangent_key, tensors.tangent_key)),
         value(load(problem.tangent_value, tensors.tangent_value)),
-        bias(load(problem.tangent_bias, tensors.tangent_bias)) {}
+        bias(load(problem.tangent_bias, tensors.tangent_bias)),
+        sinks(load(problem.tangent_sinks, tensors.tangent_sinks)) {}
 };
 
 // How the scores of a row move with the inputs: of scale * q k, and in all.
 struct Moves {
   Array scaled, score;
+  double sink = 0;
   double lse = 0;  // the mean over the weights
 };
 
@@ -297,7 +299,7 @@ class Oracle {
     const Array grad_out = load(problem.grad_out, tensors.grad_out);
     const Array grad_lse = load(problem.grad_lse, tensors.grad_lse);
     Array grad_query(query_.size()), grad_key(key_.size()), grad_value(value_.size());
-    Array grad_bias(bias_.size());
+    Array grad_bias(bias_.size()), grad_sinks(sinks_.size());
 
     for_each_row([&](int64_t b, int64_t h, int64_t i) {
       const int64_t place = layout_.row_q(b, h, i);
@@ -320,7 +322,8 @@ class Oracle {
 
       // By each weight, and the mean of that: softmax passes on only the difference.
       Array by_weight(count);
-      double mean = 0;
+      const double by_sink_weight = (d_lse - mean_d_weight) * moves.sink;
+      double mean = row.sink_weight * by_sink_weight;
       for (size_t n = 0; n < count; ++n) {
         by_weight[n] = (d_weight[n] - mean_d_weight + d_lse) * moves.score[n] -
                        d_weight[n] * moves.lse + d_value_move[n];
@@ -351,11 +354,13 @@ class Oracle {
         }
         if (has_bias_) grad_bias[layout_.bias_element(b, h, i, s.key)] += d_score;
       }
+      if (sink(h) != -kInfinity) grad_sinks[h] += row.sink_weight * (by_sink_weight - mean);
     });
     store(problem.grad_query, tensors.grad_query, grad_query);
     store(problem.grad_key, tensors.grad_key, grad_key);
     store(problem.grad_value, tensors.grad_value, grad_value);
     store(problem.grad_bias, tensors.grad_bias, grad_bias);
+    store(problem.grad_sinks, tensors.grad_sinks, grad_sinks);
   }
 
  private:
@@ -423,6 +428,10 @@ class Oracle {
       if (!tangents.bias.empty()) move += tangents.bias[layout_.bias_element(b, h, i, s.key)];
       moves.score.push_back(move);
       moves.lse += s.weight * move;
+    }
+    if (!tangents.sinks.empty() && sink(h) != -kInfinity) {
+      moves.sink = tangents.sinks[h];
+      moves.lse += row.sink_weight * moves.sink;
     }
     return moves;
   }

@@ -82,13 +82,24 @@ bool load_lse(const Matrix& lse, int64_t row, A* base2, A* rest) {
   return natural != -kInf<A>;
 }
 
+// A number of one head, or `absent`.
+template <class A>
+A number_of_head(const Params& p, const Operand& numbers, int64_t head, A absent) {
+  const Matrix m = matrix(p, numbers, 0, head, 0);
+  if (m) load_row(m.dtype, m.data, 1, 1, &absent);
+  return absent;
+}
+
 // The score that a head's sink adds to every softmax; -inf where there is none.
 template <class A>
 A sink_of(const Params& p, int64_t head) {
-  A sink = -kInf<A>;
-  const Matrix m = matrix(p, p.sinks, 0, head, 0);
-  if (m) load_row(m.dtype, m.data, 1, 1, &sink);
-  return sink;
+  return number_of_head(p, p.sinks, head, -kInf<A>);
+}
+
+// How it moves.
+template <class A>
+A sink_move_of(const Params& p, int64_t head) {
+  return number_of_head(p, p.tangent_sinks, head, A(0));
 }
 
 // The queries of one block against the mask: each may see the keys [begin, end), both relative to

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ import oracle
 import pages
 from oracle import same_bits
 from pages import FLOAT8, Problem
+from test_random import on_target
 
 ERRORS = (RuntimeError, TypeError, ValueError)
 PAGED = torch.ops.flashmoe.attention_paged.default
@@ -55,6 +57,32 @@ def test_random_problems(first, threads):
 @given(problem=pages.problems())
 def test_problems_by_hypothesis(problem):
     accept(problem)
+
+
+# Every instruction set this machine can run, not only the best one. It is chosen once in a process.
+
+ON_TARGET = """
+import json, sys
+import torch
+import flashmoe_science
+import pages
+
+running = json.loads(torch.ops.flashmoe.build_info())["cpu_target"]
+assert running == sys.argv[1], f"{running} runs"
+for seed in range(60):
+    found = pages.complaints(pages.build(pages.seeded(seed)))
+    if found:
+        print(seed, *found)
+"""
+
+
+def test_every_instruction_set():
+    info = json.loads(torch.ops.flashmoe.build_info())
+    for target in info["cpu_targets"]:
+        if target != info["cpu_target"]:
+            run = on_target(target, ON_TARGET)
+            assert run.returncode == 0, run.stderr[-3000:]
+            assert run.stdout.strip() == "", f"{target}:\n{run.stdout[-5000:]}"
 
 
 # What must be there, whatever the random problems are.

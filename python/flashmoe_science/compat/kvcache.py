@@ -123,7 +123,7 @@ def flash_attn_with_kvcache(
     Args:
         q: ``(B, Sq, Hq, D)``.
         k_cache: ``(caches, S, Hk, D)``, or with ``block_table`` pages ``(blocks, page, Hk, D)``;
-            in q's dtype or, under 16-bit queries, float8_e4m3fn.
+            in q's dtype or float8_e4m3fn.
         v_cache: the same for values.
         k: ``(B, Snew, Hk, D)``: written to the cache in place, from position ``cache_seqlens`` on,
             before anything is read. Where the cache is full nothing is written, and that sequence

@@ -81,13 +81,15 @@ inline void bring_row(DType dtype, const char* from, int64_t step, int64_t n, ui
     for (int64_t i = 0; i < n; ++i) to[i] = reinterpret_cast<const uint16_t*>(from)[i * step];
     return;
   }
-  constexpr int64_t kPart = 64;
-  float line[kPart];
-  for (int64_t i = 0; i < n; i += kPart) {
-    const int64_t count = smaller(kPart, n - i);
-    load_row(dtype, from + i * step * dtype_bytes(dtype), step, count, line);
-    store_row(DType::kBFloat16, to + i, 1, count, line);
+  const auto* const bytes = reinterpret_cast<const uint8_t*>(from);  // e4m3
+  int64_t i = 0;
+  for (; step == 1 && i + 2 * kLanes<float> <= n; i += 2 * kLanes<float>) {
+    Vec<float> low, high;
+    widen_e4m3(bytes + i, &low, &high);
+    narrow_bf16(to + i, low);
+    narrow_bf16(to + i + kLanes<float>, high);
   }
+  for (; i < n; ++i) to[i] = to_bf16(from_e4m3(bytes[i * step]));
 }
 template <class A>
 void bring_row(DType dtype, const char* from, int64_t step, int64_t n, A* to) {

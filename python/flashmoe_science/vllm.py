@@ -36,13 +36,20 @@ ON_CPU = "FLASHMOE_VLLM_CPU"  # the environment variable that asks for our kerne
 def register() -> None:
     """Tells vLLM of this backend. May be called again and again."""
     path = f"{FlashMoeBackend.__module__}.{FlashMoeBackend.__qualname__}"
-    if NAME != "CUSTOM":
+    if NAME not in AttentionBackendEnum.__members__:
         AttentionBackendEnum.register(NAME, path)
-    elif not AttentionBackendEnum.CUSTOM.is_overridden():
+    elif NAME == "CUSTOM" and not AttentionBackendEnum.CUSTOM.is_overridden():
         register_backend(AttentionBackendEnum.CUSTOM, path)
     # On the CPU vLLM lets nobody choose.
     if os.environ.get(ON_CPU) == "1":
         register_backend(AttentionBackendEnum.CPU_ATTN, path)
+
+
+def _refuse(what: str) -> None:
+    raise NotImplementedError(
+        f"{what} is not supported by the attention of flashmoe_science; choose another backend "
+        "with --attention-backend"
+    )
 
 
 class FlashMoeBackend(AttentionBackend):
@@ -83,8 +90,16 @@ class FlashMoeBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_per_head_quant_scales(cls) -> bool:
         return True
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return False  # a request with more queries than its bound is NaN
 
     @classmethod
     def supports_combination(
@@ -129,10 +144,12 @@ class Builder(AttentionMetadataBuilder[Metadata]):
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> Metadata:
         batch = common_attn_metadata
-        if isinstance(batch.causal, Tensor):
-            raise NotImplementedError(
-                f"{NAME} has no causal flag for each request; choose another attention backend"
-            )
+        asked = {"causal of each request": isinstance(batch.causal, Tensor)}
+        for name in ("mm_req_doc_ranges", "rswa_prefix_lens"):
+            asked[name] = getattr(batch, name, None) is not None
+        for name, given in asked.items():
+            if given:
+                _refuse(name)
         return Metadata(
             batch.num_actual_tokens,
             batch.query_start_loc,
@@ -171,9 +188,7 @@ class FlashMoeImpl(AttentionImpl[Metadata]):
             asked["kv_cache_dtype"] = kv_cache_dtype
         for name, value in asked.items():
             if value is not None and value is not False:
-                raise NotImplementedError(
-                    f"{name}={value!r} is not supported by {NAME}; choose another attention backend"
-                )
+                _refuse(f"{name}={value!r}")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
@@ -215,7 +230,7 @@ class FlashMoeImpl(AttentionImpl[Metadata]):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError(f"{NAME} does not quantise its output")
+            _refuse("output_scale")
         if attn_metadata is None:  # vLLM measures how much memory a step takes
             return output.fill_(0)
         batch, tokens = attn_metadata, attn_metadata.num_actual_tokens

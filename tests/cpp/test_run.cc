@@ -57,12 +57,20 @@ double sum_terms(const Case& c, const Tensor& result) {
   return std::max({rows * heads, keys, 256.});
 }
 
-// The second pass takes a mean off every score's gradient, in proportion to its weight:
-// sum(grad_out * tangent_out) - delta * tangent_lse, the first rounded as the tangent pass left it.
-// How far that can move a result.
+// Means are taken off, in proportion to weights: tangent_lse off how scores move, and in the second
+// pass sum(grad_out * tangent_out) - delta * tangent_lse off their gradients, the first rounded as
+// the tangent pass left it. How far that can move a result.
 double mean_error(const Case&, const Case&, const Tensor&) { return 0; }
 double mean_error(const SecondCase& c, const SecondCase& twin, const Tensor& result) {
-  if (&result == &c.tangent_out || &result == &c.tangent_lse) return 0;
+  if (&result == &c.tangent_lse) return 0;
+  // How scores move is a sum over the head dim, and its mean over the keys is taken off it.
+  const double move = accumulator_roundoff(c.dtype()) * largest(twin.tangent_lse.values()) *
+                      std::sqrt(static_cast<double>(c.query.spec().size(-1)));
+  if (&result == &c.tangent_out) return move * largest(twin.value.values());
+  if (&result == &c.grad_value) {
+    const double most = twin.grad_out ? largest(twin.grad_out.values()) : 0;
+    return move * most * std::sqrt(sum_terms(c, result));
+  }
   const int64_t dim = twin.out.spec().size(-1);
   const Values lse_moves = twin.tangent_lse.values(), out = twin.out.values();
   const Values out_moves = twin.tangent_out.values();

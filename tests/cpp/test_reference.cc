@@ -68,6 +68,7 @@ Values moved(SecondCase& c, const Tensor& result, double step) {
     move(c.key, c.tangent_key, by);
     move(c.value, c.tangent_value, by);
     move(c.bias, c.tangent_bias, by);
+    move(c.sinks, c.tangent_sinks, by);
   };
   move_all(step);
   run(c, Pass::kForward);
@@ -106,6 +107,7 @@ TEST(second_derivatives_match_finite_differences) {
     check_gradient("grad_key", tangent_loss, c, c.key, c.grad_key);
     check_gradient("grad_value", tangent_loss, c, c.value, c.grad_value);
     check_gradient("grad_bias", tangent_loss, c, c.bias, c.grad_bias);
+    check_gradient("grad_sinks", tangent_loss, c, c.sinks, c.grad_sinks);
   }
 }
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import flashmoe_science as fm
 import second_oracle
@@ -198,6 +200,35 @@ def test_dropout_has_gradients_alone():
         torch.autograd.grad(grad.sum(), q)
     with pytest.raises(RuntimeError, match=r"dropout.*forward-mode"):
         torch.func.jvp(attend, (q,), (q,))
+
+
+def alive() -> int:
+    gc.collect()
+    return sum(type(x) is torch.Tensor for x in gc.get_objects())
+
+
+@pytest.mark.parametrize("how", ["backward", "func.hessian", "forward_ad"])
+def test_memory_is_given_back(how):
+    """No graph holds itself."""
+
+    def ask():
+        q, k, v = (double(1, 2, 3, 4, seed=i).detach().requires_grad_() for i in range(3))
+        if how == "backward":
+            out, lse = fm.flash_attention(q, k, v, return_lse=True)
+            loss = out.square().sum() + lse.sum()
+            first = torch.autograd.grad(loss, (q, k, v), create_graph=True)
+            torch.autograd.grad(sum(x.square().sum() for x in first), (q, k, v))
+        elif how == "func.hessian":
+            torch.func.hessian(lambda q: fm.flash_attention(q, k, v).square().sum())(q.detach())
+        else:
+            with forward_ad.dual_level():
+                fm.flash_attention(forward_ad.make_dual(q, q.detach()), k, v).sum().backward()
+
+    ask()
+    before = alive()
+    for _ in range(3):
+        ask()
+    assert alive() <= before
 
 
 MEMORY = """

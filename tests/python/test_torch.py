@@ -208,6 +208,27 @@ def test_checkpointing():
     assert all(same_bits(a, b) for a, b in zip(want, got, strict=True))
 
 
+@pytest.mark.parametrize("how", ["backward", "grad", "grad that allows unused"])
+@pytest.mark.parametrize("call", ["dense", "ragged"])
+def test_the_third_derivative_is_refused(call, how):
+    """A wrong number is worse than none."""
+    if call == "dense":
+        tensors = qkv(1)
+        out = fm.flash_attention(*tensors)
+    else:
+        tensors, cu, longest, bias = ragged()
+        out = fm.flash_attention_varlen(*tensors, *cu, *longest, bias=bias)
+    loss = out.square().sum()
+    for _ in range(2):
+        grads = torch.autograd.grad(loss, tensors, create_graph=True)
+        loss = sum(g.square().sum() for g in grads)
+    with pytest.raises(NotImplementedError, match="third derivative"):
+        if how == "backward":
+            loss.backward()
+        else:
+            torch.autograd.grad(loss, tensors, allow_unused="allows" in how)
+
+
 @pytest.mark.parametrize("name", ["q", "k", "v", "bias", "sinks", "out", "lse"])
 def test_changing_a_saved_tensor_is_noticed(name):
     leaves = {"q": (2, 4, 9, 8), "k": (2, 2, 13, 8), "v": (2, 2, 13, 8), "bias": (4, 9, 13)}

@@ -253,18 +253,15 @@ def build(problem: Problem, device: str = "cpu") -> Pages:
         "seq_lens": integers([m for _, m in p.lengths], 1),
     }
     scores = {name: options[name] for name in ("causal", "window", "scale", "softcap")}
+    sinks = None
     if p.sinks is not None:
         sinks = (torch.randn(p.heads_q, generator=generator) * 3).to(DTYPES[p.sinks]).to(device)
         options["sinks"] = sinks
-
     grad_out = torch.zeros(tokens, p.heads_q, p.head_dim_v, device=device)
     both = [
-        Case(q, *kv, grad_out, cu_q=cu_q, cu_k=cu_k, options=scores, needs="")
+        Case(q, *kv, grad_out, sinks=sinks, cu_q=cu_q, cu_k=cu_k, options=scores, needs="")
         for kv in (exact, rounded)
     ]
-    if p.sinks is not None:
-        for case in both:
-            case.sinks = sinks
     out = laid_out(torch.full_like(grad_out, math.nan, dtype=dtype), p.layouts[2], generator)
     lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     lse = torch.full((tokens, p.heads_q), math.nan, dtype=lse_dtype, device=device)

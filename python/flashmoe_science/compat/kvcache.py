@@ -123,10 +123,11 @@ def flash_attn_with_kvcache(
     Args:
         q: ``(B, Sq, Hq, D)``.
         k_cache: ``(caches, S, Hk, D)``, or with ``block_table`` pages ``(blocks, page, Hk, D)``;
-            in q's dtype or, under 16-bit queries, float8_e4m3fn.
+            in q's dtype or float8_e4m3fn.
         v_cache: the same for values.
         k: ``(B, Snew, Hk, D)``: written to the cache in place, from position ``cache_seqlens`` on,
-            before anything is read. Tokens past its end are not written.
+            before anything is read. Where the cache is full nothing is written, and that sequence
+            is an error, on CUDA NaN.
         v: the same for values.
         rotary_cos: ``(positions, R)``, with ``k``: the first ``2 R`` of each row of the new keys
             are turned by the angles of their positions, and those of ``q`` too: at
@@ -166,6 +167,13 @@ def flash_attn_with_kvcache(
     if q.dim() != 4 or k_cache.dim() != 4:
         name, given = ("q", q) if q.dim() != 4 else ("k_cache", k_cache)
         raise ValueError(f"{name} has shape {tuple(given.shape)}; it must have 4 dimensions")
+
+    for name, tensor in {"q": q, "s_aux": s_aux}.items():  # before anything is written
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"flash_attn_with_kvcache has no gradient, and {name} would need one. Call "
+                f"it under torch.no_grad() or torch.inference_mode(), or pass {name}.detach()"
+            )
 
     (batch, length), page = q.shape[:2], k_cache.shape[1]
     steps = torch.arange(max(batch + 1, length, k.shape[1] if append else 0), device=q.device)

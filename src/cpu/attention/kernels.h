@@ -31,12 +31,16 @@ struct PagedSequence {
   int64_t first_row = 0, rows = 0, keys = 0;
   int64_t columns = 0;  // of a tile, at most
   int64_t tiles = 0;
+  int64_t heads =
+      1;  // key heads of a work item: one, or all, to read what lies side by side at once
   int64_t parts = 1;
   int64_t first_task = 0;     // (tile, key head) of the sequences before it
-  int64_t first_item = 0;     // and (tile, key head, part)
+  int64_t first_item = 0;     // and (tile, one or all key heads, part)
   int64_t first_partial = 0;  // where its parts are: (tile, key head, part), each columns x
                               // partial_ld and two numbers for each column
 };
+// A sequence with no more columns than these has all key heads in one work item.
+inline constexpr int64_t kColumnsOfAllHeads = 16;
 
 struct Params {
   Geometry geometry;
@@ -54,8 +58,9 @@ struct Params {
   // Paged: key and value have the stride of blocks as lead[0], and rows are those of a page.
   Operand block_table;                       // integers, by `row` (sequence) and `col` (block)
   Operand k_scale, v_scale;                  // fp32, by `head`
-  const PagedSequence* sequences = nullptr;  // (batch)
-  int64_t partial_ld = 0;                    // Dv, padded
+  const PagedSequence* sequences = nullptr;  // (batch), of which these are known:
+  int64_t sequence_count = 0;
+  int64_t partial_ld = 0;  // Dv, padded
 
   int64_t block_q = 0, block_k = 0;  // tile of scores
   int64_t chunks = 1;                // pieces each (batch, head) is cut into

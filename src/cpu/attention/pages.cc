@@ -18,7 +18,7 @@ constexpr int64_t kItems = 64;
 // A part of the keys is worth an item of its own from here on: 256 keys of head dim 128 in bf16 are
 // 128 kB, some 10 microseconds of memory traffic.
 constexpr int64_t kPartKeys = 256;
-constexpr int64_t kPadding = 16;  // of partial_ld: whole vectors of any target
+constexpr int64_t kPadding = 16;  // of columns and of partial_ld: whole vectors of any target
 
 const Kernels& kernels(const AttentionProblem& problem) {
   return kernels_for(problem.query.dtype, *target().attention);
@@ -41,14 +41,6 @@ Operand cache_operand(const TensorSpec& spec, const void* data) {
   return op;
 }
 
-Operand scale_operand(const std::optional<TensorSpec>& spec, const void* data) {
-  Operand op;
-  if (!spec) return op;
-  op.data = const_cast<void*>(data);
-  op.head = spec->rank ? spec->stride[0] : 0;
-  return op;
-}
-
 Params make_params(const AttentionPlan& plan, const AttentionTensors& t) {
   const AttentionProblem& problem = plan.problem;
   const Paged& paged = *problem.paged;
@@ -58,14 +50,15 @@ Params make_params(const AttentionPlan& plan, const AttentionTensors& t) {
   p.query = operand(problem.query, t.query, g, true);
   p.key = cache_operand(problem.key, t.key);
   p.value = cache_operand(problem.value, t.value);
+  p.sinks = per_head(problem.sinks, t.sinks);
   p.out = operand(problem.out, t.out, g, true);
   p.lse = operand(problem.lse, t.lse, g, false);
   p.block_table.data = const_cast<void*>(t.block_table);
   p.block_table.dtype = paged.block_table.dtype;
   p.block_table.row = paged.block_table.stride[0];
   p.block_table.col = paged.block_table.stride[1];
-  p.k_scale = scale_operand(paged.k_scale, t.k_scale);
-  p.v_scale = scale_operand(paged.v_scale, t.v_scale);
+  p.k_scale = per_head(paged.k_scale, t.k_scale);
+  p.v_scale = per_head(paged.v_scale, t.v_scale);
   p.partial_ld = round_up(g.head_dim_v, kPadding);
   p.block_q = plan.block_q;
   p.block_k = plan.block_k;
@@ -92,7 +85,8 @@ PagedSequence cut_sequence(const Params& p, int64_t block, int64_t rows, int64_t
   s.tiles = ceil_div(all, s.columns);
   const int64_t seen = allowed_keys(rows - 1, rows, keys, g.left, g.right).end -
                        allowed_keys(0, rows, keys, g.left, g.right).begin;
-  s.parts = parts_of(s.tiles * g.heads_k, seen);
+  if (s.columns == all && all <= kColumnsOfAllHeads) s.heads = g.heads_k;
+  s.parts = parts_of(s.tiles * (g.heads_k / s.heads), seen);
   return s;
 }
 
@@ -111,10 +105,12 @@ struct Workspace {
     const Geometry& g = p.geometry;
     sequences = scratch + plan.workers * plan.scratch_bytes;
     partial = sequences + aligned(g.batch * sizeof(PagedSequence));
-    // Room for the parts of any one sequence: less than 2 * kItems, since with as many tasks there
-    // is one part of each. Sequences that do not fit together come one after the other.
-    if (g.batch > 0 && parts_of(g.heads_k, g.len_k) > 1) {
-      partial_elems = 2 * kItems * p.block_q * column_elems(p);
+    // Room for the parts of any one sequence: kItems of all heads, or less than 2 * kItems of one
+    // each, since as many tiles have one part. Sequences that do not fit together come one after
+    // the other.
+    if (g.batch > 0 && parts_of(1, g.len_k) > 1) {
+      const int64_t all_heads = g.heads_k * std::min(p.block_q, kColumnsOfAllHeads);
+      partial_elems = kItems * std::max(2 * p.block_q, all_heads) * column_elems(p);
     }
     bytes = partial + aligned(partial_elems * accumulator_bytes(plan.problem));
     if (bytes) bytes += kWorkspaceAlign;  // room to align whatever memory we are given
@@ -149,7 +145,8 @@ void cut_pages(AttentionPlan& plan) {
   // At most: how many there are is known when the lengths are. Even tiles are more than half full.
   const int64_t tokens = problem.query.size(0);
   const int64_t tiles = std::min(plan.batch, tokens) + 2 * (tokens / ceil_div(k.block, group));
-  plan.work_items = tiles * plan.heads_k * parts_of(plan.heads_k, plan.len_k);
+  const int64_t heads = plan.len_q * group <= kColumnsOfAllHeads ? 1 : plan.heads_k;
+  plan.work_items = tiles * heads * parts_of(heads, plan.len_k);
   plan.workers = workers_for(problem.device, plan.work_items);
   plan.scratch_bytes = aligned(k.paged_scratch(p));
   plan.workspace_bytes = Workspace(plan, p).bytes;
@@ -177,7 +174,8 @@ void run_pages(const AttentionPlan& plan, const AttentionTensors& tensors, void*
   };
   int64_t task = 0, item = 0, partial = 0;  // of the sequences so far
   int64_t first_task = 0, first_item = 0;   // of those that have not run
-  const auto run_so_far = [&] {
+  const auto run_so_far = [&](int64_t sequence_count) {
+    p.sequence_count = sequence_count;
     phase(first_item, item, k.paged);
     if (partial > 0) phase(first_task, task, k.combine);
     first_task = task;
@@ -188,16 +186,16 @@ void run_pages(const AttentionPlan& plan, const AttentionTensors& tensors, void*
     PagedSequence s = cut_sequence(p, k.block, paged_rows(paged, tensors.cu_seqlens_q, b),
                                    read_int(paged.seq_lens, tensors.seq_lens, b));
     s.first_row = paged.cu_seqlens_q ? read_int(*paged.cu_seqlens_q, tensors.cu_seqlens_q, b) : b;
-    if (partial + partial_elems(p, s) > workspace.partial_elems) run_so_far();
+    if (partial + partial_elems(p, s) > workspace.partial_elems) run_so_far(b);
     s.first_task = task;
     s.first_item = item;
     s.first_partial = partial;
     sequences[b] = s;
     task += s.tiles * g.heads_k;
-    item += s.tiles * g.heads_k * s.parts;
+    item += s.tiles * (g.heads_k / s.heads) * s.parts;
     partial += partial_elems(p, s);
   }
-  run_so_far();
+  run_so_far(g.batch);
 }
 
 }  // namespace flashmoe::cpu

@@ -34,7 +34,7 @@ def stand_ins(new_names: bool) -> dict[str, ModuleType]:
             assert name not in members, "vLLM takes a name once"
             members[name] = path
 
-        Backends = SimpleNamespace(  # noqa: F811
+        Backends = SimpleNamespace(
             CPU_ATTN="CPU_ATTN", CUSTOM="CUSTOM", __members__=members, register=register
         )
 
@@ -262,11 +262,15 @@ def test_what_vllm_is_told(ours):
         (bf16, "fp8", (9, 0)), (half, "fp8_e4m3", (7, 5)), (single, "auto", None),
     ]  # fmt: skip
     for dtype, cache, chip in legal:
-        assert backend.supports_combination(DIM, dtype, cache, 16, False, False, False, chip) is None
+        assert (
+            backend.supports_combination(DIM, dtype, cache, 16, False, False, False, chip) is None
+        )
     refused = [
-        (single, "auto", (9, 0), "float32 on a GPU"), (single, "fp8", None, "fp8 cache under float32"),
-        (bf16, "auto", (7, 5), "compute capability 8.0"), (bf16, "float16", (9, 0), "a float16 cache"),
-    ]  # fmt: skip
+        (single, "auto", (9, 0), "float32 on a GPU"),
+        (single, "fp8", None, "fp8 cache under float32"),
+        (bf16, "auto", (7, 5), "compute capability 8.0"),
+        (bf16, "float16", (9, 0), "a float16 cache"),
+    ]
     for dtype, cache, chip, why in refused:
         found = backend.supports_combination(DIM, dtype, cache, 16, False, False, False, chip)
         assert why in found

@@ -256,6 +256,7 @@ def test_what_vllm_is_told(ours):
     always = sys.modules["vllm.v1.attention.backend"].AttentionCGSupport.ALWAYS
     assert ours.Builder._cudagraph_support is always
     assert [backend.supports_head_size(n) for n in (0, 1, 256, 512, 513)] == [0, 1, 1, 1, 0]
+    assert [backend.supports_compute_capability(c) for c in ((7, 0), (7, 5), (9, 0))] == [0, 1, 1]
     half, bf16, single = torch.float16, torch.bfloat16, torch.float32
     legal = [
         (half, "auto", (7, 5)), (bf16, "auto", (8, 0)), (bf16, "bfloat16", (9, 0)),

@@ -86,6 +86,10 @@ class FlashMoeBackend(AttentionBackend):
         return 1 <= head_size <= 512
 
     @classmethod
+    def supports_compute_capability(cls, capability) -> bool:
+        return capability >= (7, 5)
+
+    @classmethod
     def supports_sink(cls) -> bool:
         return True
 

@@ -315,9 +315,11 @@ def test_a_learned_bias_of_positions(side):
 
 def test_autocast_chooses_the_dtype():
     q, k, v = inputs()
+    sinks = torch.randn(4)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = attend(q, k, v.bfloat16())
-    assert torch.equal(got, attend(*(x.bfloat16() for x in (q, k, v))))
+        got = attend(q, k, v.bfloat16(), s_aux=sinks.half())
+    half = (x.bfloat16() for x in (q, k, v))
+    assert torch.equal(got, attend(*half, s_aux=sinks.half().bfloat16()))
 
 
 # What is refused.

@@ -15,23 +15,23 @@ from pathlib import Path
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process, so that calls can be counted
 
-PAGE = 16
-BLOCKS = 40  # of PAGE tokens, in the cache
+PAGE = 32  # the smallest that vLLM's own attention has
+BLOCKS = 20  # of PAGE tokens, in the cache
 STEP = 48  # tokens that a step takes
 NEW = 48  # tokens that each request asks for
 
 
 def prompts() -> list[list[int]]:
-    """Some shorter than a page, some longer than a step, half of them with the same beginning."""
+    """Shorter than a page, longer than a step; every other one with the same beginning."""
     draw = random.Random(7)
-    beginning = [draw.randrange(2, 256) for _ in range(5 * PAGE)]
-    lengths = (1, 3, 15, 16, 17, 40, 97, 150)
+    beginning = [draw.randrange(2, 256) for _ in range(2 * PAGE)]
+    lengths = (1, 3, 31, 32, 33, 40, 97, 130)
     alone = [[draw.randrange(2, 256) for _ in range(n)] for n in lengths]
     shared = [beginning + [draw.randrange(2, 256) for _ in range(n)] for n in lengths]
     return [prompt for pair in zip(alone, shared, strict=True) for prompt in pair]
 
 
-def instrument(break_it: bool) -> list[int]:
+def instrument(break_it: str) -> list[int]:
     """Counts the calls of our attention; breaks it on purpose if asked to."""
     from flashmoe_science import vllm as ours
 
@@ -40,7 +40,9 @@ def instrument(break_it: bool) -> list[int]:
     def call(q, *args, cu_seqlens_q, out, **options):
         queries.append(cu_seqlens_q.diff().tolist())
         result = attend(q, *args, cu_seqlens_q=cu_seqlens_q, out=out, **options)
-        return out.mul_(0.9) if break_it else result
+        if break_it:  # of every other head in Gemma, which normalises the sum of all heads
+            out[:, :: 2 if "gemma" in break_it else 1].mul_(0.9)
+        return result
 
     ours.flash_attention_paged = call
     return queries
@@ -58,7 +60,7 @@ def main() -> None:
 
     queries = []
     if args.attention != "theirs":
-        queries = instrument(args.attention == "broken")
+        queries = instrument(args.model.name if args.attention == "broken" else "")
     engine = vllm.LLM(
         str(args.model),
         skip_tokenizer_init=True,

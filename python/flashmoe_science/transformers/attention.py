@@ -44,10 +44,12 @@ def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _sum(query: Tensor, *biases: Tensor | None) -> Tensor | None:
     given = [bias.to(query.device) for bias in biases if bias is not None]
-    if not given:
-        return None
-    bias = sum(given[1:], given[0])
-    return bias if bias.dtype in (query.dtype, torch.float32) else bias.to(query.dtype)
+    return _beside(query, sum(given[1:], given[0])) if given else None
+
+
+def _beside(query: Tensor, x: Tensor) -> Tensor:
+    """A bias or sinks in a dtype that our kernels take with these queries."""
+    return x if x.dtype in (query.dtype, torch.float32) else x.to(query.dtype)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -89,7 +91,7 @@ def _attend(
     query, key, value = _autocast(query, key, value)
     options = {"scale": scaling, "softcap": softcap}
     if s_aux is not None:
-        options["sinks"] = s_aux
+        options["sinks"] = _beside(query, s_aux)
     mask = attention_mask
     if mask is None:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)

@@ -145,7 +145,7 @@ void cut_pages(AttentionPlan& plan) {
   // At most: how many there are is known when the lengths are. Even tiles are more than half full.
   const int64_t tokens = problem.query.size(0);
   const int64_t tiles = std::min(plan.batch, tokens) + 2 * (tokens / ceil_div(k.block, group));
-  const int64_t heads = plan.len_q * group <= kColumnsOfAllHeads ? 1 : plan.heads_k;
+  const int64_t heads = plan.len_q <= kColumnsOfAllHeads / group ? 1 : plan.heads_k;
   plan.work_items = tiles * heads * parts_of(heads, plan.len_k);
   plan.workers = workers_for(problem.device, plan.work_items);
   plan.scratch_bytes = aligned(k.paged_scratch(p));

@@ -76,6 +76,22 @@ def test_flash_attn_varlen_func(option):
     oracle.accept(case, {"out": out.detach(), "lse": lse.detach().mT, **got})
 
 
+def test_flash_attn_sinks():
+    """s_aux, as vLLM's FlashAttention-3 calls them, with their gradient."""
+    q, k, v, sinks = normal(2, 9, 4, 16), normal(2, 9, 2, 16), normal(2, 9, 2, 16), normal(4)
+    want = fm.flash_attention(*(x.transpose(1, 2) for x in (q, k, v)), sinks=sinks).transpose(1, 2)
+    got = flash_attn_func(q, k, v, s_aux=sinks)
+    cu = torch.tensor([0, 9, 18])
+    packed = flash_attn_varlen_func(
+        *(x.flatten(0, 1) for x in (q, k, v)), cu, cu, 9, 9, s_aux=sinks
+    )
+    gradients = [torch.autograd.grad(x.square().sum(), sinks)[0] for x in (want, got, packed)]
+    for out, gradient in zip((got, packed.unflatten(0, (2, 9))), gradients[1:], strict=True):
+        torch.testing.assert_close(out, want)
+        torch.testing.assert_close(gradient, gradients[0])
+    assert (got != flash_attn_func(q, k, v)).any() and gradients[0].ne(0).all()
+
+
 def defaults_of(function) -> dict:
     parameters = inspect.signature(function).parameters.items()
     empty = inspect.Parameter.empty

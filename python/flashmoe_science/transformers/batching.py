@@ -7,6 +7,7 @@ our compat functions come into that table.
 
 from __future__ import annotations
 
+from torch.compiler import is_compiling
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers import modeling_flash_attention_utils as flash
 from transformers.integrations.flash_attention import flash_attention_forward
@@ -17,6 +18,8 @@ from .masks import NO_LIMIT, band_of
 # The 2 makes transformers decode by block tables, through flash_attn_with_kvcache.
 NAME = "flashmoe_2"
 PAGED = f"paged|{NAME}"  # how transformers before 5.22 calls it
+
+_their_functions = _their_check = None  # what our hooks stand in front of, once registered
 
 
 def _functions(implementation, *args, **kwargs):
@@ -34,12 +37,12 @@ def _check(self, attn_implementation, *args, **kwargs):
     return attn_implementation
 
 
-_their_functions, _their_check = None, None
-
-
 def _mask(mask_function=masking_utils.causal_mask_function, **kwargs):
-    """Padding is all that flash attention's functions are told of a mask."""
-    band = band_of(mask_function)
+    """Padding is all that flash attention's functions are told of a mask.
+
+    torch.compile cannot look into a mask function; what it compiles is not checked.
+    """
+    band = (NO_LIMIT, 0) if is_compiling() else band_of(mask_function)
     if band is None or band[1] not in (0, NO_LIMIT):
         raise NotImplementedError(
             f"attn_implementation={NAME!r} has no mask beyond causal, sliding windows and padding; "

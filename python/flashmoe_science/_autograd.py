@@ -5,11 +5,11 @@ sinks:
 
     attention           out, lse of x
     attention_tangent   how they move along a tangent of x: forward mode
-    attention_backward  gradients by x of <grad_out, out> + <grad_lse, lse>
+    attention_gradients gradients by x of <grad_out, out> + <grad_lse, lse>
     attention_second    gradients by x of <grad_out, tangent_out> + <grad_lse, tangent_lse>
 
-A backward pass takes out and lse, and what gives second derivatives their tangents, as numbers that
-save time: all of them follow from x, and derivatives by x count what comes through them.
+Gradients are given out and lse, and second ones tangent_out and tangent_lse, as numbers that save
+time: all of them follow from x, and derivatives by x count what comes through them.
 """
 
 from __future__ import annotations
@@ -83,11 +83,10 @@ class _Attention(Function):
     @staticmethod
     def backward(ctx, grad_out, grad_lse=None):
         saved, needs = ctx.saved_tensors, ctx.needs_input_grad[:_INPUTS]
-        if is_grad_enabled() or in_forward_mode():
-            grads = _library.backward(grad_out, grad_lse, *saved, *ctx.options, *needs)
-        else:
-            with _AutoDispatchBelowAutograd():
-                grads = _library.backward(grad_out, grad_lse, *saved, *ctx.options, *needs)
+        run = _library.backward
+        if is_grad_enabled() or in_forward_mode():  # someone may differentiate again
+            run = _library.gradients
+        grads = run(grad_out, grad_lse, *saved, *ctx.options, *needs)
         return *_only(needs, grads), None
 
     @staticmethod
@@ -143,7 +142,7 @@ class _Tangent(Function):
         call = (*grads, *call, *ctx.options)
         first = second = _NOTHING
         if any(by_tangents):
-            first = _only(by_tangents, _library.backward(*call, *by_tangents))
+            first = _only(by_tangents, _library.gradients(*call, *by_tangents))
         if any(by_x):
             second = _only(by_x, _library.second(*moves, *call, *by_x))
         return None, *first, *second
@@ -156,7 +155,7 @@ class _Tangent(Function):
             return _library.tangent(*moves[:_INPUTS], *saved, *ctx.options)
 
 
-class _Backward(Function):
+class _Gradients(Function):
     """Differentiable in the gradients of both results and in x."""
 
     @staticmethod
@@ -176,7 +175,7 @@ class _Backward(Function):
         with inside_jvp(ctx) as saved:
             call = (*saved, *ctx.options)
             if any(x is not None for x in moves[:2]):
-                first = _only(ctx.needs, _library.backward(*moves[:2], *call[2:], *ctx.needs))
+                first = _only(ctx.needs, _library.gradients(*moves[:2], *call[2:], *ctx.needs))
             if any(x is not None for x in moves[2:]):
                 # The Hessian is symmetric: how gradients move along a tangent is the gradient of
                 # how the results do.
@@ -276,9 +275,9 @@ def _gradient_arguments(args) -> tuple[tuple, tuple]:
     return (grad_out, grad_lse, *inputs), rest
 
 
-def _backward_autograd(*args):
+def _gradients_autograd(*args):
     inputs, rest = _gradient_arguments(args)
-    return _recorded(_Backward, _library.backward, rest, inputs, args)
+    return _recorded(_Gradients, _library.gradients, rest, inputs, args)
 
 
 def _second_autograd(*args):
@@ -293,9 +292,9 @@ def _second_autograd(*args):
 
 give_autograd("attention", _attention_autograd)
 give_autograd("attention_tangent", _tangent_autograd)
-give_autograd("attention_backward", _backward_autograd)
+give_autograd("attention_gradients", _gradients_autograd)
 give_autograd("attention_second", _second_autograd)
-without_autograd("attention_forward")
+without_autograd("attention_forward", "attention_backward")
 
 
 # vmap: one leading dimension more, which the kernels take as it is.
@@ -398,12 +397,12 @@ def _stacked_gradients(run, first, info, dims, args):
     return grads, tuple(0 if want else None for want in wanted)
 
 
-@library.register_vmap("flashmoe::attention_backward")
-def _attention_backward_vmap(info, dims, *args):
+@library.register_vmap("flashmoe::attention_gradients")
+def _attention_gradients_vmap(info, dims, *args):
     if _has_sink_gradient(args):
-        return _one_by_one(_library.backward, info, dims, args, 4)
+        return _one_by_one(_library.gradients, info, dims, args, 4)
     args = (*args[:8], None, *args[9:])  # sinks are in out and lse; only their gradient asks
-    return _stacked_gradients(_library.backward, lambda rank: (), info, dims, args)
+    return _stacked_gradients(_library.gradients, lambda rank: (), info, dims, args)
 
 
 @library.register_vmap("flashmoe::attention_tangent")

@@ -72,6 +72,7 @@ def _attention_fake(query, key, value, bias, sinks, key_lengths, cu_q, cu_k, *op
 
 
 @torch.library.register_fake("flashmoe::attention_backward")
+@torch.library.register_fake("flashmoe::attention_gradients")
 def _attention_backward_fake(
     grad_out, grad_lse, out, lse, query, key, value, bias, sinks, key_lengths, cu_q, cu_k, *rest
 ):
@@ -185,6 +186,7 @@ def _route_backward_fake(grad_weights, logits, ids, scoring, normalize):
 
 forward = torch.ops.flashmoe.attention_forward.default
 backward = torch.ops.flashmoe.attention_backward.default
+gradients = torch.ops.flashmoe.attention_gradients.default
 tangent = torch.ops.flashmoe.attention_tangent.default
 second = torch.ops.flashmoe.attention_second.default
 attention = torch.ops.flashmoe.attention.default

@@ -82,12 +82,15 @@ Gradients second(const SecondArguments& b) { return gradients(b.backward, &b); }
 }  // namespace
 }  // namespace flashmoe::ops
 
+// `attention_gradients` is the same under the name that has autograd (registered in Python).
 STABLE_TORCH_LIBRARY_IMPL(flashmoe, CPU, m) {
   m.impl("attention_backward", flashmoe::ops::Boxed<flashmoe::ops::backward>::call);
+  m.impl("attention_gradients", flashmoe::ops::Boxed<flashmoe::ops::backward>::call);
   m.impl("attention_second", flashmoe::ops::Boxed<flashmoe::ops::second>::call);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashmoe, CUDA, m) {
   m.impl("attention_backward", flashmoe::ops::Boxed<flashmoe::ops::backward>::call);
+  m.impl("attention_gradients", flashmoe::ops::Boxed<flashmoe::ops::backward>::call);
   m.impl("attention_second", flashmoe::ops::Boxed<flashmoe::ops::second>::call);
 }

@@ -44,6 +44,7 @@ STABLE_TORCH_LIBRARY(flashmoe, m) {
   m.def("attention_forward(" FLASHMOE_ARGUMENTS ") -> (Tensor out, Tensor lse)");
   m.def("attention(" FLASHMOE_ARGUMENTS ") -> (Tensor out, Tensor lse)");
   m.def("attention_backward(" FLASHMOE_BACKWARD_ARGUMENTS ") -> " FLASHMOE_GRADIENTS);
+  m.def("attention_gradients(" FLASHMOE_BACKWARD_ARGUMENTS ") -> " FLASHMOE_GRADIENTS);
   m.def("attention_tangent(" FLASHMOE_TANGENTS ", Tensor out, Tensor lse, " FLASHMOE_ARGUMENTS
         ") -> (Tensor tangent_out, Tensor tangent_lse)");
   m.def("attention_second(" FLASHMOE_TANGENTS

@@ -180,22 +180,24 @@ int64_t forward_heads_per_wave(const AttentionPlan& plan, const Sm90FwdParams& p
   return unit > cached ? 1 : cached / unit * unit;
 }
 
-// Heads whose tiles of keys are mixed: as far as L2 holds Q, dO and the accumulator of dQ of them,
-// for each tile of keys reads and adds to all of these; and as all CTAs are busy with at once.
-// Where sums are deterministic no fewer, or tiles of a head would wait for each other. Else as many
-// as the CTAs are busy with twice (nearly, or each would get the same tiles of every head); or
-// once, so that a kernel that converts dQ itself can soon begin.
+// Key heads whose tiles of keys are mixed: as far as L2 holds Q, dO and the accumulator of dQ of
+// them, for each tile of keys reads and adds to all of these, of one head of the group after the
+// other; and as all CTAs are busy with at once. Where sums are deterministic no fewer, or tiles of
+// a head would wait for each other. Else as many as the CTAs are busy with twice (nearly, or each
+// would get the same tiles of every head); or once, so that a kernel that converts dQ itself can
+// soon begin. No wave is smaller than that: the last would end with the long tasks of few heads.
 int64_t backward_heads_per_wave(const AttentionPlan& plan, const Sm90BwdParams& p) {
   const Kernel& kernel = main_kernel(plan);
-  const int64_t bytes =
-      p.group * plan.len_q * (2 * plan.head_dim + 2 * plan.head_dim_v + 4 * p.dim);
+  const int64_t bytes = plan.len_q * (2 * plan.head_dim + 2 * plan.head_dim_v + 4 * p.dim);
   const int64_t cached = kCachedBytes / std::max<int64_t>(bytes, 1);
   const int64_t clusters = persistent_ctas(plan) / kernel.cluster;
   const int64_t busy = ceil_div(clusters, p.key_blocks);
   const bool early = p.dq_accum && kernel.converts_dq;
   const int64_t twice = ceil_div(2 * clusters * 31 / 32, p.key_blocks);
   const int64_t most = early ? busy : p.deterministic ? cached : std::min(cached, twice);
-  return std::min(std::max(most, busy), plan.heads_k * plan.batch);
+  const int64_t heads = plan.heads_k * plan.batch;
+  const int64_t waves = std::max<int64_t>(heads / std::max(most, busy), 1);
+  return ceil_div(heads, waves);
 }
 
 // Rows that a CTA of the preprocess kernel has: as many as leave enough CTAs, since finding out

@@ -232,10 +232,8 @@ class BwdConsumer {
         wg_.stage_q(), 0);
     wait_turn();
     if (!first) {
-      // The tile before, of this head or the last of the head before.
-      const int before = wg_.first_query() + C::kBlockQ;
-      const bool same_head = before < task.query_end;
-      find_dq_guarded(task, same_head ? before : task.query_begin, wg_.head() - !same_head);
+      const auto before = wg_.tile_before();
+      find_dq_guarded(task, before.first, before.head);
       write_dq(wg_.ring.count() - 1);
     }
     pass_turn();

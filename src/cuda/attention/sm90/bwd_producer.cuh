@@ -15,8 +15,9 @@ struct alignas(16) QueryTileInfo {
   int first;    // query
   int flags;
   // kMasked << i: the i-th 64 keys need a mask. kMaskedAny: any of the keys do. kStores: these are
-  // the first keys that the tile sees, so its dQ is stored, not added.
-  static constexpr int kMasked = 1, kMaskedAny = 16, kStores = 32;
+  // the first keys that the tile sees, so its dQ is stored, not added. kFirstHead: its head is the
+  // first of its group.
+  static constexpr int kMasked = 1, kMaskedAny = 16, kStores = 32, kFirstHead = 64;
   // With a bias: the head of the tile, from this bit on.
   static constexpr int kHeadBit = 8;
 };
@@ -43,6 +44,7 @@ __device__ __forceinline__ QueryTileInfo find_query_tile(const BwdTask& task, in
   if (C::kBias || followed || masked(task.first_key, C::kBlockK)) {
     flags |= QueryTileInfo::kMaskedAny;
   }
+  if (head == task.key_head * p.group) flags |= QueryTileInfo::kFirstHead;
   if (C::kBias) flags |= head << QueryTileInfo::kHeadBit;
   return {order.row, first, flags};
 }

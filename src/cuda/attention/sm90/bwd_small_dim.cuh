@@ -91,15 +91,12 @@ class BwdSmallDimConsumer {
     const uint32_t tile = wg_.ring.count();
     const bool last = tile == task.last_tile;
     if (last) warp_arrive(wg_.slot(C::kVBarrier).empty);  // the last dP was V's last reader
-    // The tile before, of this head or the last of the head before.
-    const int before = wg_.first_query() + C::kBlockQ;
-    const int same_head = before < task.query_end, head = wg_.head() - !same_head;
+    const auto before = wg_.tile_before();
     warp_arrive(wg_.grad_out_slot().empty);
     warp_arrive(wg_.q_slot().empty);
     // Of a task's first tile, the tile before is another task's, whose dQ is done.
     if (tile != task.first_tile && has_dq(tile - 1)) {
-      add_dq(task, wg_.nonfinite & wg_.kInPreviousTile, same_head ? before : task.query_begin,
-             head);
+      add_dq(task, wg_.nonfinite & wg_.kInPreviousTile, before.first, before.head);
     }
     wg_.advance();
     return last;

@@ -121,6 +121,16 @@ struct BwdWarpgroup {
   __device__ __forceinline__ int head() const {
     return C::kBias ? query_tile().flags >> QueryTileInfo::kHeadBit : 0;
   }
+  // The tile of queries before this one, of the same task: see for_each_query_tile(). Its head with
+  // a bias only.
+  struct TileBefore {
+    int head, first;
+  };
+  __device__ __forceinline__ TileBefore tile_before() const {
+    const bool first_head = query_tile().flags & QueryTileInfo::kFirstHead;
+    return {head() + (first_head ? p.group - 1 : -1),
+            first_query() + (first_head ? C::kBlockQ : 0)};
+  }
   // Looks at the tile of queries that is next: returns whether it needs a mask for the warpgroup's
   // keys, and sets kInTile where a mask for any of the keys hides something not finite. All warps
   // of the CTA find the same.

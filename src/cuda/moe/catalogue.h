@@ -35,7 +35,7 @@ struct Kernel {
   const char* family;
   Role role;
   DType dtype;
-  GemmTile tile = {};  // zeros for kernels that go row by row
+  GemmTile tile = {};  // zeros for kernels that go row by row; sm90: without warps and CTAs
   // Products: weights lie along the depth, or across it.
   bool along = true;
   int threads = 0;

@@ -50,7 +50,7 @@ struct Lists {
   int32_t slice_slots, slice;
   SlicedExpert* sliced;  // (sliced_slots)
   int32_t sliced_slots;
-  int32_t* first_sum;  // (E): sums of the experts before
+  int32_t* first_sum;  // (E): sums of the experts before; and how many slices there are
 };
 
 // The counting sort. Each chunk of neighbouring pairs is a CTA's.

@@ -38,8 +38,8 @@ SortChunks sort_chunks(const MoePlan& plan) {
   return {chunk, ceil_div(plan.rows, chunk)};
 }
 
-int64_t up_columns(const MoePlan& plan) {
-  return ceil_div(plan.inner, plan.block_n / halves(plan));
+int64_t up_columns(const MoePlan& plan, const GemmTile& tile) {
+  return ceil_div(plan.inner, tile.block_n / halves(plan));
 }
 
 int64_t tile_slots(const MoePlan& plan, int64_t block) {
@@ -121,6 +121,7 @@ ForwardWorkspace forward_workspace(const MoePlan& plan, const GemmTile& rows) {
   w.bases = pieces.take(counts, kInt);
   w.row_of = pieces.take(plan.rows, kInt);
   w.tiles = pieces.take(tile_slots(plan, rows.block_m), sizeof(ExpertTile));
+  if (is_persistent(plan)) w.first_tile = pieces.take(plan.experts + 1, kInt);
   w.act = pieces.take(plan.rows * pitch(plan.inner), kElement);
   if (plan.top_k > 1) w.y = pieces.take(plan.rows * pitch(plan.width), kElement);
   w.bytes = pieces.bytes();
@@ -141,7 +142,7 @@ BackwardWorkspace backward_workspace(const MoePlan& plan, const GemmTile& rows,
     const Slices slices = slices_of(plan, tokens);
     w.slices = pieces.take(slices.slots, sizeof(ExpertTile));
     w.sliced = pieces.take(slices.sliced_slots, sizeof(SlicedExpert));
-    w.first_sum = pieces.take(plan.experts, kInt);
+    w.first_sum = pieces.take(plan.experts + 1, kInt);
     w.slice_sums = pieces.take(slices.sums * weight_tiles(plan, tokens).all() * tokens.block_m,
                                tokens.block_n * kFloat);
   }

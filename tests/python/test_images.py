@@ -52,6 +52,7 @@ HOPPER_ROWS = {
     "attention_bwd_dq": 4,
 }
 MOE_ROWS = {
+    "moe_sort": 32,
     "moe_count": 4,
     "moe_scan": 32,
     "moe_place": 1,
@@ -63,6 +64,8 @@ MOE_ROWS = {
     "moe_route": 8,
     "moe_route_bwd": 8,
 }
+# Few rows an expert: the warps of a kernel, and the CTAs that an SM is to hold.
+MOE_FEW = {"moe_few_up": (8, 2), "moe_few_down": (16, 1)}
 # Tiles of tokens have warps that go their own ways.
 PACKED = ("HMMA.16816", "LDSM", "UTMALDG")
 # A bias that TMA cannot load.
@@ -157,6 +160,11 @@ def listed_experts(family: str) -> dict[str, Listed]:
     path, found = ROOT / f"src/cuda/moe/kernels/{family}.h", {}
     for dtype in FAMILIES[family].dtypes if path.exists() else ():
         for kind, table, (m, n, *others) in rows(path):
+            if kind == "FewTile":
+                for role, (warps, ctas) in MOE_FEW.items():
+                    kernel = Listed(f"{family}_moe_few_{dtype}", role, (0, m, n), warps, ctas)
+                    found[f"{family}_{role}_{dtype}_{m}x{n}"] = kernel
+                continue
             if kind == "TmaGemmTile":  # a producer and two consumers
                 warps, ctas = 12, 1
             else:
@@ -397,7 +405,11 @@ def strange_code(kernel: str, chip: str, opcodes: Counter[str]) -> list[str]:
     if BY_ROWS.search(kernel):  # in chunks, in the background
         wanted.append(r"LDGSTS\.E.*\.ZFILL")
     hopper = CATALOGUE[kernel]["family"] == "sm90"
-    if hopper and role.startswith("moe_"):  # rows of an expert end anywhere: no copy engine stores
+    if role in MOE_FEW:  # from global memory to the MMAs
+        wanted += [r"HMMA\.16816", r"LDG\.E.*\.128"]
+    elif hopper and role.startswith(
+        "moe_"
+    ):  # rows of an expert end anywhere: no copy engine stores
         wanted += [r"STG\.E\.128"] if role not in MOE_ROWS or role == "moe_combine" else []
         wanted += [r"LDGSTS\.E\.BYPASS\.128"] if role in GATHERED else []
     elif hopper and products:  # the copy engine stores, but for sums, which are single numbers
@@ -418,11 +430,11 @@ def strange_code(kernel: str, chip: str, opcodes: Counter[str]) -> list[str]:
         found += [f"has {fences} MEMBAR.GPU"] if fences > 6 else []
     elif role in BACKWARD and not short:  # four numbers at once from Hopper on
         wanted.append(r"REDG?\.E\.ADD\.F32" + (r"x4\b" if chip == "sm_90" else r"\."))
-    elif role in BACKWARD or role == "moe_count":  # tickets and counts are integers
+    elif role in BACKWARD or role in ("moe_count", "moe_sort"):  # tickets and counts are integers
         found += [f"has {opcode}" for opcode in some(SHARED_SUMS + r".*F32")]
     else:  # everything else has the same bits in every run
         found += [f"has {opcode}" for opcode in some(SHARED_SUMS)]
-        if not products:
+        if not products and role not in MOE_FEW:
             found += [f"has {opcode}" for opcode in some(r"HMMA|HGMMA")]
     return found + [f"has no {pattern}" for pattern in wanted if not some(pattern)]
 

@@ -194,6 +194,30 @@ DownParams down_params(const Call& call, const ForwardWorkspace& w, const Kernel
   return p;
 }
 
+FewDownParams few_down_params(const Call& call, const ForwardWorkspace& w) {
+  const MoePlan& plan = call.plan;
+  const MoeProblem& problem = call.problem();
+  const Bias bias = bias_of(call.tensors.down_bias, problem.down_bias);
+  FewDownParams p{};
+  p.tiles = call.at<ExpertTile>(w.tiles);
+  p.tile_count = call.at<int32_t>(w.first_tile) + plan.experts;
+  p.rows = call.at<char>(w.act);
+  p.row_bytes = pitch(plan.inner) * dtype_bytes(problem.x.dtype);
+  p.depth = static_cast<int32_t>(plan.inner);
+  p.columns = static_cast<int32_t>(plan.width);
+  p.weights = matrix_of(call.tensors.down, problem.down);
+  p.bias = bias.data;
+  p.bias_expert = bias.expert;
+  p.bias_col = bias.col;
+  p.row_of = call.at<int32_t>(w.row_of);
+  p.scale = weights_of(call);
+  p.tokens = static_cast<int32_t>(plan.tokens);
+  p.top_k = static_cast<int32_t>(plan.top_k);
+  p.out = call.tensors.out;
+  p.out_row_bytes = bytes_of(problem.out, 0);
+  return p;
+}
+
 CombineParams combine_params(const Call& call, size_t rows, size_t row_of, void* out,
                              const TensorSpec& spec) {
   const MoePlan& plan = call.plan;
@@ -239,10 +263,20 @@ Status run_forward(const Call& call) {
     };
     Status status;
     switch (kernel.role) {
+      case Role::kSort:
       case Role::kCount:
       case Role::kScan:
       case Role::kPlace:
         status = launch(sort_params(call, w));
+        break;
+      case Role::kFewUp: {
+        UpParams p = up_params(call, w, kernel);
+        p.tiles.columns = static_cast<int32_t>(ceil_div(call.plan.inner, kFewColumns));
+        status = launch(p);
+        break;
+      }
+      case Role::kFewDown:
+        status = launch(few_down_params(call, w));
         break;
       case Role::kUp:
         status = launch_product<Sm90UpParams>(

@@ -37,6 +37,12 @@ struct Lister {
     kernel.threads = tile.kThreads;
     kernel.shared_bytes = tile.shared_bytes();
   }
+  static void shape(Kernel& kernel, const FewTile& tile) {
+    kernel.tile = {tile.block_m, tile.block_n, 0, 0, 0, 0, 0};
+    const bool up = kernel.role == Role::kFewUp;
+    kernel.threads = 32 * (up ? kFewUpWarps : kFewDownWarps);
+    kernel.shared_bytes = up ? few_up_shared_bytes(tile.block_m) : few_down_shared_bytes(kFewPairs);
+  }
 
   // sm80_moe_NAME_bf16_128x128 and so on, in the images sm80_moe_IMAGE_bf16. The symbol is that of
   // NAME<block_m, block_n>(flashmoe::cuda::moe::PARAMS) by the Itanium C++ ABI.
@@ -75,6 +81,12 @@ struct Lister {
     add({embedded_kernel(image, name, name), family, role, dtype, {}, true, threads, shared_bytes});
   }
 
+  template <size_t kRows>
+  void add_few(const FewTile (&few)[kRows]) const {
+    add(Role::kFewUp, role_name(Role::kFewUp), "few", "UpParams", true, few);
+    add(Role::kFewDown, role_name(Role::kFewDown), "few", "FewDownParams", true, few);
+  }
+
   template <class Tile, size_t kRows, size_t kTokens>
   void add_all(const Tile (&rows)[kRows], const Tile (&tokens)[kTokens]) const {
     const std::string prefix = std::is_same_v<Tile, TmaGemmTile> ? "Sm90" : "";
@@ -86,6 +98,7 @@ struct Lister {
     add(Role::kBwdWeightsSum, role_name(Role::kBwdWeightsSum), "bwd_weights", "BwdWeightsParams",
         true, tokens);
     const int of_warp = kMaxExperts * 4;
+    add_small(Role::kSort, kScanThreads, kSortSharedBytes);
     add_small(Role::kCount, kCountThreads, of_warp);
     add_small(Role::kScan, kScanThreads, scan_shared_bytes(kMaxExperts));
     add_small(Role::kPlace, 32, of_warp);
@@ -107,6 +120,9 @@ std::vector<Kernel> list_kernels() {
     }
   };
   add("sm90", sm90::kRows, sm90::kTokens);
+  for (const DType dtype : find_chip_family("sm90")->dtypes) {
+    Lister{list, "sm90", dtype}.add_few(sm90::kFew);
+  }
   add("sm80", sm80::kRows, sm80::kTokens);
   add("sm75", sm75::kRows, sm75::kTokens);
   return list;
@@ -116,6 +132,8 @@ std::vector<Kernel> list_kernels() {
 
 const char* role_name(Role role) {
   switch (role) {
+    case Role::kSort:
+      return "moe_sort";
     case Role::kCount:
       return "moe_count";
     case Role::kScan:
@@ -128,6 +146,10 @@ const char* role_name(Role role) {
       return "moe_down";
     case Role::kCombine:
       return "moe_combine";
+    case Role::kFewUp:
+      return "moe_few_up";
+    case Role::kFewDown:
+      return "moe_few_down";
     case Role::kPrepare:
       return "moe_bwd_prepare";
     case Role::kBwdAct:

@@ -12,12 +12,15 @@
 namespace flashmoe::cuda::moe {
 
 enum class Role {
+  kSort,
   kCount,
   kScan,
   kPlace,
   kUp,
   kDown,  // backward: dX
   kCombine,
+  kFewUp,    // few rows an expert
+  kFewDown,  // with the sum over a token's pairs
   kPrepare,
   kBwdAct,
   kBwdWeights,

@@ -132,6 +132,24 @@ struct DownParams {
   int64_t out_row_bytes;
 };
 
+// Few rows an expert: y = a W^T + bias, and out[t] = sum over j of weight * y[row] in the order of
+// j, in one launch. A CTA has 16 columns of all tokens.
+struct FewDownParams {
+  const ExpertTile* tiles;
+  const int32_t* tile_count;
+  const void* rows;  // (T k, depth)
+  int64_t row_bytes;
+  int32_t depth, columns;  // n, d
+  ExpertMatrix weights;    // (E, columns, depth)
+  const void* bias;        // (E, columns), or null
+  int64_t bias_expert, bias_col;
+  const int32_t* row_of;
+  RoutingWeights scale;
+  int32_t tokens, top_k;
+  void* out;  // (T, columns)
+  int64_t out_row_bytes;
+};
+
 // out[t] = sum over j of weight * y[row], in the order of j. `only_absent`: zeros for tokens (k =
 // 1) whose pair has no expert, and nothing else.
 struct CombineParams {

@@ -155,6 +155,7 @@ const Kernel* choose_tile(MoePlan& plan, const ChipFamily& family, const Gpu& gp
   if (is_persistent(plan)) {
     why = sm90::missing(plan);
     if (!why.empty()) return nullptr;
+    if (const Kernel* few = sm90::choose_few(plan, forced)) return few;
     return sm90::choose_product(plan, forward ? Role::kUp : Role::kBwdAct, along, plan.width,
                                 forward ? halves(plan) * plan.inner : plan.inner, forced, why);
   }
@@ -271,15 +272,27 @@ Status lay_out_forward(MoePlan& plan, const Kernel& up, const Gpu& gpu,
                        const std::optional<ForcedTile>& forced) {
   const MoeProblem& p = plan.problem;
   const int experts = static_cast<int>(plan.experts);
-  const int64_t chunks = sort_chunks(plan).chunks;
-  const Kernel& down = second_product(plan, up, p.down, plan.inner, forced);
+  const SortChunks chunks = sort_chunks(plan);
   Launches launches(plan, gpu);
-  launches.add(Role::kCount, chunks, experts * 4);
-  launches.add(Role::kScan, 1, scan_shared_bytes(experts));
-  launches.add(Role::kPlace, chunks, experts * 4);
-  launches.add_product(up, up_columns(plan, up.tile));
-  launches.add_product(down, ceil_div(plan.width, down.tile.block_n));
-  launches.add_combine();
+  if (chunks.one_cta) {
+    launches.add(Role::kSort, 1, sort_shared_bytes(experts));
+  } else {
+    launches.add(Role::kCount, chunks.chunks, experts * 4);
+    launches.add(Role::kScan, 1, scan_shared_bytes(experts));
+    launches.add(Role::kPlace, chunks.chunks, experts * 4);
+  }
+  if (is_few(plan)) {
+    const Kernel& down = *find_kernel(Role::kFewDown, plan.family, p.x.dtype, up.tile);
+    const int64_t slots = tile_slots(plan, up.tile.block_m);
+    launches.add(up, slots * ceil_div(plan.inner, kFewColumns), 1, 1, up.shared_bytes);
+    launches.add(down, ceil_div(plan.width, kFewColumns), 1, 1,
+                 few_down_shared_bytes(static_cast<int>(plan.rows)));
+  } else {
+    const Kernel& down = second_product(plan, up, p.down, plan.inner, forced);
+    launches.add_product(up, up_columns(plan, up.tile));
+    launches.add_product(down, ceil_div(plan.width, down.tile.block_n));
+    launches.add_combine();
+  }
   plan.workspace_bytes = forward_workspace(plan, up.tile).bytes;
   return launches.check();
 }

@@ -4,7 +4,9 @@
 #include <iterator>
 #include <span>
 
+#include "core/numbers.h"
 #include "core/text.h"
+#include "cuda/moe/tiles.h"
 #include "cuda/moe/workspace.h"
 #include "cuda/runtime/tensor_map.h"
 
@@ -72,6 +74,24 @@ std::string missing(const MoePlan& plan) {
   }
   const std::string up = not_mapped("gate_up", p.gate_up);
   return up.empty() ? not_mapped("down", p.down) : up;
+}
+
+const Kernel* choose_few(const MoePlan& plan, const std::optional<ForcedTile>& forced) {
+  const MoeProblem& p = plan.problem;
+  if (p.pass != Pass::kForward || plan.rows > kFewPairs || order_of(p.gate_up) != Order::kRows ||
+      order_of(p.down) != Order::kRows) {
+    return nullptr;
+  }
+  // A tile of 16 rows is half empty at 8 an expert, but one of 8 would read the weights twice where
+  // an expert has a few more.
+  const int64_t rows = ceil_div(plan.rows, std::min(plan.experts, plan.rows));  // of an expert
+  const int64_t tokens = rows <= 4 ? 8 : rows <= 8 ? 16 : 0;
+  for (const Kernel& k : kernels()) {
+    const bool suits = forced ? k.tile.block_m == forced->rows && k.tile.block_n == forced->columns
+                              : k.tile.block_m == tokens;
+    if (k.role == Role::kFewUp && k.dtype == p.x.dtype && suits) return &k;
+  }
+  return nullptr;
 }
 
 const Kernel* choose_product(const MoePlan& plan, Role role, bool along, int64_t depth,

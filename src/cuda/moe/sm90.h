@@ -15,6 +15,10 @@ namespace flashmoe::cuda::moe::sm90 {
 // Why the kernels cannot do the problem; empty: they can.
 std::string missing(const MoePlan& plan);
 
+// The first kernel of a forward pass with few rows an expert, or null where there are many, or
+// where another tile is forced.
+const Kernel* choose_few(const MoePlan& plan, const std::optional<ForcedTile>& forced);
+
 // The kernel of a product over rows, `depth` deep and with so many columns; null and why where a
 // tile is forced that there is not.
 const Kernel* choose_product(const MoePlan& plan, Role role, bool along, int64_t depth,

@@ -19,7 +19,7 @@ struct ForwardWorkspace {
   size_t tiles;          // (slots) ExpertTile
   size_t first_tile;     // (E + 1) int32, for persistent kernels
   size_t act;            // (T k, n)
-  size_t y;              // (T k, d); k = 1: none
+  size_t y;              // (T k, d); k = 1, or few rows an expert: none
   size_t bytes;
 };
 struct BackwardWorkspace {
@@ -48,6 +48,7 @@ inline int64_t halves(const MoePlan& plan) { return has_gate(plan.problem.activa
 // Chunks of pairs that are sorted apart.
 struct SortChunks {
   int64_t chunk, chunks;  // pairs of one; how many
+  bool one_cta;           // sorts them all
   int64_t pitch() const { return round_up(chunks, 4); }
 };
 SortChunks sort_chunks(const MoePlan& plan);
@@ -57,6 +58,11 @@ int64_t up_columns(const MoePlan& plan, const GemmTile& tile);
 
 // Whether CTAs go through as many tiles as there are, instead of one slot of the list each.
 inline bool is_persistent(const MoePlan& plan) { return plan.family == "sm90"; }
+
+// Whether the plan is that for few rows an expert.
+inline bool is_few(const MoePlan& plan) {
+  return plan.handle && static_cast<const Kernel*>(plan.handle)->role == Role::kFewUp;
+}
 
 // As many tiles of `block` rows as the experts may have, whatever the routing.
 int64_t tile_slots(const MoePlan& plan, int64_t block);

@@ -3,6 +3,7 @@
 // is in cuda/moe/sm90.cc.
 #pragma once
 
+#include "cuda/moe/tiles.h"
 #include "cuda/tma/gemm_tile.h"
 
 namespace flashmoe::cuda::moe::sm90 {
@@ -23,6 +24,13 @@ inline constexpr TmaGemmTile kTokens[] = {
     // block_m, block_n, stages, ping_pong
     {128, 256, 4, 0},
     {128, 128, 4, 0},
+};
+
+// Few rows an expert, forward: bound by reading the weights.
+inline constexpr FewTile kFew[] = {
+    // block_m, block_n
+    {16, 16},
+    {8, 16},
 };
 // clang-format on
 

@@ -10,6 +10,11 @@
 
 using namespace flashmoe::cuda::moe;
 
+extern "C" __global__ void __launch_bounds__(kScanThreads, 1)
+    FLASHMOE_KERNEL(moe_sort)(const __grid_constant__ SortParams p) {
+  moe_sort(p);
+}
+
 extern "C" __global__ void __launch_bounds__(kCountThreads)
     FLASHMOE_KERNEL(moe_count)(const __grid_constant__ SortParams p) {
   moe_count(p);

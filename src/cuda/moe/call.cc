@@ -37,6 +37,7 @@ Status launch_step(const LaunchStep& step, const Device& device, const Launch& l
   std::copy(step.grid.begin(), step.grid.end(), shape.grid);
   shape.threads = step.threads;
   shape.shared_bytes = step.shared_bytes;
+  shape.programmatic = step.overlaps;
   return cuda::launch(kernel_of(step).id, shape, device.ordinal, launch.stream, params,
                       params_bytes);
 }

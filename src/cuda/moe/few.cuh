@@ -12,11 +12,13 @@
 //   moe_few_down   a CTA for 16 columns of d: its warps share all tiles of rows. The results of all
 //                  pairs are in shared memory, where those of a token are added up in order.
 //
-// No count comes to the host, and nothing needs to be cleared.
+// No count comes to the host, and nothing needs to be cleared. Each may begin before the kernel
+// ahead of it has ended (programmatic launch), and waits for that before it reads anything.
 #pragma once
 
 #include "cuda/moe/activation.cuh"
 #include "cuda/moe/experts.cuh"
+#include "cuda/ptx/grid.cuh"
 #include "cuda/ptx/memory.cuh"
 #include "cuda/tile/dtype.cuh"
 
@@ -69,6 +71,8 @@ __device__ __forceinline__ void moe_few_up(const UpParams& p) {
   const auto sum_at = [&](int warp, int half, int token, int column) -> float& {
     return shared[((warp * 2 + half) * kTokens + token) * (kFewColumns + 1) + column];
   };
+  ptx::griddepcontrol_launch_dependents();
+  ptx::griddepcontrol_wait();
   const int slot = blockIdx.x / p.tiles.columns;
   const int first = (blockIdx.x - slot * p.tiles.columns) * kFewColumns;
   const ExpertTile tile = p.tiles.tiles[slot];
@@ -160,6 +164,7 @@ __device__ __forceinline__ void moe_few_down(const FewDownParams& p) {
   constexpr int kGroups = kTokens / 8, kUnroll = 4;
   extern __shared__ __align__(16) float shared[];
   float* const sSums = shared;  // (T k, parts, 16)
+  ptx::griddepcontrol_wait();
   const int first = blockIdx.x * kFewColumns;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int steps = (p.depth + kFewDepth - 1) / kFewDepth, units = *p.tile_count * kFewSplits;

@@ -285,8 +285,10 @@ Status lay_out_forward(MoePlan& plan, const Kernel& up, const Gpu& gpu,
     const Kernel& down = *find_kernel(Role::kFewDown, plan.family, p.x.dtype, up.tile);
     const int64_t slots = tile_slots(plan, up.tile.block_m);
     launches.add(up, slots * ceil_div(plan.inner, kFewColumns), 1, 1, up.shared_bytes);
+    plan.launches.back().overlaps = true;
     launches.add(down, ceil_div(plan.width, kFewColumns), 1, 1,
                  few_down_shared_bytes(static_cast<int>(plan.rows)));
+    plan.launches.back().overlaps = true;
   } else {
     const Kernel& down = second_product(plan, up, p.down, plan.inner, forced);
     launches.add_product(up, up_columns(plan, up.tile));

@@ -14,6 +14,8 @@
 
 #include "cuda/moe/experts.cuh"
 #include "cuda/moe/lists.cuh"
+#include "cuda/ptx/grid.cuh"
+#include "cuda/ptx/special_registers.cuh"
 
 namespace flashmoe::cuda::moe {
 
@@ -153,8 +155,10 @@ __device__ __forceinline__ void moe_place(const SortParams& p) {
   place_pairs(p, counters, first, last, experts, token_of);
 }
 
-// Grid: one CTA. A chunk for each warp; the counters of all are in shared memory.
+// Grid: one CTA. A chunk for each warp; the counters of all are in shared memory. A kernel that
+// waits for this one itself may begin at once.
 __device__ __forceinline__ void moe_sort(const SortParams& p) {
+  if constexpr (ptx::kHopper) ptx::griddepcontrol_launch_dependents();
   extern __shared__ __align__(16) char shared[];
   constexpr int kWarps = kScanThreads / 32;
   const ListMemory memory{reinterpret_cast<int*>(shared), reinterpret_cast<int*>(shared) + 32};

@@ -50,7 +50,8 @@ target_sources(flashmoe PRIVATE
   src/cuda/attention/planner.cc src/cuda/attention/sm90.cc src/cuda/attention/tile_choice.cc
   src/cuda/attention/workspace.cc
   src/cuda/cache/planner.cc
-  src/cuda/moe/call.cc src/cuda/moe/catalogue.cc src/cuda/moe/planner.cc src/cuda/moe/workspace.cc)
+  src/cuda/moe/call.cc src/cuda/moe/catalogue.cc src/cuda/moe/planner.cc src/cuda/moe/sm90.cc
+  src/cuda/moe/workspace.cc)
 target_link_libraries(flashmoe PRIVATE ${CMAKE_DL_LIBS})
 
 # Writes what to build to `result`, as family:chip.
@@ -136,7 +137,7 @@ message(STATUS "flashmoe: CUDA kernels of ${listed} (FLASHMOE_FAMILIES=${FLASHMO
 file(GLOB_RECURSE device_sources RELATIVE ${PROJECT_SOURCE_DIR} CONFIGURE_DEPENDS
   src/cuda/*.cu src/cuda/*.cuh src/cuda/attention/params.h src/cuda/attention/tiles.h src/cuda/attention/sm90/*.h
   src/cuda/tile/*.h src/cuda/tma/*.h src/cuda/attention/kernels/*.h
-  src/cuda/moe/params.h src/cuda/moe/tiles.h src/cuda/moe/kernels/*.h)
+  src/cuda/moe/params.h src/cuda/moe/tiles.h src/cuda/moe/sm90/*.h src/cuda/moe/kernels/*.h)
 list(SORT device_sources)
 set(hashes "")
 foreach(source IN LISTS device_sources)

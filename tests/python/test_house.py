@@ -45,7 +45,8 @@ LAYERS = {
     "src/cuda/tma/": r"cuda/(?:ptx/|tile/|tma/)",
     "src/cuda/attention/mma_sync/": rf"{SHARED}|{OF_ATTENTION}|cuda/attention/mma_sync/",
     "src/cuda/moe/mma_sync/": rf"{SHARED}|cuda/moe/(?:[^/]*\.cuh|params\.h|tiles\.h|mma_sync/)",
-    "src/cuda/moe/": r"core/|cuda/(?:moe|runtime|ptx|tile)/|flashmoe/",
+    "src/cuda/moe/sm90/": (rf"{SHARED}|cuda/tma/|cuda/moe/(?:[^/]*\.cuh|params\.h|tiles\.h|sm90/)"),
+    "src/cuda/moe/": r"core/|cuda/(?:moe|runtime|ptx|tile|tma)/|flashmoe/",
     "src/cuda/attention/sm90/": rf"{SHARED}|{OF_ATTENTION}|cuda/tma/|{FAMILIES}",
 }
 # Headers that a program with neither torch nor CUDA can include.
@@ -147,6 +148,8 @@ def test_device_code_is_in_layers():
         ("src/cuda/moe/mma_sync/up.cuh", "cuda/attention/params.h"),
         ("src/cuda/moe/planner.cc", "cuda/attention/families.h"),
         ("src/cuda/moe/mma_sync/up.cuh", "cuda/moe/catalogue.h"),
+        ("src/cuda/moe/mma_sync/up.cuh", "cuda/moe/sm90/params.h"),
+        ("src/cuda/moe/sm90/up.cuh", "cuda/moe/mma_sync/up.cuh"),
     ],
 )
 def test_a_strange_include_would_be_found(name, included):

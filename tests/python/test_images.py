@@ -52,6 +52,7 @@ HOPPER_ROWS = {
     "attention_bwd_dq": 4,
 }
 MOE_ROWS = {
+    "moe_sort": 32,
     "moe_count": 4,
     "moe_scan": 32,
     "moe_place": 1,
@@ -63,10 +64,14 @@ MOE_ROWS = {
     "moe_route": 8,
     "moe_route_bwd": 8,
 }
+# Few rows an expert: the warps of a kernel, and the CTAs that an SM is to hold.
+MOE_FEW = {"moe_few_up": (8, 2), "moe_few_down": (16, 1)}
 # Tiles of tokens have warps that go their own ways.
 PACKED = ("HMMA.16816", "LDSM", "UTMALDG")
 # A bias that TMA cannot load.
 BY_ROWS = re.compile("_bias_(?:rows|float)_")
+# Products of experts that gather rows by token.
+GATHERED = ("moe_up", "moe_bwd_act", "moe_bwd_weights")
 WITH_PRODUCTS = FORWARD | BACKWARD | {BIAS_SUM, *sum(MOE_PRODUCTS.values(), ())}
 # What several blocks do to the same memory in any order: only where grad_query is added up.
 SHARED_SUMS = r"(?:RED|ATOM)[GS]?\."
@@ -154,10 +159,19 @@ def listed_experts(family: str) -> dict[str, Listed]:
     """Kernels of a mixture of experts, by name. Weights may lie the other way round: _t."""
     path, found = ROOT / f"src/cuda/moe/kernels/{family}.h", {}
     for dtype in FAMILIES[family].dtypes if path.exists() else ():
-        for _, table, (m, n, _, _, warps_m, warps_n, ctas) in rows(path):
+        for kind, table, (m, n, *others) in rows(path):
+            if kind == "FewTile":
+                for role, (warps, ctas) in MOE_FEW.items():
+                    kernel = Listed(f"{family}_moe_few_{dtype}", role, (0, m, n), warps, ctas)
+                    found[f"{family}_{role}_{dtype}_{m}x{n}"] = kernel
+                continue
+            if kind == "TmaGemmTile":  # a producer and two consumers
+                warps, ctas = 12, 1
+            else:
+                warps, ctas = others[2] * others[3], others[4]
             for role in MOE_PRODUCTS[table]:
                 image = f"{family}_{role}_{dtype}"
-                kernel = Listed(image, role, (0, m, n), warps_m * warps_n, ctas)
+                kernel = Listed(image, role, (0, m, n), warps, ctas)
                 for order in ("", "_t") if table == "kRows" else ("",):
                     found[f"{family}_{role}{order}_{dtype}_{m}x{n}"] = kernel
                 if role == "moe_bwd_weights":
@@ -382,7 +396,7 @@ def strange_code(kernel: str, chip: str, opcodes: Counter[str]) -> list[str]:
     # Of short sequences dQ is computed after the others, and nobody adds it up.
     products = role in WITH_PRODUCTS or (short and role in FINISH)
     foreign = some(rf".*(?:{family.foreign})")
-    if BY_ROWS.search(kernel):
+    if BY_ROWS.search(kernel) or role in GATHERED:
         foreign = [opcode for opcode in foreign if "LDGSTS" not in opcode]
     found = [f"has {opcode}" for opcode in foreign]
     packed = "_packed_" in kernel
@@ -391,7 +405,14 @@ def strange_code(kernel: str, chip: str, opcodes: Counter[str]) -> list[str]:
     if BY_ROWS.search(kernel):  # in chunks, in the background
         wanted.append(r"LDGSTS\.E.*\.ZFILL")
     hopper = CATALOGUE[kernel]["family"] == "sm90"
-    if hopper and products:  # the copy engine stores, but for sums, which are single numbers
+    if role in MOE_FEW:  # from global memory to the MMAs
+        wanted += [r"HMMA\.16816", r"LDG\.E.*\.128"]
+    elif hopper and role.startswith(
+        "moe_"
+    ):  # rows of an expert end anywhere: no copy engine stores
+        wanted += [r"STG\.E\.128"] if role not in MOE_ROWS or role == "moe_combine" else []
+        wanted += [r"LDGSTS\.E\.BYPASS\.128"] if role in GATHERED else []
+    elif hopper and products:  # the copy engine stores, but for sums, which are single numbers
         wanted += [r"UTMASTG"] if role != BIAS_SUM else []
     elif hopper:
         wanted += [r"STG\.E\.128"] if role == "attention_bias_align" else []
@@ -409,11 +430,11 @@ def strange_code(kernel: str, chip: str, opcodes: Counter[str]) -> list[str]:
         found += [f"has {fences} MEMBAR.GPU"] if fences > 6 else []
     elif role in BACKWARD and not short:  # four numbers at once from Hopper on
         wanted.append(r"REDG?\.E\.ADD\.F32" + (r"x4\b" if chip == "sm_90" else r"\."))
-    elif role in BACKWARD or role == "moe_count":  # tickets and counts are integers
+    elif role in BACKWARD or role in ("moe_count", "moe_sort"):  # tickets and counts are integers
         found += [f"has {opcode}" for opcode in some(SHARED_SUMS + r".*F32")]
     else:  # everything else has the same bits in every run
         found += [f"has {opcode}" for opcode in some(SHARED_SUMS)]
-        if not products:
+        if not products and role not in MOE_FEW:
             found += [f"has {opcode}" for opcode in some(r"HMMA|HGMMA")]
     return found + [f"has no {pattern}" for pattern in wanted if not some(pattern)]
 
@@ -509,6 +530,15 @@ def test_strange_code_would_be_found():
         rows = plain["attention_bias_align"]
         assert not strange_code(rows, "sm_90", codes("LDG.E LDG.E.U16 STG.E.128"))
         assert strange_code(rows, "sm_90", codes("LDG.E.U16 STG.E.U16"))
+        for role in sum(MOE_PRODUCTS.values(), ()):
+            copies = " LDGSTS.E.BYPASS.128" if role in GATHERED else ""
+            good = f"HGMMA.64x256x16.F32 UTMALDG.3D STG.E.128{copies}"
+            assert not strange_code(plain[role], "sm_90", codes(good))
+            assert strange_code(plain[role], "sm_90", codes(good.replace("HGMMA", "HMMA")))
+            assert strange_code(plain[role], "sm_90", codes(good.replace("STG.E.128", "STG.E.U16")))
+            assert strange_code(plain[role], "sm_90", codes(good + " REDG.E.ADD.F32.FTZ.RN"))
+            other = good.replace(copies, "") if copies else good + " LDGSTS.E.BYPASS.128"
+            assert strange_code(plain[role], "sm_90", codes(other))
 
 
 @needs_cuobjdump

@@ -19,7 +19,9 @@ SHAPES = (
     (32768, 2048, 1024, 64, 8),
     (16384, 512, 256, 64, 4),
     (65536, 256, 512, 89, 1),
+    (8192, 256, 128, 16, 2),
     (512, 2048, 768, 128, 8),
+    (128, 2048, 768, 128, 8),
     (32, 2048, 768, 128, 8),
     (1, 2048, 768, 4096, 8),
     (300, 67, 133, 5, 2),
@@ -61,19 +63,23 @@ def test_every_chip_has_code_for_its_plans(chip, backward):
         text = fm.explain_moe(**given, device=chip, backward=backward)
         for name in check_code(text, chip):
             assert CATALOGUE[name]["shared_bytes"] <= shared * 1024, name
-        family = "sm75" if chip == "sm_75" else "sm80"
+        T, d, n, _, k = shape
+        whole = d % 8 == n % 8 == 0 and T * k > 0  # what TMA takes
+        family = {"sm_75": "sm75", "sm_90": "sm90" if whole else "sm80"}.get(chip, "sm80")
         assert kernel_of(text)["family"] == family
 
 
 def test_launches_in_their_order():
-    given = arguments((300, 64, 48, 5, 2))
-    forward = [
-        CATALOGUE[name]["role"] for name in launched(fm.explain_moe(**given, device="sm_90"))
-    ]
-    sort = ["moe_count", "moe_scan", "moe_place"]
-    assert forward == [*sort, "moe_up", "moe_down", "moe_combine"]
-    text = fm.explain_moe(**given, device="sm_90", backward=True)
-    backward = [CATALOGUE[name]["role"] for name in launched(text)]
+    def roles(shape, **options) -> list[str]:
+        text = fm.explain_moe(**arguments(shape), device="sm_90", **options)
+        return [CATALOGUE[name]["role"] for name in launched(text)]
+
+    sort, products = ["moe_count", "moe_scan", "moe_place"], ["moe_up", "moe_down", "moe_combine"]
+    assert roles((30000, 64, 48, 5, 2)) == [*sort, *products]
+    assert roles((300, 64, 48, 5, 2)) == ["moe_sort", *products]
+    assert roles((8, 64, 48, 5, 2)) == ["moe_sort", "moe_few_up", "moe_few_down"]
+    assert roles((8, 64, 48, 500, 2)) == [*sort, "moe_few_up", "moe_few_down"]
+    backward = roles((300, 64, 48, 5, 2), backward=True)
     first = ["moe_bwd_prepare", "moe_bwd_act", "moe_down", "moe_combine"]
     assert backward == [
         *first,
@@ -88,7 +94,7 @@ def test_weights_are_read_as_they_lie():
     """Up goes along (2n, d), dA across (d, n), dX across (2n, d); transposed, the other way."""
     for transposed in (False, True):
         given = arguments((300, 64, 48, 5, 2), transposed=transposed)
-        up, down = launched(fm.explain_moe(**given, device="sm_90"))[3:5]
+        up, down = launched(fm.explain_moe(**given, device="sm_90"))[1:3]
         assert ("_up_t_" in up) == ("_down_t_" in down) == transposed
         act, dx = launched(fm.explain_moe(**given, device="sm_90", backward=True))[1:3]
         assert ("_act_t_" in act) == ("_down_t_" in dx) == (not transposed)
@@ -106,13 +112,50 @@ def test_weights_are_read_as_they_lie():
     ],
     ids=str,
 )
-def test_tiles_follow_the_rows_of_an_expert(shape, rows):
+def test_tiles_follow_the_rows_of_an_expert(shape, rows, monkeypatch):
+    monkeypatch.setenv("FLASHMOE_FAMILY", "sm80")
     assert kernel_of(fm.explain_moe(**arguments(shape), device="sm_90"))["block_q"] == rows
+
+
+@pytest.mark.parametrize(
+    "shape, tile",
+    [
+        ((32768, 2048, 1024, 64, 8), (128, 256)),
+        ((16384, 512, 256, 64, 4), (128, 128)),
+        ((512, 2048, 768, 128, 8), (128, 256)),
+        ((512, 2048, 64, 128, 8), (128, 128)),
+        ((128, 2048, 768, 128, 8), (16, 16)),
+        ((129, 2048, 768, 128, 8), (128, 256)),
+        ((64, 2048, 768, 128, 8), (8, 16)),
+        ((1, 2048, 768, 128, 8), (8, 16)),
+        ((200, 64, 64, 1, 1), (128, 128)),
+    ],
+    ids=str,
+)
+def test_tiles_of_hopper(shape, tile):
+    kernel = kernel_of(fm.explain_moe(**arguments(shape), device="sm_90"))
+    assert (kernel["family"], kernel["block_q"], kernel["block_k"]) == ("sm90", *tile)
+
+
+def test_few_rows_need_weights_in_rows():
+    given = arguments((1, 2048, 768, 128, 8), transposed=True)
+    assert kernel_of(fm.explain_moe(**given, device="sm_90"))["role"] == "moe_up"
+
+
+def test_what_hopper_does_not_take():
+    text = fm.explain_moe(**arguments((300, 64, 36, 5, 2)), device="sm_90")
+    assert "sm90: passed over: takes widths that are multiples of 8, these are 64 and 36" in text
+    text = fm.explain_moe(**arguments((0, 64, 48, 5, 2)), device="sm_90")
+    assert "sm90: passed over: has nothing to do for a call without tokens" in text
+    shared = arguments((300, 64, 48, 5, 2), biases=False)
+    one = torch.empty(1, 96, 64, dtype=torch.float16, device="meta")
+    text = fm.explain_moe(**{**shared, "gate_up": one.expand(5, 96, 64)}, device="sm_90")
+    assert "sm90: passed over: TMA cannot read gate_up, whose stride 0 is 0" in text
 
 
 def test_a_tile_can_be_forced(monkeypatch):
     for name, kernel in CATALOGUE.items():
-        if kernel["role"] != "moe_up":
+        if kernel["role"] not in ("moe_up", "moe_few_up"):
             continue
         monkeypatch.setenv("FLASHMOE_TILE", f"{kernel['block_q']}x{kernel['block_k']}")
         monkeypatch.setenv("FLASHMOE_FAMILY", kernel["family"])
@@ -135,8 +178,10 @@ def test_what_is_refused(monkeypatch):
     with pytest.raises(RuntimeError, match=r"x is float32; CUDA kernels take float16 and bfloat16"):
         fm.explain_moe(**arguments((4, 8, 8, 3, 1), torch.float32), device="sm_90")
     monkeypatch.setenv("FLASHMOE_FAMILY", "sm90")
-    with pytest.raises(RuntimeError, match=r"sm90: has no kernels for a mixture of experts yet"):
-        fm.explain_moe(**given, device="sm_90")
+    with pytest.raises(RuntimeError, match=r"sm90: takes widths that are multiples of 8"):
+        fm.explain_moe(**arguments((300, 67, 133, 5, 2)), device="sm_90")
+    with pytest.raises(RuntimeError, match=r"sm90: is for sm_90 alone, the device is sm_100"):
+        fm.explain_moe(**given, device="sm_100")
 
 
 def workspace(text: str) -> float:
@@ -165,8 +210,7 @@ def test_every_product_is_planned():
         given = arguments(shape, dtype, transposed)
         for backward in (False, True):
             seen |= set(launched(fm.explain_moe(**given, device=chip, backward=backward)))
-    products = {
-        name for name, k in CATALOGUE.items() if k["role"] in sum(MOE_PRODUCTS.values(), ())
-    }
-    left = {name for name in products - seen if "_128x256" not in name}
+    roles = {*sum(MOE_PRODUCTS.values(), ()), "moe_few_up", "moe_few_down"}
+    products = {name for name, k in CATALOGUE.items() if k["role"] in roles}
+    left = {name for name in products - seen if not re.match("sm80.*_128x256", name)}
     assert not left

@@ -1,6 +1,8 @@
 // Activations and their derivatives, in fp32.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/moe/params.h"
 #include "cuda/ptx/arithmetic.cuh"
 #include "cuda/ptx/math.cuh"
@@ -26,20 +28,15 @@ __device__ __forceinline__ Curve activation_curve(Kind kind, float x) {
   return {x < 0.f ? 0.f : x, x > 0.f ? 1.f : 0.f};
 }
 
-// Of several numbers, with one branch for all of them.
-template <int kCount>
-__device__ __forceinline__ void activation_curves(Kind kind, const float (&x)[kCount],
-                                                  Curve (&curves)[kCount]) {
-  const auto fill = [&](Kind known) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) curves[i] = activation_curve(known, x[i]);
-  };
+// Calls body with the kind as a constant: one branch for many numbers.
+template <class Body>
+__device__ __forceinline__ void with_kind(Kind kind, const Body& body) {
   if (kind == Kind::kSilu) {
-    fill(Kind::kSilu);
+    body(std::integral_constant<Kind, Kind::kSilu>());
   } else if (kind == Kind::kGelu) {
-    fill(Kind::kGelu);
+    body(std::integral_constant<Kind, Kind::kGelu>());
   } else {
-    fill(Kind::kRelu);
+    body(std::integral_constant<Kind, Kind::kRelu>());
   }
 }
 

@@ -6,6 +6,7 @@
 #include "cuda/moe/catalogue.h"
 #include "cuda/moe/params.h"
 #include "cuda/moe/planner.h"
+#include "cuda/moe/sm90.h"
 #include "cuda/moe/tiles.h"
 #include "cuda/moe/workspace.h"
 #include "cuda/runtime/driver.h"
@@ -36,6 +37,7 @@ Status launch_step(const LaunchStep& step, const Device& device, const Launch& l
   std::copy(step.grid.begin(), step.grid.end(), shape.grid);
   shape.threads = step.threads;
   shape.shared_bytes = step.shared_bytes;
+  shape.programmatic = step.overlaps;
   return cuda::launch(kernel_of(step).id, shape, device.ordinal, launch.stream, params,
                       params_bytes);
 }
@@ -103,7 +105,7 @@ Bias bias_of(const void* data, const std::optional<TensorSpec>& spec) {
   return {data, spec->stride[0], spec->stride[1]};
 }
 
-// `columns` are tiles.
+// The tiles of a product; `columns` are tiles as well.
 ProductTiles tiles_of(const Call& call, size_t tiles, int64_t columns) {
   return {call.at<ExpertTile>(tiles),
           static_cast<int32_t>(tile_slots(call.plan, call.plan.block_m)),
@@ -131,15 +133,16 @@ SortParams sort_params(const Call& call, const ForwardWorkspace& w) {
   p.lists.tiles = call.at<ExpertTile>(w.tiles);
   p.lists.slots = static_cast<int32_t>(tile_slots(plan, plan.block_m));
   p.lists.block = static_cast<int32_t>(plan.block_m);
+  if (is_persistent(plan)) p.lists.first_tile = call.at<int32_t>(w.first_tile);
   return p;
 }
 
-UpParams up_params(const Call& call, const ForwardWorkspace& w) {
+UpParams up_params(const Call& call, const ForwardWorkspace& w, const Kernel& kernel) {
   const MoePlan& plan = call.plan;
   const MoeProblem& problem = call.problem();
   const Bias bias = bias_of(call.tensors.up_bias, problem.up_bias);
   UpParams p{};
-  p.tiles = tiles_of(call, w.tiles, up_columns(plan));
+  p.tiles = tiles_of(call, w.tiles, up_columns(plan, kernel.tile));
   p.pairs = routing_of(call, w.routing, w.row_of).pairs;
   p.top_k = static_cast<int32_t>(plan.top_k);
   p.x = call.tensors.x;
@@ -163,13 +166,13 @@ UpParams up_params(const Call& call, const ForwardWorkspace& w) {
   return p;
 }
 
-DownParams down_params(const Call& call, const ForwardWorkspace& w) {
+DownParams down_params(const Call& call, const ForwardWorkspace& w, const Kernel& kernel) {
   const MoePlan& plan = call.plan;
   const MoeProblem& problem = call.problem();
   const int64_t element = dtype_bytes(problem.x.dtype);
   const Bias bias = bias_of(call.tensors.down_bias, problem.down_bias);
   DownParams p{};
-  p.tiles = tiles_of(call, w.tiles, ceil_div(plan.width, plan.block_n));
+  p.tiles = tiles_of(call, w.tiles, ceil_div(plan.width, kernel.tile.block_n));
   p.rows = call.at<char>(w.act);
   p.row_bytes = pitch(plan.inner) * element;
   p.halves = 1;
@@ -192,6 +195,30 @@ DownParams down_params(const Call& call, const ForwardWorkspace& w) {
   return p;
 }
 
+FewDownParams few_down_params(const Call& call, const ForwardWorkspace& w) {
+  const MoePlan& plan = call.plan;
+  const MoeProblem& problem = call.problem();
+  const Bias bias = bias_of(call.tensors.down_bias, problem.down_bias);
+  FewDownParams p{};
+  p.tiles = call.at<ExpertTile>(w.tiles);
+  p.tile_count = call.at<int32_t>(w.first_tile) + plan.experts;
+  p.rows = call.at<char>(w.act);
+  p.row_bytes = pitch(plan.inner) * dtype_bytes(problem.x.dtype);
+  p.depth = static_cast<int32_t>(plan.inner);
+  p.columns = static_cast<int32_t>(plan.width);
+  p.weights = matrix_of(call.tensors.down, problem.down);
+  p.bias = bias.data;
+  p.bias_expert = bias.expert;
+  p.bias_col = bias.col;
+  p.row_of = call.at<int32_t>(w.row_of);
+  p.scale = weights_of(call);
+  p.tokens = static_cast<int32_t>(plan.tokens);
+  p.top_k = static_cast<int32_t>(plan.top_k);
+  p.out = call.tensors.out;
+  p.out_row_bytes = bytes_of(problem.out, 0);
+  return p;
+}
+
 CombineParams combine_params(const Call& call, size_t rows, size_t row_of, void* out,
                              const TensorSpec& spec) {
   const MoePlan& plan = call.plan;
@@ -209,26 +236,59 @@ CombineParams combine_params(const Call& call, size_t rows, size_t row_of, void*
   return p;
 }
 
+// Launches a step with the parameters that all families have, or with sm90's, to which add(p) adds
+// the maps.
+template <class Sm90Params, class Params, class AddMaps>
+Status launch_product(const Call& call, const LaunchStep& step, const Params& common,
+                      const int32_t* tile_count, const AddMaps& add) {
+  const auto launch = [&](const auto& p) {
+    return launch_step(step, call.problem().device, call.stream, &p, sizeof(p));
+  };
+  if (!is_persistent(call.plan)) return launch(common);
+  Sm90Params p{};
+  static_cast<Params&>(p) = common;
+  p.tile_count = tile_count;
+  const Status status = add(p);
+  return status.ok() ? launch(p) : status;
+}
+
 Status run_forward(const Call& call) {
   const MoeProblem& problem = call.problem();
   const ForwardWorkspace w =
       forward_workspace(call.plan, static_cast<const Kernel*>(call.plan.handle)->tile);
+  const int32_t* const tile_count = call.at<int32_t>(w.first_tile) + call.plan.experts;
   for (const LaunchStep& step : call.plan.launches) {
+    const Kernel& kernel = kernel_of(step);
     const auto launch = [&](const auto& p) {
       return launch_step(step, problem.device, call.stream, &p, sizeof(p));
     };
     Status status;
-    switch (kernel_of(step).role) {
+    switch (kernel.role) {
+      case Role::kSort:
       case Role::kCount:
       case Role::kScan:
       case Role::kPlace:
         status = launch(sort_params(call, w));
         break;
+      case Role::kFewUp: {
+        UpParams p = up_params(call, w, kernel);
+        p.tiles.columns = static_cast<int32_t>(ceil_div(call.plan.inner, kFewColumns));
+        status = launch(p);
+        break;
+      }
+      case Role::kFewDown:
+        status = launch(few_down_params(call, w));
+        break;
       case Role::kUp:
-        status = launch(up_params(call, w));
+        status = launch_product<Sm90UpParams>(
+            call, step, up_params(call, w, kernel), tile_count,
+            [&](Sm90UpParams& p) { return sm90::add_maps(p, kernel, problem.gate_up); });
         break;
       case Role::kDown:
-        status = launch(down_params(call, w));
+        status = launch_product<Sm90DownParams>(
+            call, step, down_params(call, w, kernel), tile_count, [&](Sm90DownParams& p) {
+              return sm90::add_maps(p, kernel, problem.down, call.plan.rows);
+            });
         break;
       default: {  // kCombine
         CombineParams p = combine_params(call, w.y, w.row_of, call.tensors.out, problem.out);
@@ -331,12 +391,12 @@ BwdActParams act_params(const Call& call, const BackwardWorkspace& w) {
   return p;
 }
 
-DownParams dx_params(const Call& call, const BackwardWorkspace& w) {
+DownParams dx_params(const Call& call, const BackwardWorkspace& w, const Kernel& kernel) {
   const MoePlan& plan = call.plan;
   const MoeProblem& problem = call.problem();
   const GradPre grad = grad_pre_of(plan);
   DownParams p{};
-  p.tiles = tiles_of(call, w.tiles, ceil_div(plan.width, plan.block_n));
+  p.tiles = tiles_of(call, w.tiles, ceil_div(plan.width, kernel.tile.block_n));
   p.rows = call.at<char>(w.grad_pre);
   p.row_bytes = grad.row_bytes;
   p.half_bytes = grad.half_bytes;
@@ -469,31 +529,51 @@ BwdScaleParams scale_params(const Call& call, const BackwardWorkspace& w) {
   return p;
 }
 
+Status launch_weights(const Call& call, const BackwardWorkspace& w, const LaunchStep& step) {
+  const BwdWeightsParams common = weights_params(call, w);
+  const Device& device = call.problem().device;
+  if (!is_persistent(call.plan) || kernel_of(step).role == Role::kBwdWeightsSum) {
+    return launch_step(step, device, call.stream, &common, sizeof(common));
+  }
+  Sm90BwdWeightsParams p{};
+  static_cast<BwdWeightsParams&>(p) = common;
+  p.slice_count = call.at<int32_t>(w.first_sum) + call.plan.experts;
+  const Status status = sm90::add_maps(p, call.problem().x.dtype, call.plan.rows);
+  return status.ok() ? launch_step(step, device, call.stream, &p, sizeof(p)) : status;
+}
+
 Status run_backward(const Call& call) {
   const MoeProblem& problem = call.problem();
   const BackwardWorkspace w = backward_workspace(
       call.plan, static_cast<const Kernel*>(call.plan.handle)->tile, token_tile(call.plan));
+  const int32_t* const tile_count = call.at<int32_t>(w.first_tile) + call.plan.experts;
   for (const LaunchStep& step : call.plan.launches) {
+    const Kernel& kernel = kernel_of(step);
     const auto launch = [&](const auto& p) {
       return launch_step(step, problem.device, call.stream, &p, sizeof(p));
     };
     Status status;
-    switch (kernel_of(step).role) {
+    switch (kernel.role) {
       case Role::kPrepare:
         status = launch(prepare_params(call, w));
         break;
       case Role::kBwdAct:
-        status = launch(act_params(call, w));
+        status = launch_product<Sm90BwdActParams>(
+            call, step, act_params(call, w), tile_count,
+            [&](Sm90BwdActParams& p) { return sm90::add_maps(p, kernel, problem.down); });
         break;
       case Role::kDown:
-        status = launch(dx_params(call, w));
+        status = launch_product<Sm90DownParams>(
+            call, step, dx_params(call, w, kernel), tile_count, [&](Sm90DownParams& p) {
+              return sm90::add_maps(p, kernel, problem.gate_up, call.plan.rows);
+            });
         break;
       case Role::kCombine:
         status = launch(combine_params(call, w.dx, w.row_of, call.tensors.grad_x, *problem.grad_x));
         break;
       case Role::kBwdWeights:
       case Role::kBwdWeightsSum:
-        status = launch(weights_params(call, w));
+        status = launch_weights(call, w, step);
         break;
       case Role::kBwdBias:
       case Role::kBwdBiasSum:

@@ -6,6 +6,7 @@
 #include "core/text.h"
 #include "cuda/moe/kernels/sm75.h"
 #include "cuda/moe/kernels/sm80.h"
+#include "cuda/moe/kernels/sm90.h"
 #include "cuda/moe/tiles.h"
 #include "cuda/runtime/families.h"
 #include "cuda/runtime/images.h"
@@ -23,34 +24,52 @@ struct Lister {
     if (kernel.id.image) list.push_back(kernel);
   }
 
+  // Threads and shared memory of a product.
+  static void shape(Kernel& kernel, const GemmTile& tile) {
+    kernel.tile = tile;
+    kernel.threads = tile.threads();
+    kernel.shared_bytes =
+        tile.shared_bytes() +
+        (kernel.role == Role::kBwdWeights ? depth_table_bytes(tile) : row_table_bytes(tile));
+  }
+  static void shape(Kernel& kernel, const TmaGemmTile& tile) {
+    kernel.tile = {tile.block_m, tile.block_n, tile.kDepth, tile.stages, 0, 0, 1};
+    kernel.threads = tile.kThreads;
+    kernel.shared_bytes = tile.shared_bytes();
+  }
+  static void shape(Kernel& kernel, const FewTile& tile) {
+    kernel.tile = {tile.block_m, tile.block_n, 0, 0, 0, 0, 0};
+    const bool up = kernel.role == Role::kFewUp;
+    kernel.threads = 32 * (up ? kFewUpWarps : kFewDownWarps);
+    kernel.shared_bytes = up ? few_up_shared_bytes(tile.block_m) : few_down_shared_bytes(kFewPairs);
+  }
+
   // sm80_moe_NAME_bf16_128x128 and so on, in the images sm80_moe_IMAGE_bf16. The symbol is that of
   // NAME<block_m, block_n>(flashmoe::cuda::moe::PARAMS) by the Itanium C++ ABI.
-  template <size_t kRows>
-  void add(Role role, const char* name, const char* image, const char* params, bool along,
-           const GemmTile (&table)[kRows]) const {
-    for (const GemmTile& tile : table) {
+  template <class Tile, size_t kRows>
+  void add(Role role, const char* name, const char* image, const std::string& params, bool along,
+           const Tile (&table)[kRows]) const {
+    for (const Tile& tile : table) {
       const std::string stem = text(family, "_", name, "_", dtype_suffix(dtype));
       const std::string symbol =
           text("_Z", stem.size(), stem, "ILi", tile.block_m, "ELi", tile.block_n,
-               "EEvN8flashmoe4cuda3moe", std::string(params).size(), params, "E");
+               "EEvN8flashmoe4cuda3moe", params.size(), params, "E");
       const KernelId id = embedded_kernel(text(family, "_moe_", image, "_", dtype_suffix(dtype)),
                                           text(stem, "_", tile.block_m, "x", tile.block_n), symbol);
-      Kernel kernel{id, family, role, dtype, tile, along, tile.threads(), tile.shared_bytes()};
+      Kernel kernel{id, family, role, dtype, {}, along};
+      shape(kernel, tile);
       if (role == Role::kBwdWeightsSum) {
         kernel.threads = kRowThreads;
         kernel.shared_bytes = 0;
-      } else {
-        kernel.shared_bytes +=
-            role == Role::kBwdWeights ? depth_table_bytes(tile) : row_table_bytes(tile);
       }
       add(kernel);
     }
   }
 
   // Those with a tile of rows come for either order of the weights.
-  template <size_t kRows>
-  void add_orders(Role role, const char* image, const char* params,
-                  const GemmTile (&table)[kRows]) const {
+  template <class Tile, size_t kRows>
+  void add_orders(Role role, const char* image, const std::string& params,
+                  const Tile (&table)[kRows]) const {
     const std::string name = role_name(role);
     add(role, name.c_str(), image, params, true, table);
     add(role, (name + "_t").c_str(), image, params, false, table);
@@ -62,15 +81,24 @@ struct Lister {
     add({embedded_kernel(image, name, name), family, role, dtype, {}, true, threads, shared_bytes});
   }
 
-  template <size_t kRows, size_t kTokens>
-  void add_all(const GemmTile (&rows)[kRows], const GemmTile (&tokens)[kTokens]) const {
-    add_orders(Role::kUp, "up", "UpParams", rows);
-    add_orders(Role::kDown, "down", "DownParams", rows);
-    add_orders(Role::kBwdAct, "bwd_act", "BwdActParams", rows);
-    for (const Role role : {Role::kBwdWeights, Role::kBwdWeightsSum}) {
-      add(role, role_name(role), "bwd_weights", "BwdWeightsParams", true, tokens);
-    }
+  template <size_t kRows>
+  void add_few(const FewTile (&few)[kRows]) const {
+    add(Role::kFewUp, role_name(Role::kFewUp), "few", "UpParams", true, few);
+    add(Role::kFewDown, role_name(Role::kFewDown), "few", "FewDownParams", true, few);
+  }
+
+  template <class Tile, size_t kRows, size_t kTokens>
+  void add_all(const Tile (&rows)[kRows], const Tile (&tokens)[kTokens]) const {
+    const std::string prefix = std::is_same_v<Tile, TmaGemmTile> ? "Sm90" : "";
+    add_orders(Role::kUp, "up", prefix + "UpParams", rows);
+    add_orders(Role::kDown, "down", prefix + "DownParams", rows);
+    add_orders(Role::kBwdAct, "bwd_act", prefix + "BwdActParams", rows);
+    add(Role::kBwdWeights, role_name(Role::kBwdWeights), "bwd_weights", prefix + "BwdWeightsParams",
+        true, tokens);
+    add(Role::kBwdWeightsSum, role_name(Role::kBwdWeightsSum), "bwd_weights", "BwdWeightsParams",
+        true, tokens);
     const int of_warp = kMaxExperts * 4;
+    add_small(Role::kSort, kScanThreads, kSortSharedBytes);
     add_small(Role::kCount, kCountThreads, of_warp);
     add_small(Role::kScan, kScanThreads, scan_shared_bytes(kMaxExperts));
     add_small(Role::kPlace, 32, of_warp);
@@ -91,6 +119,10 @@ std::vector<Kernel> list_kernels() {
       Lister{list, family, dtype}.add_all(rows, tokens);
     }
   };
+  add("sm90", sm90::kRows, sm90::kTokens);
+  for (const DType dtype : find_chip_family("sm90")->dtypes) {
+    Lister{list, "sm90", dtype}.add_few(sm90::kFew);
+  }
   add("sm80", sm80::kRows, sm80::kTokens);
   add("sm75", sm75::kRows, sm75::kTokens);
   return list;
@@ -100,6 +132,8 @@ std::vector<Kernel> list_kernels() {
 
 const char* role_name(Role role) {
   switch (role) {
+    case Role::kSort:
+      return "moe_sort";
     case Role::kCount:
       return "moe_count";
     case Role::kScan:
@@ -112,6 +146,10 @@ const char* role_name(Role role) {
       return "moe_down";
     case Role::kCombine:
       return "moe_combine";
+    case Role::kFewUp:
+      return "moe_few_up";
+    case Role::kFewDown:
+      return "moe_few_down";
     case Role::kPrepare:
       return "moe_bwd_prepare";
     case Role::kBwdAct:

@@ -12,12 +12,15 @@
 namespace flashmoe::cuda::moe {
 
 enum class Role {
+  kSort,
   kCount,
   kScan,
   kPlace,
   kUp,
   kDown,  // backward: dX
   kCombine,
+  kFewUp,    // few rows an expert
+  kFewDown,  // with the sum over a token's pairs
   kPrepare,
   kBwdAct,
   kBwdWeights,
@@ -35,7 +38,7 @@ struct Kernel {
   const char* family;
   Role role;
   DType dtype;
-  GemmTile tile = {};  // zeros for kernels that go row by row
+  GemmTile tile = {};  // zeros for kernels that go row by row; sm90: without warps and CTAs
   // Products: weights lie along the depth, or across it.
   bool along = true;
   int threads = 0;

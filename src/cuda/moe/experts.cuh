@@ -53,9 +53,9 @@ struct Task {
 //   ...
 //   slot 7     7   15   23
 //   slot 8    24   32   40
-__device__ __forceinline__ Task find_task(const ProductTiles& p) {
-  const uint32_t group = blockIdx.x / (kRasterRows * p.columns);
-  const uint32_t within = blockIdx.x - group * (kRasterRows * p.columns);
+__device__ __forceinline__ Task find_task(const ProductTiles& p, uint32_t number) {
+  const uint32_t group = number / (kRasterRows * p.columns);
+  const uint32_t within = number - group * (kRasterRows * p.columns);
   const uint32_t first = group * kRasterRows;
   const uint32_t height = min(static_cast<uint32_t>(kRasterRows), p.slots - first);
   return {p.tiles[first + within % height], static_cast<int>(within / height)};

@@ -88,6 +88,7 @@ __device__ __forceinline__ void make_lists(const Lists& lists, const ListMemory&
     }
     lists.slices[slot] = slice;
   }
+  if (threadIdx.x == 0) lists.first_sum[experts] = prefix[experts];
   __syncthreads();
   sum_over_experts(memory, experts, sums_of);
   for (int slot = threadIdx.x; slot < lists.slice_slots; slot += kScanThreads) {

@@ -50,7 +50,7 @@ struct Lists {
   int32_t slice_slots, slice;
   SlicedExpert* sliced;  // (sliced_slots)
   int32_t sliced_slots;
-  int32_t* first_sum;  // (E): sums of the experts before
+  int32_t* first_sum;  // (E): sums of the experts before; and how many slices there are
 };
 
 // The counting sort. Each chunk of neighbouring pairs is a CTA's.
@@ -129,6 +129,24 @@ struct DownParams {
   const int32_t* pairs;  // row -> token; null: sorted
   RoutingWeights scale;
   void* out;
+  int64_t out_row_bytes;
+};
+
+// Few rows an expert: y = a W^T + bias, and out[t] = sum over j of weight * y[row] in the order of
+// j, in one launch. A CTA has 16 columns of all tokens.
+struct FewDownParams {
+  const ExpertTile* tiles;
+  const int32_t* tile_count;
+  const void* rows;  // (T k, depth)
+  int64_t row_bytes;
+  int32_t depth, columns;  // n, d
+  ExpertMatrix weights;    // (E, columns, depth)
+  const void* bias;        // (E, columns), or null
+  int64_t bias_expert, bias_col;
+  const int32_t* row_of;
+  RoutingWeights scale;
+  int32_t tokens, top_k;
+  void* out;  // (T, columns)
   int64_t out_row_bytes;
 };
 

@@ -10,6 +10,7 @@
 #include "core/numbers.h"
 #include "core/text.h"
 #include "cuda/moe/catalogue.h"
+#include "cuda/moe/sm90.h"
 #include "cuda/moe/tiles.h"
 #include "cuda/moe/workspace.h"
 #include "cuda/runtime/families.h"
@@ -93,8 +94,6 @@ Status choose_family(Plan& plan, const char* argument, const Take& take) {
     std::string why;
     if (forced && forced != &family) {
       why = text("FLASHMOE_FAMILY asks for ", forced->name);
-    } else if (std::string_view(family.name) == "sm90") {
-      why = "has no kernels for a mixture of experts yet";
     } else if (!has_kernels(family.name)) {
       why = "this build has no kernels of it";
     } else if (why = other_chip(family, gpu); why.empty()) {
@@ -141,13 +140,25 @@ bool is(const ForcedTile& forced, const GemmTile& tile) {
   return tile.block_m == forced.rows && tile.block_n == forced.columns;
 }
 
-// The best tile of rows that the family has for the problem, or null and why there is none.
+// Whether a product's weights lie along its depth. Up and down multiply along the rows of their
+// weights, dA and dX across them.
+bool lies_along(const MoePlan& plan, const TensorSpec& weights) {
+  return (order_of(weights) == Order::kRows) == (plan.problem.pass == Pass::kForward);
+}
+
+// The kernel that stands for the plan, up or dA, with the best tile that the family has for the
+// problem; or null and why there is none.
 const Kernel* choose_tile(MoePlan& plan, const ChipFamily& family, const Gpu& gpu,
                           const std::optional<ForcedTile>& forced, std::string& why) {
   const bool forward = plan.problem.pass == Pass::kForward;
-  const Order order = order_of(forward ? plan.problem.gate_up : plan.problem.down);
-  // Up multiplies along the rows of gate_up, dA across those of down.
-  const bool along = (order == Order::kRows) == forward;
+  const bool along = lies_along(plan, forward ? plan.problem.gate_up : plan.problem.down);
+  if (is_persistent(plan)) {
+    why = sm90::missing(plan);
+    if (!why.empty()) return nullptr;
+    if (const Kernel* few = sm90::choose_few(plan, forced)) return few;
+    return sm90::choose_product(plan, forward ? Role::kUp : Role::kBwdAct, along, plan.width,
+                                forward ? halves(plan) * plan.inner : plan.inner, forced, why);
+  }
   std::vector<const Kernel*> tiles;
   std::string names;
   for (const Kernel& k : kernels()) {
@@ -173,6 +184,16 @@ const Kernel* choose_tile(MoePlan& plan, const ChipFamily& family, const Gpu& gp
   return nullptr;
 }
 
+// The kernel of the plan's second product, down or dX, `depth` deep.
+const Kernel& second_product(const MoePlan& plan, const Kernel& first, const TensorSpec& weights,
+                             int64_t depth, const std::optional<ForcedTile>& forced) {
+  const bool along = lies_along(plan, weights);
+  std::string why;
+  return is_persistent(plan)
+             ? *sm90::choose_product(plan, Role::kDown, along, depth, plan.width, forced, why)
+             : *find_kernel(Role::kDown, plan.family, plan.problem.x.dtype, first.tile, along);
+}
+
 // The tile of the gradients of weights: the one that is forced where there is such a tile, else the
 // largest that fits chip and widths.
 const Kernel* choose_token_tile(const MoePlan& plan, const Gpu& gpu,
@@ -185,7 +206,8 @@ const Kernel* choose_token_tile(const MoePlan& plan, const Gpu& gpu,
       continue;
     }
     if (forced && is(*forced, k.tile)) return &k;
-    if (!chosen && narrow > k.tile.block_m / 2) chosen = &k;
+    const int64_t least = std::max(k.tile.block_m, k.tile.block_n) / 2;
+    if (!chosen && narrow > least) chosen = &k;
     smallest = &k;
   }
   return chosen ? chosen : smallest;
@@ -194,7 +216,7 @@ const Kernel* choose_token_tile(const MoePlan& plan, const Gpu& gpu,
 // Collects the launches of a plan.
 class Launches {
  public:
-  explicit Launches(MoePlan& plan) : plan_(plan) {}
+  Launches(MoePlan& plan, const Gpu& gpu) : plan_(plan), gpu_(gpu) {}
 
   // A launch of no CTA is none.
   void add(const Kernel& kernel, int64_t x, int64_t y, int64_t z, uint32_t shared_bytes,
@@ -215,9 +237,18 @@ class Launches {
   void add(Role role, int64_t x, uint32_t shared_bytes = 0, int64_t y = 1, int64_t z = 1) {
     add(*find_kernel(role, plan_.family, plan_.problem.x.dtype), x, y, z, shared_bytes);
   }
+  // A product of so many tiles, each a CTA's; persistent CTAs go through them.
+  void add_tiles(const Kernel& kernel, int64_t tiles, const char* role = nullptr) {
+    int64_t ctas = tiles;
+    if (is_persistent(plan_)) {
+      most_ = std::max(most_, tiles + 2 * gpu_.multiprocessors);  // they count a step ahead
+      ctas = std::min(tiles, gpu_.multiprocessors);
+    }
+    add(kernel, ctas, 1, 1, kernel.shared_bytes, role);
+  }
   // A product of rows with so many tiles of columns.
   void add_product(const Kernel& kernel, int64_t columns, const char* role = nullptr) {
-    add(kernel, tile_slots(plan_, kernel.tile.block_m) * columns, 1, 1, kernel.shared_bytes, role);
+    add_tiles(kernel, tile_slots(plan_, kernel.tile.block_m) * columns, role);
   }
   void add_combine() {
     const int64_t lanes = combine_lanes(static_cast<int>(plan_.width));
@@ -227,49 +258,64 @@ class Launches {
   Status check() const {
     if (most_ <= INT32_MAX) return {};
     return unsupported("a launch of ", most_,
-                       " CTAs; a grid holds at most 2^31 - 1. Call it for a part of the tokens at "
+                       " tiles; a grid holds at most 2^31 - 1. Call it for a part of the tokens at "
                        "a time");
   }
 
  private:
   MoePlan& plan_;
-  int64_t most_ = 0;  // CTAs of a launch
+  const Gpu& gpu_;
+  int64_t most_ = 0;  // CTAs or tiles of a launch
 };
 
-Status lay_out_forward(MoePlan& plan, const Kernel& up) {
+Status lay_out_forward(MoePlan& plan, const Kernel& up, const Gpu& gpu,
+                       const std::optional<ForcedTile>& forced) {
   const MoeProblem& p = plan.problem;
   const int experts = static_cast<int>(plan.experts);
-  const int64_t chunks = sort_chunks(plan).chunks;
-  const bool along = order_of(p.down) == Order::kRows;
-  const Kernel& down = *find_kernel(Role::kDown, plan.family, p.x.dtype, up.tile, along);
-  Launches launches(plan);
-  launches.add(Role::kCount, chunks, experts * 4);
-  launches.add(Role::kScan, 1, scan_shared_bytes(experts));
-  launches.add(Role::kPlace, chunks, experts * 4);
-  launches.add_product(up, up_columns(plan));
-  launches.add_product(down, ceil_div(plan.width, down.tile.block_n));
-  launches.add_combine();
+  const SortChunks chunks = sort_chunks(plan);
+  Launches launches(plan, gpu);
+  if (chunks.one_cta) {
+    launches.add(Role::kSort, 1, sort_shared_bytes(experts));
+  } else {
+    launches.add(Role::kCount, chunks.chunks, experts * 4);
+    launches.add(Role::kScan, 1, scan_shared_bytes(experts));
+    launches.add(Role::kPlace, chunks.chunks, experts * 4);
+  }
+  if (is_few(plan)) {
+    const Kernel& down = *find_kernel(Role::kFewDown, plan.family, p.x.dtype, up.tile);
+    const int64_t slots = tile_slots(plan, up.tile.block_m);
+    launches.add(up, slots * ceil_div(plan.inner, kFewColumns), 1, 1, up.shared_bytes);
+    plan.launches.back().overlaps = true;
+    launches.add(down, ceil_div(plan.width, kFewColumns), 1, 1,
+                 few_down_shared_bytes(static_cast<int>(plan.rows)));
+    plan.launches.back().overlaps = true;
+  } else {
+    const Kernel& down = second_product(plan, up, p.down, plan.inner, forced);
+    launches.add_product(up, up_columns(plan, up.tile));
+    launches.add_product(down, ceil_div(plan.width, down.tile.block_n));
+    launches.add_combine();
+  }
   plan.workspace_bytes = forward_workspace(plan, up.tile).bytes;
   return launches.check();
 }
 
-Status lay_out_backward(MoePlan& plan, const Kernel& act, const Kernel& weights) {
+Status lay_out_backward(MoePlan& plan, const Kernel& act, const Kernel& weights, const Gpu& gpu,
+                        const std::optional<ForcedTile>& forced) {
   const MoeProblem& p = plan.problem;
   const Wanted want = wanted(plan);
-  Launches launches(plan);
+  Launches launches(plan, gpu);
   launches.add(Role::kPrepare, 1 + ceil_div(plan.rows, kScanThreads),
                scan_shared_bytes(static_cast<int>(plan.experts)));
   if (want.act()) launches.add_product(act, ceil_div(plan.inner, act.tile.block_n));
   if (p.grad_x) {
-    const bool along = order_of(p.gate_up) != Order::kRows;
-    const Kernel& dx = *find_kernel(Role::kDown, plan.family, p.x.dtype, act.tile, along);
+    const Kernel& dx = second_product(plan, act, p.gate_up, halves(plan) * plan.inner, forced);
     launches.add_product(dx, ceil_div(plan.width, dx.tile.block_n), "moe_bwd_x");
     launches.add_combine();
   }
   if (want.weights) {
     const Slices slices = slices_of(plan, weights.tile);
     const int64_t tiles = weight_tiles(plan, weights.tile).all();
-    launches.add(weights, slices.slots * tiles, 1, 1, weights.shared_bytes);
+    launches.add_tiles(weights, slices.slots * tiles);
     launches.add(*find_kernel(Role::kBwdWeightsSum, plan.family, p.x.dtype, weights.tile),
                  slices.sliced_slots * tiles, 1, 1, 0);
   }
@@ -309,8 +355,9 @@ Status plan_call(MoePlan& plan) {
         {kernel->id.name, text("chosen: the ", family.name, " family's tile for ", plan.rows,
                                " rows of ", plan.experts, " experts")});
     return plan.problem.pass == Pass::kForward
-               ? lay_out_forward(plan, *kernel)
-               : lay_out_backward(plan, *kernel, *choose_token_tile(plan, gpu, forced));
+               ? lay_out_forward(plan, *kernel, gpu, forced)
+               : lay_out_backward(plan, *kernel, *choose_token_tile(plan, gpu, forced), gpu,
+                                  forced);
   });
 }
 

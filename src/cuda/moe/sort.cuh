@@ -1,9 +1,10 @@
-// Pairs sorted by expert, stable: a counting sort in three launches, with no count ever seen by the
-// host. Pairs are cut into chunks, each a CTA's:
+// Pairs sorted by expert, stable: a counting sort, with no count ever seen by the host. Pairs are
+// cut into chunks, each a CTA's:
 //
 //   moe_count   how many pairs of each expert a chunk has
 //   moe_scan    one CTA: where each expert begins, and each chunk within it; the tiles of experts
 //   moe_place   row -> pair and pair -> row, by one warp a chunk
+//   moe_sort    all of it by one CTA, for few pairs and experts: a launch instead of three
 //
 // When pairs are placed, a warp takes 32 neighbouring ones at a time. Lanes with the same expert
 // find each other by match.any, and their order is that of the lanes, so that rows of an expert are
@@ -13,6 +14,8 @@
 
 #include "cuda/moe/experts.cuh"
 #include "cuda/moe/lists.cuh"
+#include "cuda/ptx/grid.cuh"
+#include "cuda/ptx/special_registers.cuh"
 
 namespace flashmoe::cuda::moe {
 
@@ -150,6 +153,49 @@ __device__ __forceinline__ void moe_place(const SortParams& p) {
   }
   __syncwarp();
   place_pairs(p, counters, first, last, experts, token_of);
+}
+
+// Grid: one CTA. A chunk for each warp; the counters of all are in shared memory. A kernel that
+// waits for this one itself may begin at once.
+__device__ __forceinline__ void moe_sort(const SortParams& p) {
+  if constexpr (ptx::kHopper) ptx::griddepcontrol_launch_dependents();
+  extern __shared__ __align__(16) char shared[];
+  constexpr int kWarps = kScanThreads / 32;
+  const ListMemory memory{reinterpret_cast<int*>(shared), reinterpret_cast<int*>(shared) + 32};
+  const int warp = threadIdx.x / 32, experts = p.ids.experts;
+  int* const counters = memory.prefix + experts + 1;  // (warps, E)
+  int* const mine = counters + warp * experts;
+  const Divider token_of(p.top_k);
+  const int64_t first = int64_t{warp} * p.chunk;
+  const int64_t last = min(first + p.chunk, int64_t{p.pairs});
+  int chosen[kSortPairs / kScanThreads];  // all of the chunk's
+  load_experts(chosen, p, first + threadIdx.x % 32, 32, last, token_of);
+  for (int i = threadIdx.x; i < kWarps * experts; i += kScanThreads) counters[i] = 0;
+  __syncthreads();
+#pragma unroll
+  for (const int expert : chosen) {
+    if (expert >= 0) atomicAdd(&mine[expert], 1);  // a sum of integers has no order
+  }
+  __syncthreads();
+  for (int e = threadIdx.x; e < experts; e += kScanThreads) {
+    int sum = 0;
+    for (int w = 0; w < kWarps; ++w) {
+      const int here = counters[w * experts + e];
+      counters[w * experts + e] = sum;
+      sum += here;
+    }
+    memory.prefix[e] = sum;
+  }
+  __syncthreads();  // prefix[e] is how many pairs expert e has
+  sum_over_experts(memory, experts, [&](int e) { return memory.prefix[e]; });
+  int32_t* const offsets = p.routing.offsets;
+  for (int e = threadIdx.x; e <= experts; e += kScanThreads) offsets[e] = memory.prefix[e];
+  for (int i = threadIdx.x; i < kWarps * experts; i += kScanThreads) {
+    counters[i] += memory.prefix[i % experts];
+  }
+  __syncthreads();  // counters are the next row of each expert, for each warp; offsets are there
+  place_pairs(p, mine, first, last, chosen, token_of);
+  make_lists(p.lists, memory, offsets, experts);
 }
 
 // Before a backward pass. Grid: one CTA for the lists, and those that go over the pairs.

@@ -33,11 +33,29 @@ inline constexpr int kMaxChunks = 512, kCountThreads = 128;
 // The CTA that adds up the counts and lists the tiles.
 inline constexpr int kScanThreads = 1024;
 constexpr int scan_shared_bytes(int experts) { return (32 + experts + 1) * 4; }
+// The CTA that sorts alone has a chunk for each warp, and the counters of all in shared memory.
+inline constexpr int kSortPairs = 8192, kSortSharedBytes = 48 * 1024;
+constexpr int sort_shared_bytes(int experts) {
+  return scan_shared_bytes(experts) + kScanThreads / 32 * experts * 4;
+}
 // CTAs that are neighbours share columns of the weights over this many tiles of rows: see
 // find_task().
 inline constexpr int kRasterRows = 8;
 // Columns of a bias's gradient that a CTA adds up.
 inline constexpr int kBiasThreads = 128;
+
+// Few rows an expert: tiles of 8 or 16 rows and 16 columns, without TMA. The warps of up share the
+// depth of a tile. Those of down share the tiles of all experts, each in kFewSplits parts of the
+// depth, and the sums of at most kFewPairs pairs are in shared memory.
+struct FewTile {
+  int block_m, block_n;
+};
+inline constexpr int kFewColumns = 16, kFewUpWarps = 8, kFewDownWarps = 16;
+inline constexpr int kFewSplits = 2, kFewPairs = 1024;
+constexpr int few_up_shared_bytes(int tokens) {
+  return kFewUpWarps * 2 * tokens * (kFewColumns + 1) * 4;
+}
+constexpr int few_down_shared_bytes(int pairs) { return pairs * kFewSplits * kFewColumns * 4; }
 
 // Shared memory of a product beside the main loop's: where its rows go, their weights, a bias of
 // the tile's columns.

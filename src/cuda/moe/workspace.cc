@@ -31,15 +31,19 @@ constexpr int64_t kInt = 4, kFloat = 4, kElement = 2;
 SortChunks sort_chunks(const MoePlan& plan) {
   // A chunk is a warp's, in rounds of 32 pairs. One CTA adds up the counts of all chunks: with many
   // experts there are fewer.
-  constexpr int64_t kSmallest = 256, kMostCounts = 1 << 18;
+  constexpr int64_t kSmallest = 256, kMostCounts = 1 << 18, kWarps = kScanThreads / 32;
+  if (plan.rows <= kSortPairs &&
+      sort_shared_bytes(static_cast<int>(plan.experts)) <= kSortSharedBytes) {
+    return {std::max<int64_t>(round_up(ceil_div(plan.rows, kWarps), 32), 32), kWarps, true};
+  }
   const int64_t most =
       std::clamp<int64_t>(kMostCounts / std::max<int64_t>(plan.experts, 1), 1, kMaxChunks);
   const int64_t chunk = round_up(std::max(kSmallest, ceil_div(plan.rows, most)), 32);
-  return {chunk, ceil_div(plan.rows, chunk)};
+  return {chunk, ceil_div(plan.rows, chunk), false};
 }
 
-int64_t up_columns(const MoePlan& plan) {
-  return ceil_div(plan.inner, plan.block_n / halves(plan));
+int64_t up_columns(const MoePlan& plan, const GemmTile& tile) {
+  return ceil_div(plan.inner, tile.block_n / halves(plan));
 }
 
 int64_t tile_slots(const MoePlan& plan, int64_t block) {
@@ -116,13 +120,17 @@ ForwardWorkspace forward_workspace(const MoePlan& plan, const GemmTile& rows) {
   if (!p.routing) {
     w.routing = pieces.take(routing_elems(plan.tokens, plan.top_k, plan.experts), kInt);
   }
-  const int64_t counts = plan.experts * sort_chunks(plan).pitch();
-  w.counts = pieces.take(counts, kInt);
-  w.bases = pieces.take(counts, kInt);
+  if (const SortChunks chunks = sort_chunks(plan); !chunks.one_cta) {
+    w.counts = pieces.take(plan.experts * chunks.pitch(), kInt);
+    w.bases = pieces.take(plan.experts * chunks.pitch(), kInt);
+  }
   w.row_of = pieces.take(plan.rows, kInt);
   w.tiles = pieces.take(tile_slots(plan, rows.block_m), sizeof(ExpertTile));
+  if (is_persistent(plan)) w.first_tile = pieces.take(plan.experts + 1, kInt);
   w.act = pieces.take(plan.rows * pitch(plan.inner), kElement);
-  if (plan.top_k > 1) w.y = pieces.take(plan.rows * pitch(plan.width), kElement);
+  if (plan.top_k > 1 && !is_few(plan)) {
+    w.y = pieces.take(plan.rows * pitch(plan.width), kElement);
+  }
   w.bytes = pieces.bytes();
   return w;
 }
@@ -141,7 +149,7 @@ BackwardWorkspace backward_workspace(const MoePlan& plan, const GemmTile& rows,
     const Slices slices = slices_of(plan, tokens);
     w.slices = pieces.take(slices.slots, sizeof(ExpertTile));
     w.sliced = pieces.take(slices.sliced_slots, sizeof(SlicedExpert));
-    w.first_sum = pieces.take(plan.experts, kInt);
+    w.first_sum = pieces.take(plan.experts + 1, kInt);
     w.slice_sums = pieces.take(slices.sums * weight_tiles(plan, tokens).all() * tokens.block_m,
                                tokens.block_n * kFloat);
   }

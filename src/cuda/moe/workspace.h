@@ -17,8 +17,9 @@ struct ForwardWorkspace {
   size_t counts, bases;  // (E, chunks) int32
   size_t row_of;         // (T k) int32
   size_t tiles;          // (slots) ExpertTile
+  size_t first_tile;     // (E + 1) int32, for persistent kernels
   size_t act;            // (T k, n)
-  size_t y;              // (T k, d); k = 1: none
+  size_t y;              // (T k, d); k = 1, or few rows an expert: none
   size_t bytes;
 };
 struct BackwardWorkspace {
@@ -27,7 +28,7 @@ struct BackwardWorkspace {
   size_t first_tile;     // (E + 1) int32
   size_t slices;         // (slice_slots) ExpertTile
   size_t sliced;         // (sliced_slots) SlicedExpert
-  size_t first_sum;      // (E) int32
+  size_t first_sum;      // (E + 1) int32
   size_t zero_row;       // (d): stands for a grad_out that is absent
   size_t grad_pre;       // dh (T k, G, n)
   size_t weighted_act;   // (T k, n)
@@ -47,12 +48,21 @@ inline int64_t halves(const MoePlan& plan) { return has_gate(plan.problem.activa
 // Chunks of pairs that are sorted apart.
 struct SortChunks {
   int64_t chunk, chunks;  // pairs of one; how many
+  bool one_cta;           // sorts them all
   int64_t pitch() const { return round_up(chunks, 4); }
 };
 SortChunks sort_chunks(const MoePlan& plan);
 
 // Tiles of columns of up: with a gate a tile has half as many columns of the result.
-int64_t up_columns(const MoePlan& plan);
+int64_t up_columns(const MoePlan& plan, const GemmTile& tile);
+
+// Whether CTAs go through as many tiles as there are, instead of one slot of the list each.
+inline bool is_persistent(const MoePlan& plan) { return plan.family == "sm90"; }
+
+// Whether the plan is that for few rows an expert.
+inline bool is_few(const MoePlan& plan) {
+  return plan.handle && static_cast<const Kernel*>(plan.handle)->role == Role::kFewUp;
+}
 
 // As many tiles of `block` rows as the experts may have, whatever the routing.
 int64_t tile_slots(const MoePlan& plan, int64_t block);

@@ -1,9 +1,19 @@
-// Global memory that several CTAs share: accumulators and semaphores.
+// Global memory: what is read once, and what several CTAs share, accumulators and semaphores.
 #pragma once
 
 #include <cstdint>
 
 namespace flashmoe::cuda::ptx {
+
+// PTX ISA, "ld.global.nc" with .L1::no_allocate: 16 bytes that nobody writes and this SM reads
+// once.
+__device__ __forceinline__ uint4 ld_nc_no_allocate_v4(const void* global) {
+  uint4 x;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(global));
+  return x;
+}
 
 // PTX ISA, "red": adds to memory and returns nothing.
 __device__ __forceinline__ void red_add_f32(float* global, float x) {

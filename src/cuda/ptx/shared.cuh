@@ -22,6 +22,11 @@ __device__ __forceinline__ void st_shared_f32(uint32_t shared, float x) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared), "f"(x) : "memory");
 }
 
+// PTX ISA, "st.shared": two floats.
+__device__ __forceinline__ void st_shared_v2_f32(uint32_t shared, const float2& x) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(shared), "f"(x.x), "f"(x.y) : "memory");
+}
+
 // PTX ISA, "ld.shared": 4 bytes.
 __device__ __forceinline__ uint32_t ld_shared_u32(uint32_t shared) {
   uint32_t x;

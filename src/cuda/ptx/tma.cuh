@@ -19,7 +19,7 @@ __device__ __forceinline__ uint64_t createpolicy_evict_last() {
 }
 
 // PTX ISA, "cp.async.bulk.tensor": loads the box that begins at the coordinates (innermost first),
-// of a tensor with four or five dimensions. `barrier` counts its bytes; elements beyond the
+// of a tensor with two to five dimensions. `barrier` counts its bytes; elements beyond the
 // tensor's end are zeros and are counted as well.
 __device__ __forceinline__ void tma_load(uint32_t shared, const void* map, uint32_t barrier, int c0,
                                          int c1, int c2, int c3) {
@@ -45,6 +45,14 @@ __device__ __forceinline__ void tma_load(uint32_t shared, const void* map, uint3
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
       " [%0], [%1, {%3, %4}], [%2];" ::"r"(shared),
       "l"(map), "r"(barrier), "r"(c0), "r"(c1)
+      : "memory");
+}
+__device__ __forceinline__ void tma_load(uint32_t shared, const void* map, uint32_t barrier, int c0,
+                                         int c1, int c2) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2)
       : "memory");
 }
 __device__ __forceinline__ void tma_load(uint32_t shared, const void* map, uint32_t barrier, int c0,

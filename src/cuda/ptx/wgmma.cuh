@@ -23,6 +23,12 @@ __device__ __forceinline__ void wgmma_wait_group(float (&sums)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
+// The same, where the accumulators stay with the MMAs that are still at work.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait_group() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
 // Keeps A operands in their registers until here, for MMAs that are still reading them.
 template <int kSteps>
 __device__ __forceinline__ void wgmma_keep_alive(const uint32_t (&a)[kSteps][4]) {

@@ -38,9 +38,7 @@ __device__ __forceinline__ void unpack_chunk(float (&x)[8], const uint4& chunk) 
 }
 
 template <class T>
-__device__ __forceinline__ void store_chunk(char* to, const float (&x)[8], int count) {
-  const uint4 chunk = {T::pack(x[0], x[1]), T::pack(x[2], x[3]), T::pack(x[4], x[5]),
-                       T::pack(x[6], x[7])};
+__device__ __forceinline__ void store_chunk(char* to, const uint4& chunk, int count) {
   if (count >= 8) {
     *reinterpret_cast<uint4*>(to) = chunk;
   } else {
@@ -53,6 +51,13 @@ __device__ __forceinline__ void store_chunk(char* to, const float (&x)[8], int c
       }
     }
   }
+}
+
+template <class T>
+__device__ __forceinline__ void store_chunk(char* to, const float (&x)[8], int count) {
+  const uint4 chunk = {T::pack(x[0], x[1]), T::pack(x[2], x[3]), T::pack(x[4], x[5]),
+                       T::pack(x[6], x[7])};
+  store_chunk<T>(to, chunk, count);
 }
 
 }  // namespace flashmoe::cuda

@@ -38,7 +38,7 @@ class Ring {
   // The stage's index. Opaque, so that addresses are recomputed rather than kept in registers.
   __device__ __forceinline__ int at() const { return ptx::opaque(count_) % kStages; }
   __device__ __forceinline__ int parity() const { return count_ / kStages % 2; }
-  __device__ __forceinline__ void advance() { ++count_; }
+  __device__ __forceinline__ void advance(uint32_t stages = 1) { count_ += stages; }
   __device__ __forceinline__ void wait_full(const Slot& slot) const {
     ptx::mbarrier_wait(slot.full, parity());
   }

@@ -14,7 +14,9 @@
 #include "cuda/moe/tiles.h"
 #include "cuda/tile/dtype.cuh"
 #include FLASHMOE_TABLE
+#if defined(FLASHMOE_CHIP)
 #include FLASHMOE_CHIP
+#endif
 
 #define FLASHMOE_PASTE(FAMILY, NAME, DTYPE) FAMILY##_##NAME##_##DTYPE
 #define FLASHMOE_PASTE_VALUES(FAMILY, NAME, DTYPE) FLASHMOE_PASTE(FAMILY, NAME, DTYPE)
@@ -30,21 +32,23 @@ using bf16 = Bf16;
 
 namespace flashmoe::cuda::moe {
 
+#if defined(FLASHMOE_CHIP)
 using Chip = cuda::FLASHMOE_FAMILY::Chip;
+#endif
 // The family's own type of that name, where it has one.
 using KernelType = cuda::FLASHMOE_FAMILY::dtypes::FLASHMOE_DTYPE;
 
 // The row of a table with this tile.
-template <size_t kRows>
-constexpr GemmTile find_tile(const GemmTile (&table)[kRows], int block_m, int block_n) {
+template <class Tile, size_t kRows>
+constexpr Tile find_tile(const Tile (&table)[kRows], int block_m, int block_n) {
   size_t row = 0;
   while (table[row].block_m != block_m || table[row].block_n != block_n) ++row;
   return table[row];
 }
 template <int kBlockM, int kBlockN>
-inline constexpr GemmTile kRowTile = find_tile(moe::FLASHMOE_FAMILY::kRows, kBlockM, kBlockN);
+inline constexpr auto kRowTile = find_tile(moe::FLASHMOE_FAMILY::kRows, kBlockM, kBlockN);
 template <int kBlockM, int kBlockN>
-inline constexpr GemmTile kTokenTile = find_tile(moe::FLASHMOE_FAMILY::kTokens, kBlockM, kBlockN);
+inline constexpr auto kTokenTile = find_tile(moe::FLASHMOE_FAMILY::kTokens, kBlockM, kBlockN);
 
 // Takes the address of a kernel, which instantiates it. Nothing ever runs this.
 template <class Params>

@@ -11,7 +11,7 @@
 // row_table_bytes().
 #pragma once
 
-#include "cuda/moe/activation.cuh"
+#include "cuda/moe/act_gradient.cuh"
 #include "cuda/moe/experts.cuh"
 #include "cuda/ptx/cache.cuh"
 #include "cuda/tile/chunk.cuh"
@@ -25,7 +25,7 @@ __device__ __forceinline__ void moe_bwd_act(const BwdActParams& p) {
   using G = Gemm<Chip, T, kTile, true, kAlong>;
   extern __shared__ __align__(1024) char shared[];
   float* const sScale = reinterpret_cast<float*>(shared + G::kSharedBytes);
-  const auto [tile, column] = find_task(p.tiles);
+  const auto [tile, column] = find_task(p.tiles, blockIdx.x);
   if (tile.expert < 0) return;
 
   const int first = column * G::kBlockN;
@@ -77,7 +77,6 @@ __device__ __forceinline__ void moe_bwd_act(const BwdActParams& p) {
   const int64_t bytes = int64_t{first + col} * T::kBytes;
   with_partial(p.partial, [&](auto partial) {
     constexpr bool kPartial = decltype(partial)::value;
-    const int stored = kPartial ? left : 8;
 #pragma unroll 1
     for (int top = threadIdx.x / kChunks; top < G::kBlockM; top += kStep * kAtOnce) {
       uint4 h[kAtOnce][2];
@@ -94,32 +93,9 @@ __device__ __forceinline__ void moe_bwd_act(const BwdActParams& p) {
         const int64_t at = tile.first + row;
         float row_sum = 0;
         if (row < tile.rows && left > 0) {
-          const float scale = sScale[row];
-          float grad[8], gate[8], up[8], act[8];
-          Curve curves[8];
+          float grad[8];
           G::sums_at(grad, sSums, row, col);
-          unpack_chunk<T>(gate, h[i][0]);
-          unpack_chunk<T>(up, h[i][1]);
-          activation_curves(p.kind, gate, curves);
-#pragma unroll
-          for (int e = 0; e < 8; ++e) {
-            const float factor = p.gated ? up[e] : 1.f;
-            act[e] = curves[e].value * factor;
-            if (!kPartial || e < left) row_sum += grad[e] * act[e];
-            act[e] *= scale;
-            grad[e] *= scale;
-            gate[e] = grad[e] * curves[e].slope * factor;
-            up[e] = grad[e] * curves[e].value;
-          }
-          if (p.grad_pre) {
-            char* const gTo = static_cast<char*>(p.grad_pre) + at * p.grad_pre_row_bytes + bytes;
-            store_chunk<T>(gTo, gate, stored);
-            if (p.gated) store_chunk<T>(gTo + p.grad_pre_half_bytes, up, stored);
-          }
-          if (p.weighted_act) {
-            char* const gAct = static_cast<char*>(p.weighted_act) + at * p.weighted_act_row_bytes;
-            store_chunk<T>(gAct + bytes, act, stored);
-          }
+          row_sum = store_act_gradient<T, kPartial>(p, grad, h[i], sScale[row], at, bytes, left);
         }
         if (p.row_sums) {
 #pragma unroll

@@ -21,7 +21,7 @@ __device__ __forceinline__ void moe_down(const DownParams& p) {
   int64_t* const sTo = reinterpret_cast<int64_t*>(shared + G::kSharedBytes);
   float* const sScale = reinterpret_cast<float*>(sTo + G::kBlockM);
   float* const sBias = sScale + G::kBlockM;
-  const auto [tile, column] = find_task(p.tiles);
+  const auto [tile, column] = find_task(p.tiles, blockIdx.x);
   if (tile.expert < 0) return;
 
   const int first = column * G::kBlockN;

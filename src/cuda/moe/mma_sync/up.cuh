@@ -26,7 +26,7 @@ __device__ __forceinline__ void moe_up(const UpParams& p) {
   using G = Gemm<Chip, T, kTile, true, kAlong>;
   extern __shared__ __align__(1024) char shared[];
   float* const sBias = reinterpret_cast<float*>(shared + G::kSharedBytes);
-  const auto [tile, column] = find_task(p.tiles);
+  const auto [tile, column] = find_task(p.tiles, blockIdx.x);
   if (tile.expert < 0) return;
 
   // The halves of B begin at columns first and second of the weights; the result has `wide` columns

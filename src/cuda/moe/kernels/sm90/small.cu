@@ -1,0 +1,2 @@
+// Kernels without a tile.
+#include "cuda/moe/kernels/small.cuh"

@@ -1,0 +1,56 @@
+// The kernel after attention over pages: makes one result of those that the splits of a sequence
+// left in the workspace, O = sum of 2^(LSE_s - LSE) O_s, and adds the sink to LSE.
+#pragma once
+
+#include "cuda/attention/mma_sync/paged_store.cuh"
+
+namespace flashmoe::cuda {
+
+// Grid (batch x queries that may have splits, heads). A warp takes one head of one query.
+template <class T, int kDim>
+__device__ __forceinline__ void attention_paged_combine(const PagedParams& p) {
+  const int queries = gridDim.x / p.batch;
+  const int sequence = blockIdx.x / queries, query = blockIdx.x % queries;
+  const int head = blockIdx.y * (kPagedCombineThreads / 32) + threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const PagedSequence seq = p.sequences[sequence];
+  if (seq.splits == 1 || query >= seq.len_q || head >= p.heads_q) return;
+  const int64_t first =
+      (sequence * int64_t{p.partial_rows} + query) * p.heads_q + head;
+  const int64_t step = int64_t{seq.len_q} * p.heads_q;  // from one split to the next
+  const float* lses = p.partial_lse + first;
+
+  float top = -INFINITY, sum = 0;
+  for (int s = lane; s < seq.splits; s += 32) top = fmaxf(top, lses[s * step]);
+  top = warp_max(top);
+  const float reference = top == -INFINITY ? 0.f : top;
+  for (int s = lane; s < seq.splits; s += 32) sum += ptx::ex2_approx_ftz(lses[s * step] - reference);
+  sum = warp_sum(sum);
+  float lse = sum == 0 ? -INFINITY : reference + __log2f(sum);
+  if (p.sinks) lse = log2_sum(lse, sink_of<T>(head, p));
+
+  const int64_t token = seq.token_q + query;
+  uint16_t* out = static_cast<uint16_t*>(p.out) + token * p.out_strides.row + head * p.out_strides.head;
+#pragma unroll
+  for (int column = lane * 4; column < kDim; column += 128) {
+    float value[4] = {0, 0, 0, 0};
+#pragma unroll 8
+    for (int s = 0; s < seq.splits; ++s) {
+      const float part = lses[s * step];
+      const float4 x =
+          *reinterpret_cast<const float4*>(p.partial_out + (first + s * step) * kDim + column);
+      if (part == -INFINITY) continue;  // the row sees no key of this split
+      const float weight = ptx::ex2_approx_ftz(part - lse);
+      value[0] += weight * x.x;
+      value[1] += weight * x.y;
+      value[2] += weight * x.z;
+      value[3] += weight * x.w;
+    }
+    if (column >= p.head_dim_v) continue;
+    *reinterpret_cast<uint2*>(out + column) = {T::pack(value[0], value[1]),
+                                               T::pack(value[2], value[3])};
+  }
+  if (p.lse && lane == 0) p.lse[token * p.lse_strides.row + head * p.lse_strides.head] = lse * kLn2;
+}
+
+}  // namespace flashmoe::cuda

@@ -21,6 +21,11 @@ std::string options_text(const AttentionProblem& p, const Geometry& g) {
   if (p.bias) line += ", bias " + spec_text(*p.bias);
   if (p.key_lengths) line += ", key lengths";
   if (p.ragged) line += text(", ragged batch of ", g.batch);
+  if (p.paged) {
+    line += text(", pages of ", g.page);
+    if (p.key.dtype != p.query.dtype) line += text(" in ", dtype_name(p.key.dtype));
+    if (p.paged->k_scale || p.paged->v_scale) line += ", scaled";
+  }
   return line;
 }
 

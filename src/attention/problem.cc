@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "attention/pages.h"
 #include "core/check.h"
 #include "core/text.h"
 
@@ -177,7 +178,7 @@ Status check_backward(const AttentionProblem& p) {
 }  // namespace
 
 Status check(const AttentionProblem& p) {
-  FLASHMOE_RETURN_IF_ERROR(check_query_key_value(p));
+  FLASHMOE_RETURN_IF_ERROR(p.paged ? check_paged(p) : check_query_key_value(p));
   if (p.ragged) FLASHMOE_RETURN_IF_ERROR(check_ragged(p));
   if (p.bias) FLASHMOE_RETURN_IF_ERROR(check_bias(p));
   if (p.key_lengths) {
@@ -202,8 +203,14 @@ Status check(const AttentionProblem& p) {
 Geometry geometry(const AttentionProblem& p) {
   Geometry g;
   g.ragged = p.ragged.has_value();
-  const int head = g.ragged ? -2 : -3;
-  if (g.ragged) {
+  g.paged = p.paged.has_value();
+  const int head = g.packed() ? -2 : -3;
+  if (g.paged) {
+    g.batch = p.paged->block_table.shape[0];
+    g.len_q = p.paged->cu_seqlens_q ? p.paged->max_seqlen_q : 1;
+    g.len_k = p.paged->max_seqlen_k;
+    g.page = p.key.size(1);
+  } else if (g.ragged) {
     g.batch = p.ragged->cu_seqlens_q.shape[0] - 1;
     g.len_q = p.ragged->max_seqlen_q;
     g.len_k = p.ragged->max_seqlen_k;

@@ -10,6 +10,9 @@ namespace {
 Status check_call(const AttentionPlan& plan, const AttentionTensors& t, const void* workspace) {
   const AttentionProblem& p = plan.problem;
   const bool backward = p.pass == Pass::kBackward;
+  const TensorSpec* cu_seqlens_q = p.ragged  ? &p.ragged->cu_seqlens_q
+                                   : p.paged ? if_any(p.paged->cu_seqlens_q)
+                                             : nullptr;
   return check_pointers(
       {
           {"query", &p.query, t.query},
@@ -17,8 +20,12 @@ Status check_call(const AttentionPlan& plan, const AttentionTensors& t, const vo
           {"value", &p.value, t.value},
           {"bias", if_any(p.bias), t.bias},
           {"key_lengths", if_any(p.key_lengths), t.key_lengths},
-          {"cu_seqlens_q", p.ragged ? &p.ragged->cu_seqlens_q : nullptr, t.cu_seqlens_q},
+          {"cu_seqlens_q", cu_seqlens_q, t.cu_seqlens_q},
           {"cu_seqlens_k", p.ragged ? &p.ragged->cu_seqlens_k : nullptr, t.cu_seqlens_k},
+          {"block_table", p.paged ? &p.paged->block_table : nullptr, t.block_table},
+          {"seq_lens", p.paged ? &p.paged->seq_lens : nullptr, t.seq_lens},
+          {"k_scale", p.paged ? if_any(p.paged->k_scale) : nullptr, t.k_scale},
+          {"v_scale", p.paged ? if_any(p.paged->v_scale) : nullptr, t.v_scale},
           {"out", &p.out, t.out},
           {"lse", if_any(p.lse), t.lse},
           {"grad_out", backward ? if_any(p.grad_out) : nullptr, t.grad_out},

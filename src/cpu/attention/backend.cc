@@ -6,6 +6,8 @@
 #include "core/numbers.h"
 #include "core/text.h"
 #include "cpu/attention/kernels.h"
+#include "cpu/attention/operands.h"
+#include "cpu/attention/pages.h"
 #include "cpu/targets.h"
 #include "cpu/threads.h"
 
@@ -21,34 +23,6 @@ constexpr int64_t kBackwardBlocks = 4;  // per chunk at least: each costs a pass
 
 const Kernels& kernels(const AttentionProblem& problem) {
   return kernels_for(problem.query.dtype, *target().attention);
-}
-
-// Strides of `spec`, whose last dimensions are (head, row, col) or, for a per-row number, (head,
-// row).
-Operand operand(const TensorSpec& spec, const void* data, const Geometry& g, bool has_col) {
-  Operand op;
-  op.data = const_cast<void*>(data);
-  op.dtype = spec.dtype;
-  int at = spec.rank;
-  const auto next = [&](int64_t& stride) {
-    --at;
-    stride = at >= 0 && spec.shape[at] != 1 ? spec.stride[at] : 0;
-  };
-  if (has_col) next(op.col);
-  if (g.ragged) {  // (T, H, D)
-    next(op.head);
-    next(op.row);
-    return op;
-  }
-  next(op.row);
-  next(op.head);
-  for (int i = g.num_lead - 1; i >= 0; --i) next(op.lead[i]);
-  return op;
-}
-
-Operand operand(const std::optional<TensorSpec>& spec, const void* data, const Geometry& g,
-                bool has_col) {
-  return spec ? operand(*spec, data, g, has_col) : Operand{};
 }
 
 // A packed bias is (rows, H).
@@ -143,26 +117,6 @@ struct Workspace {
   }
 };
 
-// Rows of a (T, H, ...) result that belong to no sequence.
-void fill_rest(const Operand& op, int64_t heads, int64_t cols, int64_t first, int64_t last,
-               double value) {
-  if (!op) return;
-  for (int64_t row = first; row < last; ++row) {
-    for (int64_t head = 0; head < heads; ++head) {
-      for (int64_t col = 0; col < cols; ++col) {
-        const int64_t at = row * op.row + head * op.head + col * op.col;
-        if (op.dtype == DType::kFloat64) {
-          static_cast<double*>(op.data)[at] = value;
-        } else if (op.dtype == DType::kFloat32) {
-          static_cast<float*>(op.data)[at] = static_cast<float>(value);
-        } else {
-          static_cast<uint16_t*>(op.data)[at] = 0;  // only zeros are asked of the half types
-        }
-      }
-    }
-  }
-}
-
 int64_t sequence_length(const TensorSpec& cu_seqlens, const void* data, int64_t sequence) {
   return read_int(cu_seqlens, data, sequence + 1) - read_int(cu_seqlens, data, sequence);
 }
@@ -198,6 +152,7 @@ int64_t shared_bias_items(const Params& p) {
 }  // namespace
 
 void cut(AttentionPlan& plan) {
+  if (plan.problem.paged) return cut_pages(plan);
   const bool forward = plan.problem.pass == Pass::kForward;
   plan.kernel = text("cpu_", target().name, forward ? "_attention_fwd" : "_attention_bwd");
   const Kernels& k = kernels(plan.problem);
@@ -225,6 +180,7 @@ void cut(AttentionPlan& plan) {
 
 void run(const AttentionPlan& plan, const AttentionTensors& tensors, void* memory,
          const Launch& launch) {
+  if (plan.problem.paged) return run_pages(plan, tensors, memory, launch);
   Params p = make_params(plan, tensors);
   const Geometry& g = p.geometry;
   const Kernels& k = kernels(plan.problem);

@@ -209,6 +209,19 @@ void store_output(const ForwardScratch<M>& t, int64_t row, int64_t rows, const M
   }
 }
 
+// One block of keys: their scores are in t.scores as products.
+template <class M, class A = typename M::A>
+void forward_keys(const ScoreRule<A>& rule, int64_t rows, int64_t keys, const Matrix& value,
+                  int64_t key, bool first, int64_t head_dim_v, const ForwardScratch<M>& t) {
+  const int64_t padded = round_up(rows, kLanes<A>);
+  if (rule.plain()) {
+    softmax_step<true>(rule, keys, padded, t);
+  } else {
+    softmax_step<false>(rule, keys, padded, t);
+  }
+  accumulate(t, rows, keys, value, key, first, rule.bias || rule.mask, head_dim_v);
+}
+
 template <class M>
 void forward_block(const Params& p, const Sequence& s, int64_t head, int64_t row, int64_t rows,
                    const ForwardScratch<M>& t) {
@@ -237,12 +250,7 @@ void forward_block(const Params& p, const Sequence& s, int64_t head, int64_t row
     M::multiply(k, q, keys, padded, g.head_dim, t.scores, t.ld, false);
     const ScoreRule<A> rule(g, bias ? t.bias : nullptr,
                             kind == TileKind::kMasked ? &t.mask : nullptr, t.ld);
-    if (rule.plain()) {
-      softmax_step<true>(rule, keys, padded, t);
-    } else {
-      softmax_step<false>(rule, keys, padded, t);
-    }
-    accumulate(t, rows, keys, value, j, first, bias || kind == TileKind::kMasked, g.head_dim_v);
+    forward_keys(rule, rows, keys, value, j, first, g.head_dim_v, t);
     first = false;
   }
   const Matrix out = matrix(p, p.out, s.batch, head, s.first_row);

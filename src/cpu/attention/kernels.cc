@@ -3,14 +3,16 @@
 
 #include "cpu/attention/bwd.h"
 #include "cpu/attention/fwd.h"
+#include "cpu/attention/paged.h"
 
 namespace flashmoe::cpu {
 namespace {
 
 template <class M>
 constexpr Kernels kKernels = {
-    M::kBlock,        M::kKeyStep, forward_scratch<M>, forward<M>,   backward_scratch<M>,
-    partial_bytes<M>, backward<M>, reduce<M>,          bias_grad<M>,
+    M::kBlock,           M::kKeyStep,      forward_scratch<M>, forward<M>,
+    backward_scratch<M>, partial_bytes<M>, backward<M>,        reduce<M>,
+    bias_grad<M>,        paged_scratch<M>, paged<M>,           combine<M>,
 };
 
 }  // namespace

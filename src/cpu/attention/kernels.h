@@ -23,6 +23,21 @@ struct Operand {
   explicit operator bool() const { return data != nullptr; }
 };
 
+// How a sequence over pages is cut. A tile has the queries of all heads that share a key head:
+// column c is query c / group of head c % group of those. The keys of a tile come in parts, each of
+// which a work item sums up on its own; with more than one, `combine` adds them up. All of it
+// follows from the sequence alone, so that a request has the same bits whatever shares its batch.
+struct PagedSequence {
+  int64_t first_row = 0, rows = 0, keys = 0;
+  int64_t columns = 0;  // of a tile, at most
+  int64_t tiles = 0;
+  int64_t parts = 1;
+  int64_t first_task = 0;     // (tile, key head) of the sequences before it
+  int64_t first_item = 0;     // and (tile, key head, part)
+  int64_t first_partial = 0;  // where its parts are: (tile, key head, part), each columns x
+                              // partial_ld and two numbers for each column
+};
+
 struct Params {
   Geometry geometry;
 
@@ -35,10 +50,16 @@ struct Params {
   Operand cu_seqlens_q, cu_seqlens_k;    // integers, by `row`
   const int64_t* bias_offset = nullptr;  // ragged: first packed row of each sequence
 
+  // Paged: key and value have the stride of blocks as lead[0], and rows are those of a page.
+  Operand block_table;                       // integers, by `row` (sequence) and `col` (block)
+  Operand k_scale, v_scale;                  // fp32, by `head`
+  const PagedSequence* sequences = nullptr;  // (batch)
+  int64_t partial_ld = 0;                    // Dv, padded
+
   int64_t block_q = 0, block_k = 0;  // tile of scores
   int64_t chunks = 1;                // pieces each (batch, head) is cut into
   // Backward with chunks > 1: partial dK and dV, (batch, heads_k, chunks, len_k, D + Dv), each
-  // dimension padded as the kernels pad it.
+  // dimension padded as the kernels pad it. Paged: see PagedSequence.
   void* partial = nullptr;
 
   // How dBias comes about. kDirect: no two (batch, head) share an element, so the main pass writes
@@ -62,6 +83,9 @@ struct Kernels {
   void (*backward)(const Params&, int64_t item, void* scratch);   // dQ, dK, dV, direct dBias
   void (*reduce)(const Params&, int64_t item, void* scratch);     // sums the chunks' dK and dV
   void (*bias_grad)(const Params&, int64_t item, void* scratch);  // shared dBias, one tile
+  size_t (*paged_scratch)(const Params&);
+  void (*paged)(const Params&, int64_t item, void* scratch);  // forward, one part of a tile's keys
+  void (*combine)(const Params&, int64_t task, void* scratch);  // adds up a tile's parts
 };
 
 }  // namespace flashmoe::cpu

@@ -21,7 +21,9 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 class Layout {
  public:
   Layout(const AttentionProblem& problem, const AttentionTensors& tensors) : g_(geometry(problem)) {
-    if (g_.ragged) {
+    if (g_.paged) {
+      place_pages(*problem.paged, tensors);
+    } else if (g_.ragged) {
       place_sequences(*problem.ragged, tensors);
     } else {
       lengths_q_.assign(g_.batch, g_.len_q);
@@ -35,11 +37,15 @@ class Layout {
   int64_t length_q(int64_t b) const { return lengths_q_[b]; }
   int64_t length_k(int64_t b) const { return lengths_k_[b]; }
 
-  // Position i of head h of sequence b in (..., H, S, D) or, ragged, (T, H, D).
+  // Position i of head h of sequence b in (..., H, S, D) or, packed, (T, H, D).
   int64_t row_q(int64_t b, int64_t h, int64_t i) const {
-    return g_.ragged ? (starts_q_[b] + i) * g_.heads_q + h : (b * g_.heads_q + h) * g_.len_q + i;
+    return g_.packed() ? (starts_q_[b] + i) * g_.heads_q + h : (b * g_.heads_q + h) * g_.len_q + i;
   }
   int64_t row_k(int64_t b, int64_t h, int64_t j) const {
+    if (g_.paged) {  // in (blocks, page, H, D)
+      const int64_t entry = b * table_.shape[1] + j / g_.page;
+      return (read_int(table_, table_data_, entry) * g_.page + j % g_.page) * g_.heads_k + h;
+    }
     return g_.ragged ? (starts_k_[b] + j) * g_.heads_k + h : (b * g_.heads_k + h) * g_.len_k + j;
   }
   int64_t bias_element(int64_t b, int64_t h, int64_t i, int64_t j) const {
@@ -56,6 +62,17 @@ class Layout {
                            starts_q_[b]);
       lengths_k_.push_back(read_int(ragged.cu_seqlens_k, tensors.cu_seqlens_k, b + 1) -
                            starts_k_[b]);
+    }
+  }
+
+  void place_pages(const Paged& paged, const AttentionTensors& tensors) {
+    table_ = paged.block_table;
+    table_data_ = tensors.block_table;
+    for (int64_t b = 0; b < g_.batch; ++b) {
+      starts_q_.push_back(
+          paged.cu_seqlens_q ? read_int(*paged.cu_seqlens_q, tensors.cu_seqlens_q, b) : b);
+      lengths_q_.push_back(paged_rows(paged, tensors.cu_seqlens_q, b));
+      lengths_k_.push_back(read_int(paged.seq_lens, tensors.seq_lens, b));
     }
   }
 
@@ -108,10 +125,22 @@ class Layout {
 
   Geometry g_;
   std::vector<int64_t> lengths_q_, lengths_k_;  // by sequence
-  std::vector<int64_t> starts_q_, starts_k_;    // ragged: first token of each
+  std::vector<int64_t> starts_q_, starts_k_;    // packed: first token of each
+  TensorSpec table_;                            // paged
+  const void* table_data_ = nullptr;
   std::vector<int64_t> bias_starts_;
   int64_t bias_step_h_ = 0, bias_step_q_ = 0, bias_step_k_ = 0;
 };
+
+// The numbers of a cache, (blocks, page, H, D): what is stored, times a scale for all or one for
+// each head.
+Array scaled(Array cache, const Geometry& g, int64_t head_dim, const Array& scale) {
+  for (size_t i = 0; i < cache.size() && !scale.empty(); ++i) {
+    const size_t head = i / head_dim % g.heads_k;
+    cache[i] *= scale.size() == 1 ? scale[0] : scale[head];
+  }
+  return cache;
+}
 
 // One key that a query row sees.
 struct Seen {
@@ -135,7 +164,12 @@ class Oracle {
         key_(load(problem.key, tensors.key)),
         value_(load(problem.value, tensors.value)),
         bias_(load(problem.bias, tensors.bias)),
-        has_bias_(problem.bias.has_value()) {}
+        has_bias_(problem.bias.has_value()) {
+    if (!problem.paged) return;
+    const Paged& paged = *problem.paged;
+    key_ = scaled(key_, g_, g_.head_dim, load(paged.k_scale, tensors.k_scale));
+    value_ = scaled(value_, g_, g_.head_dim_v, load(paged.v_scale, tensors.v_scale));
+  }
 
   void forward(const AttentionProblem& problem, const AttentionTensors& tensors) const {
     // What a row without keys, and a token of no sequence, has.

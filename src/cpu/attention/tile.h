@@ -92,11 +92,12 @@ inline TileKind tile_kind(const Params& p, const Sequence& s, int64_t row, int64
   return last.begin <= key && first.end >= key + keys ? TileKind::kFull : TileKind::kMasked;
 }
 
+// A tile of several heads has so many columns for each row.
 template <class A>
 void set_mask(const Params& p, const Sequence& s, int64_t row, int64_t rows, int64_t padded,
-              int64_t key, int64_t keys, const Mask<A>& mask) {
+              int64_t key, int64_t keys, const Mask<A>& mask, int64_t heads = 1) {
   for (int64_t i = 0; i < padded; ++i) {
-    const KeyRange range = i < rows ? row_range(p, s, row + i) : KeyRange{};
+    const KeyRange range = i < rows ? row_range(p, s, (row + i) / heads) : KeyRange{};
     mask.begin[i] = static_cast<Int<A>>(smaller(larger(range.begin - key, 0), keys));
     mask.end[i] = static_cast<Int<A>>(smaller(larger(range.end - key, 0), keys));
   }

@@ -6,6 +6,7 @@
 #include "core/text.h"
 #include "cuda/attention/bias_plan.h"
 #include "cuda/attention/families.h"
+#include "cuda/attention/paged_plan.h"
 #include "cuda/attention/params.h"
 #include "cuda/attention/tile_choice.h"
 #include "cuda/attention/workspace.h"
@@ -18,11 +19,12 @@ constexpr int64_t kMaxLength = kNoLimit - 1;
 // What no kernel of any family can do of the problem; empty when there is nothing.
 std::string missing_everywhere(const AttentionPlan& plan) {
   const AttentionProblem& p = plan.problem;
-  if (p.paged) return "no kernel of this build reads keys in pages";
   if (p.query.dtype != DType::kFloat16 && p.query.dtype != DType::kBFloat16) {
     return text("query is ", dtype_name(p.query.dtype), "; CUDA kernels take float16 and bfloat16");
   }
-  if (plan.len_q > kMaxLength || plan.len_k > kMaxLength) {
+  if (p.paged) {
+    if (std::string missing = missing_over_pages(plan); !missing.empty()) return missing;
+  } else if (plan.len_q > kMaxLength || plan.len_k > kMaxLength) {
     return text("sequences are longer than ", kMaxLength);
   }
   if (plan.batch > INT32_MAX - 1) return text("the batch is larger than ", INT32_MAX - 1);
@@ -113,9 +115,14 @@ Status plan_call(AttentionPlan& plan) {
     } else if (!has_kernels(family)) {
       why = "this build has no kernels of it";
     } else if (why = other_chip(family.chips(), gpu); why.empty()) {
-      why = missing.empty() ? family.lacks(plan) : missing;
-      if (why.empty() && !forced && has_alternative(family, gpu)) why = family.slower(plan, gpu);
-      if (why.empty()) kernel = choose_tile(plan, family, gpu, forced_tile, why);
+      why = missing;
+      if (plan.problem.paged) {
+        if (why.empty()) kernel = choose_paged_tile(plan, family, gpu, forced_tile, why);
+      } else {
+        if (why.empty()) why = family.lacks(plan);
+        if (why.empty() && !forced && has_alternative(family, gpu)) why = family.slower(plan, gpu);
+        if (why.empty()) kernel = choose_tile(plan, family, gpu, forced_tile, why);
+      }
     }
     if (!kernel) {
       plan.candidates.push_back({family.name, "passed over: " + why});
@@ -127,11 +134,14 @@ Status plan_call(AttentionPlan& plan) {
     plan.family = family.name;
     plan.block_q = kernel->block_q;
     plan.block_k = kernel->block_k;
-    family.lay_out(plan, *kernel, gpu);
+    (plan.problem.paged ? lay_out_paged : family.lay_out)(plan, *kernel, gpu);
     if (Status status = check_counts(plan); !status.ok()) return status;
     std::string verdict =
         text("chosen: the ", family.name, " family's tile for head dims up to ", kernel->head_dim);
-    if (plan.splits > 1) verdict += text(", the keys split in ", plan.splits, " to fill the chip");
+    if (plan.splits > 1) {
+      verdict += text(", the keys split in ", plan.problem.paged ? "up to " : "", plan.splits,
+                      " to fill the chip");
+    }
     plan.candidates.push_back({kernel->id.name, verdict});
     return {};
   }

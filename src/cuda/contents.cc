@@ -25,8 +25,8 @@ std::vector<CudaKernel> cuda_kernels() {
   }
   for (const cuda::cache::Kernel& k : cuda::cache::kernels()) {
     list.push_back({k.id.name, k.family, k.id.image->name, k.id.symbol, cuda::chips_of(k.id),
-                    cuda::cache::kAppendRole, DType::kFloat16, 0, 0, 0,
-                    cuda::cache::kAppendThreads, 0});
+                    cuda::cache::kAppendRole, DType::kFloat16, 0, 0, 0, cuda::cache::kAppendThreads,
+                    0});
   }
   return list;
 }

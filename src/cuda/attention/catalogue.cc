@@ -6,6 +6,7 @@
 #include "core/text.h"
 #include "cuda/attention/kernels/hopper_rows.h"
 #include "cuda/attention/kernels/paged.h"
+#include "cuda/attention/kernels/paged_chunk.h"
 #include "cuda/attention/kernels/sm75.h"
 #include "cuda/attention/kernels/sm80.h"
 #include "cuda/attention/kernels/sm90.h"
@@ -30,6 +31,7 @@ int shared_bytes(Role, const Sm90PackedTile& tile) { return tile.shared_bytes();
 int shared_bytes(Role, const Sm90PackedBwdTile& tile) { return tile.shared_bytes(); }
 int shared_bytes(Role, const Sm90BwdTile& tile) { return tile.shared_bytes(); }
 int shared_bytes(Role, const Sm90BiasSumTile& tile) { return tile.shared_bytes(); }
+int shared_bytes(Role, const Sm90ChunkTile& tile) { return tile.shared_bytes(); }
 int shared_bytes(Role role, const PagedTile& tile) {
   return role == Role::kPagedCombine ? 0 : tile.shared_bytes();
 }
@@ -44,6 +46,7 @@ const char* params_type(const Sm90PackedBwdTile&) { return "Sm90PackedBwdParams"
 const char* params_type(const Sm90BwdTile&) { return "Sm90BwdParams"; }
 const char* params_type(const Sm90BiasSumTile&) { return "Sm90BwdParams"; }
 const char* params_type(const PagedTile&) { return "PagedParams"; }
+const char* params_type(const Sm90ChunkTile&) { return "Sm90PagedParams"; }
 
 // Lists kernels, as far as this build has an image of theirs.
 class Lister {
@@ -188,6 +191,8 @@ std::vector<Kernel> list_kernels() {
                sm80::kBiasSum);
   add_mma_sync("sm75", fp16, sm75::kFwd, sm75::kFwdBias, sm75::kBwd, sm75::kBwdBias,
                sm75::kBiasSum);
+  list.add("sm90", both, Role::kPagedChunk, "paged_chunk", "paged_chunk", sm90::kPagedChunk);
+  add_paged("sm90", both, sm90::kPaged, sm90::kPagedFp8);
   add_paged("sm80", both, sm80::kPaged, sm80::kPagedFp8);
   add_paged("sm75", fp16, sm75::kPaged, sm75::kPagedFp8);
   return list.take();
@@ -227,6 +232,8 @@ const char* role_name(Role role) {
       return "attention_bwd_bias_dq";
     case Role::kPaged:
       return "attention_paged";
+    case Role::kPagedChunk:
+      return "attention_paged_chunk";
     case Role::kPagedCombine:
       return "attention_paged_combine";
   }

@@ -26,8 +26,9 @@ enum class Role {
   kBackwardBias,
   kBackwardDq,  // after it: dQ
   kBackwardBiasDq,
-  kBiasSum,  // the gradient of a bias that was broadcast
-  kPaged,    // a forward pass over the pages of a cache
+  kBiasSum,     // the gradient of a bias that was broadcast
+  kPaged,       // a forward pass over the pages of a cache
+  kPagedChunk,  // the same for sequences with many queries, where they have a kernel of their own
   kPagedCombine,
 };
 const char* role_name(Role role);

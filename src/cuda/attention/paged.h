@@ -29,24 +29,25 @@ struct PagedParams : AttentionFwdParams {
   int32_t heads_q, heads_k;
   int32_t blocks, page;
 
-  const void* block_table;            // (batch, blocks of a sequence), int64 or int32
-  int64_t table_row, table_column;    // its strides
-  const void* seq_lens;               // (batch)
-  const void* cu_seqlens_q;           // (batch + 1); null: one query each
+  const void* block_table;          // (batch, blocks of a sequence), int64 or int32
+  int64_t table_row, table_column;  // its strides
+  const void* seq_lens;             // (batch)
+  const void* cu_seqlens_q;         // (batch + 1); null: one query each
   int64_t seq_lens_stride, cu_stride;
   int32_t table_is_int64, seq_lens_are_int64, cu_is_int64;
 
   // Of an fp8 cache: keys and values are these times what is stored; null: 1.
-  const float *k_scale, *v_scale;                // () or (heads_k)
-  int64_t k_scale_stride, v_scale_stride;        // 0: one for all heads
-  const void* sinks;                             // (heads_q), fp32 or the query's dtype; or null
+  const float *k_scale, *v_scale;          // () or (heads_k)
+  int64_t k_scale_stride, v_scale_stride;  // 0: one for all heads
+  const void* sinks;                       // (heads_q), fp32 or the query's dtype; or null
   int64_t sinks_stride;
   int32_t sinks_are_fp32;
 
   // Splits of a sequence's keys follow from its own lengths and from these: see paged_work.cuh.
   int32_t most_splits, least_keys;
-  int32_t cost_keys;     // keys that count as one, where work is shared out
-  int32_t partial_rows;  // queries x splits of one sequence at most
+  int32_t cost_keys;         // keys that count as one, where work is shared out
+  int32_t partial_rows;      // queries x splits of one sequence at most
+  int32_t chunk_queries;     // from so many on a sequence has a kernel of its own; 0: none has
   PagedSequence* sequences;  // (batch)
   // partial_out: (batch, partial_rows, heads_q, dim); partial_lse: (batch, partial_rows, heads_q).
 };

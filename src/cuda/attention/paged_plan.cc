@@ -7,6 +7,7 @@
 #include "cuda/attention/lay_out.h"
 #include "cuda/attention/paged.h"
 #include "cuda/attention/planner.h"
+#include "cuda/attention/sm90.h"
 #include "cuda/attention/tile_choice.h"
 #include "cuda/runtime/driver.h"
 
@@ -17,6 +18,9 @@ namespace {
 // again weighs more than the keys (at 256 keys of D = 128 and a group of 4, 1.6% each).
 constexpr int64_t kLeastKeys = 256;
 constexpr int64_t kMostSplits = 128;
+// From so many queries on, tiles of one head's queries are full enough to have a kernel of their
+// own.
+constexpr int64_t kChunkQueries = 64;
 
 // Keys of a sequence at most: what the caller says, and what its row of the table can name.
 int64_t most_keys(const AttentionPlan& plan) {
@@ -141,6 +145,7 @@ std::string missing_over_pages(const AttentionPlan& plan) {
   if (p.key.size(0) > INT32_MAX || p.key.size(1) > INT32_MAX) {
     return "a cache has more than 2^31 - 1 blocks, or rows in a block";
   }
+  if (plan.batch > (1 << 24)) return text("there are more than ", 1 << 24, " sequences");
   if (most_keys(plan) >= kNoLimit) return text("sequences are longer than ", kNoLimit - 1);
   if (p.query.size(0) * plan.heads_q > INT32_MAX) {
     return text("query has ", p.query.size(0), " tokens of ", plan.heads_q,
@@ -169,8 +174,8 @@ const Kernel* choose_paged_tile(AttentionPlan& plan, const Family& family, const
     }
     return &k;
   }
-  why = tiles.empty() ? text("has no kernels over pages for ", dtype_name(p.query.dtype),
-                             " over ", dtype_name(p.key.dtype), " with head dim ", dim)
+  why = tiles.empty() ? text("has no kernels over pages for ", dtype_name(p.query.dtype), " over ",
+                             dtype_name(p.key.dtype), " with head dim ", dim)
         : forced      ? text("FLASHMOE_TILE asks for ", forced->rows, "x", forced->columns,
                              "; over pages there are ", tiles)
                       : text("no tile over pages for head dim ", dim, " fits ",
@@ -184,6 +189,10 @@ void lay_out_paged(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
   const int64_t ctas = std::min(gpu.multiprocessors * resident_ctas(kernel, gpu.chip), items);
   plan.splits = splits.here;
   plan.work_items = items;
+  const bool chunks = plan.family == "sm90" && plan.len_q >= kChunkQueries;
+  if (const Kernel* chunk = chunks ? sm90::find_chunk_kernel(plan) : nullptr) {
+    plan.launches.push_back(once(*chunk, grid_of(gpu.multiprocessors), Given::kCall));
+  }
   plan.launches.push_back(once(kernel, grid_of(std::max<int64_t>(ctas, 1)), Given::kCall));
   if (splits.rows > 0) {
     const Kernel& combine = *find_kernel(Role::kPagedCombine, kernel);
@@ -236,8 +245,12 @@ Status run_paged(const Call& call) {
   p.sequences = reinterpret_cast<PagedSequence*>(call.workspace + w.sequences);
   p.partial_out = reinterpret_cast<float*>(call.workspace + w.partial_out);
   p.partial_lse = reinterpret_cast<float*>(call.workspace + w.partial_lse);
+  const bool chunks = kernel_of(plan.launches.front()).role == Role::kPagedChunk;
+  if (chunks) p.chunk_queries = kChunkQueries;
   for (const AttentionLaunch& step : plan.launches) {
-    Status status = launch_step(call, step, plan.batch, &p, sizeof(p));
+    Status status = kernel_of(step).role == Role::kPagedChunk
+                        ? sm90::run_chunk(call, step, p)
+                        : launch_step(call, step, plan.batch, &p, sizeof(p));
     if (!status.ok()) return status;
   }
   return {};

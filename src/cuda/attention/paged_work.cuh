@@ -24,10 +24,7 @@ struct PagedWork {
   int tile_rows, tiles, splits;
   int cost;    // of an item
   bool valid;  // false where lengths contradict what the host was told: its rows become NaN
-
-  __device__ __forceinline__ int items(const PagedParams& p) const {
-    return tiles * splits * p.heads_k;
-  }
+  bool chunk;  // whether it has a kernel of its own
 };
 
 __device__ __forceinline__ int64_t query_end(int i, const PagedParams& p) {
@@ -56,6 +53,7 @@ __device__ __forceinline__ PagedWork find_work(int i, const PagedParams& p) {
   w.token_q = static_cast<int>(begin);
   w.len_q = static_cast<int>(end - begin);
   w.len_k = w.valid ? static_cast<int>(keys) : 0;
+  w.chunk = w.valid && w.len_k > 0 && p.chunk_queries > 0 && w.len_q >= p.chunk_queries;
   const int rows = w.len_q * p.group;
   w.tile_rows = rows <= kDecodeRows ? kDecodeRows : kBlockQ;
   w.tiles = ceil_div(rows, w.tile_rows);
@@ -71,12 +69,18 @@ __device__ __forceinline__ PagedWork find_work(int i, const PagedParams& p) {
   return w;
 }
 
+// Where an item and the one after it begin in the row of all; `found`: whether it is one.
+struct PagedPlace {
+  int start, next;
+  bool found;
+};
+
 // What a CTA does at a time. In shared memory.
 struct PagedTask {
-  int start, next;  // where it and the next item begin
-  bool found, valid;
-  int sequence, head;         // head: of keys
-  int first_row, rows;        // of the sequence's pairs, and how many
+  PagedPlace place;
+  bool valid;
+  int sequence, head;   // head: of keys
+  int first_row, rows;  // of the sequence's pairs, and how many
   int tile_rows;
   int token_q, len_q, len_k;
   int split, splits;
@@ -98,19 +102,23 @@ struct PagedTask {
 };
 static_assert(sizeof(PagedTask) <= kPagedTaskBytes);
 
-// Item `item` of a sequence. Tiles come as last, first, last but one, second and so on: with a
-// causal mask two neighbours then have as much to do as any other two.
+// Tiles come as last, first, last but one, second and so on: with a causal mask two neighbours then
+// have as much to do as any other two.
+__device__ __forceinline__ int folded_tile(int tile, int tiles) {
+  return tile % 2 ? tile / 2 : tiles - 1 - tile / 2;
+}
+
+// Item `item` of a sequence.
 template <int kCacheBytes>
 __device__ __forceinline__ void find_item(PagedTask& task, int sequence, const PagedWork& w,
                                           int item, const PagedParams& p) {
   constexpr int kRound = 64;  // keys that shares are multiples of
   const int of_head = w.tiles * w.splits, tile = item % of_head / w.splits;
-  task.found = true;
   task.valid = w.valid;
   task.sequence = sequence;
   task.head = item / of_head;
   task.tile_rows = w.tile_rows;
-  task.first_row = (tile % 2 ? tile / 2 : w.tiles - 1 - tile / 2) * w.tile_rows;
+  task.first_row = folded_tile(tile, w.tiles) * w.tile_rows;
   task.rows = min(w.len_q * p.group - task.first_row, w.tile_rows);
   task.token_q = w.token_q;
   task.len_q = w.len_q;
@@ -129,22 +137,39 @@ __device__ __forceinline__ void find_item(PagedTask& task, int sequence, const P
   task.table = sequence * p.table_row;
 }
 
+// The items of the kernel with tiles of pairs (query, head), which has every sequence that no other
+// kernel has.
+template <int kBlockQ, int kCacheBytes>
+struct PairItems {
+  using Task = PagedTask;
+  static __device__ __forceinline__ PagedWork find(int i, const PagedParams& p) {
+    return find_work<kBlockQ>(i, p);
+  }
+  static __device__ __forceinline__ int count(const PagedWork& w, const PagedParams& p) {
+    return w.chunk ? 0 : w.tiles * w.splits * p.heads_k;
+  }
+  static __device__ __forceinline__ void take(PagedTask& task, int sequence, const PagedWork& w,
+                                              int item, const PagedParams& p) {
+    find_item<kCacheBytes>(task, sequence, w, item, p);
+  }
+};
+
 // Gives out a CTA's items, one after the other. `before` has the work of all sequences before those
 // of each thread, and at its end that of all; thread t has the t-th part of the sequences.
-template <int kThreads, int kBlockQ, int kCacheBytes>
+template <int kThreads, class Items>
 struct PagedSchedule {
+  using Task = typename Items::Task;
   int* before;  // (kThreads + 1), and behind it a sum for each warp
   int at, end;  // the CTA's share: where its next item may begin, and what comes after
   bool broken;  // cumulative lengths fall somewhere
 
   __device__ __forceinline__ PagedSchedule(int* shared, const PagedParams& p) : before(shared) {
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-    const int first = thread * of_thread(p), last = min(first + of_thread(p), p.batch);
     int mine = 0;
     bool fall = false;
-    for (int i = first; i < last; ++i) {
-      const PagedWork w = find_work<kBlockQ>(i, p);
-      mine += w.items(p) * w.cost;
+    for (int i = first_of(thread, p); i < first_of(thread + 1, p); ++i) {
+      const PagedWork w = Items::find(i, p);
+      mine += Items::count(w, p) * w.cost;
       fall |= falls(i, p);
     }
     broken = __syncthreads_or(fall);
@@ -164,48 +189,60 @@ struct PagedSchedule {
     const int64_t all = before[kThreads];
     at = static_cast<int>(all * blockIdx.x / gridDim.x);
     end = broken ? at : static_cast<int>(all * (blockIdx.x + 1) / gridDim.x);
-    // The combining kernel looks here.
-    if (blockIdx.x > 0) return;
-    for (int i = first; i < last; ++i) {
-      const PagedWork w = find_work<kBlockQ>(i, p);
-      p.sequences[i] = {w.token_q, w.len_q, broken ? 1 : w.splits};
-    }
   }
 
-  __device__ __forceinline__ bool next(PagedTask& task, const PagedParams& p) {
+  // The next item, by all threads; false: there is none any more.
+  __device__ __forceinline__ bool next(Task& task, const PagedParams& p) {
     while (at < end) {
       __syncthreads();  // everyone is done with the last task
-      const int from = before[threadIdx.x], to = before[threadIdx.x + 1];
-      if (from <= at && at < to) find_next(task, from, p);
+      const int thread = threadIdx.x;
+      if (before[thread] <= at && at < before[thread + 1]) task.place = find(task, thread, p);
       __syncthreads();  // the task is there
-      at = task.next;
-      if (task.found) return task.start < end;
+      at = task.place.next;
+      if (task.place.found) return task.place.start < end;
     }
     return false;
   }
 
- private:
-  static __device__ __forceinline__ int of_thread(const PagedParams& p) {
-    return ceil_div(p.batch, kThreads);
+  // The same by one thread, of whom nobody waits.
+  __device__ __forceinline__ bool next_alone(Task& task, const PagedParams& p) {
+    while (at < end) {
+      int part = 0, parts = kThreads;  // the last part that begins at `at` or before
+      while (parts > 1) {
+        const int half = parts / 2;
+        const bool upper = before[part + half] <= at;
+        part += upper ? half : 0;
+        parts = upper ? parts - half : half;
+      }
+      const PagedPlace place = find(task, part, p);
+      at = place.next;
+      if (place.found) return place.start < end;
+    }
+    return false;
   }
 
-  // The first item of this thread's sequences that begins at `at` or after, if there is one.
-  __device__ __forceinline__ void find_next(PagedTask& task, int from, const PagedParams& p) const {
-    const int first = threadIdx.x * of_thread(p), last = min(first + of_thread(p), p.batch);
-    for (int i = first; i < last; ++i) {
-      const PagedWork w = find_work<kBlockQ>(i, p);
-      const int items = w.items(p), width = items * w.cost;
+  // The first sequence of a thread.
+  static __device__ __forceinline__ int first_of(int thread, const PagedParams& p) {
+    return min(thread * ceil_div(p.batch, kThreads), p.batch);
+  }
+
+ private:
+  // The first item of a part of the sequences that begins at `at` or after, if there is one.
+  __device__ __forceinline__ PagedPlace find(Task& task, int part, const PagedParams& p) const {
+    int from = before[part];
+    for (int i = first_of(part, p); i < first_of(part + 1, p); ++i) {
+      const PagedWork w = Items::find(i, p);
+      const int items = Items::count(w, p), width = items * w.cost;
       if (at >= from + width) {
         from += width;
         continue;
       }
       const int item = ceil_div(at - from, w.cost);
-      task.found = item < items;
-      task.start = from + item * w.cost;
-      task.next = task.found ? task.start + w.cost : from + width;
-      if (task.found) find_item<kCacheBytes>(task, i, w, item, p);
-      return;
+      if (item == items) return {from + width, from + width, false};
+      Items::take(task, i, w, item, p);
+      return {from + item * w.cost, from + (item + 1) * w.cost, true};
     }
+    return {at, before[part + 1], false};
   }
 };
 

@@ -39,8 +39,8 @@ __device__ __forceinline__ void for_each_unit(const AppendSide& s, const AppendP
     for (int t = 0; t < kAppendTokens; ++t) {
       if (slots.slot[t] < 0) continue;
       const int64_t token = Slots::first_token() + t;
-      x[t] = *reinterpret_cast<const Unit*>(s.from + token * s.token + head * s.head +
-                                            unit * s.col);
+      x[t] =
+          *reinterpret_cast<const Unit*>(s.from + token * s.token + head * s.head + unit * s.col);
     }
 #pragma unroll
     for (int t = 0; t < kAppendTokens; ++t) {
@@ -54,8 +54,7 @@ __device__ __forceinline__ void for_each_unit(const AppendSide& s, const AppendP
 
 template <class Unit>
 __device__ __forceinline__ void copy_units(const AppendSide& s, const AppendParams& p) {
-  for_each_unit<Unit>(
-      s, p, [](char* to, const Unit& x, int) { *reinterpret_cast<Unit*>(to) = x; });
+  for_each_unit<Unit>(s, p, [](char* to, const Unit& x, int) { *reinterpret_cast<Unit*>(to) = x; });
 }
 
 __device__ __forceinline__ float scale_of(const AppendSide& s, int head) {

@@ -18,13 +18,13 @@ enum class Conversion : int32_t {
 
 // Keys or values. Strides in bytes.
 struct AppendSide {
-  const char* from;              // (tokens, heads, dim)
-  char* cache;                   // (blocks, page, heads, dim)
-  int64_t token, head, col;      // strides of `from`
+  const char* from;          // (tokens, heads, dim)
+  char* cache;               // (blocks, page, heads, dim)
+  int64_t token, head, col;  // strides of `from`
   int64_t block, row, cache_head, cache_col;
-  const float* scale;            // e4m3: what is divided by, () or (heads); null: 1
-  int64_t scale_stride;          // in floats; 0: one for all heads
-  int32_t units;                 // of a head's row
+  const float* scale;    // e4m3: what is divided by, () or (heads); null: 1
+  int64_t scale_stride;  // in floats; 0: one for all heads
+  int32_t units;         // of a head's row
   // Bytes of `from` that a thread takes at once: a number, or what lies side by side and is aligned
   // in both. Converted: 16 bytes, which are 8 numbers, or one number.
   int32_t unit;

@@ -122,8 +122,8 @@ Status run(const AppendPlan& plan, const AppendTensors& t, const Launch& launch)
   const AppendProblem& problem = plan.problem;
   const LaunchStep& step = plan.launches.front();
   AppendParams p{};
-  p.sides[0] = side_of(problem.key, t.key, problem.key_cache, t.key_cache, problem.k_scale,
-                       t.k_scale);
+  p.sides[0] =
+      side_of(problem.key, t.key, problem.key_cache, t.key_cache, problem.k_scale, t.k_scale);
   p.sides[1] = side_of(problem.value, t.value, problem.value_cache, t.value_cache, problem.v_scale,
                        t.v_scale);
   p.slots = t.slots;

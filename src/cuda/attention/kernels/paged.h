@@ -5,6 +5,27 @@
 
 // clang-format off: a row is a line.
 
+namespace flashmoe::cuda::sm90 {
+
+// Two CTAs on an SM, each with two tiles of a team or more on their way: 128 KB of an SM's at D =
+// 128.
+inline constexpr PagedTile kPaged[] = {
+    // head_dim, block_q, block_k, warps, teams, team_keys, stages, ctas, cache_bytes
+    {64, 64, 64, 4, 4, 16, 6, 2, 2},
+    {128, 64, 64, 4, 4, 16, 3, 2, 2},
+    {256, 64, 32, 4, 2, 16, 2, 2, 2},
+    {512, 32, 16, 4, 1, 16, 2, 2, 2},
+};
+inline constexpr PagedTile kPagedFp8[] = {
+    // head_dim, block_q, block_k, warps, teams, team_keys, stages, ctas, cache_bytes
+    {64, 64, 64, 4, 4, 32, 6, 2, 1},
+    {128, 64, 64, 4, 4, 32, 3, 2, 1},
+    {256, 64, 32, 4, 2, 32, 2, 2, 1},
+    {512, 32, 32, 4, 1, 32, 2, 2, 1},
+};
+
+}  // namespace flashmoe::cuda::sm90
+
 namespace flashmoe::cuda::sm80 {
 
 // Shared memory for one CTA on every chip from Ampere on, up to D = 128 for two on an A100. Above,

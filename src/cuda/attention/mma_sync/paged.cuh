@@ -6,9 +6,10 @@
 // group for one query after the other. With few of them the work is reading the cache:
 //
 //                keys of a split ->
-//   16 rows  |team 0|team 1|team 2|team 3|team 0|...      a warp (or two) each, which loads its keys
-//                                                         by itself, some tiles ahead, and waits for
-//                                                         no other team until all are merged
+//   16 rows  |team 0|team 1|team 2|team 3|team 0|...      a warp (or two) each, which loads its
+//   keys
+//                                                         by itself, some tiles ahead, and waits
+//                                                         for no other team until all are merged
 //
 // With more rows all warps share the keys, a warp takes 16 rows and all columns, and one barrier a
 // tile keeps a stage from being overwritten while it is read.
@@ -86,8 +87,8 @@ __device__ __forceinline__ void drop_nonfinite_pages(char* sV, const PagedWarp<C
 // Adds what was left out to the rows that see it, key by key.
 template <class C>
 __device__ __forceinline__ void add_nonfinite_pages(FwdState<C>& t, const PagedRows<C>& rows,
-                                                    const PagedWarp<C>& warp,
-                                                    const PagedTask& task, const PagedParams& p) {
+                                                    const PagedWarp<C>& warp, const PagedTask& task,
+                                                    const PagedParams& p) {
   const auto infinite = [&](const char* row, int column) -> float {
     if (column >= p.head_dim_v) return 0;
     if constexpr (C::kFp8) {
@@ -126,15 +127,15 @@ __device__ __forceinline__ void add_nonfinite_pages(FwdState<C>& t, const PagedR
 
 // One tile of keys, in shared memory.
 template <class C>
-__device__ __forceinline__ void paged_step(FwdState<C>& t, char* shared, uint32_t smem,
-                                           uint32_t sK, int first_key, bool guarded,
-                                           const PagedRows<C>& rows, const PagedWarp<C>& warp,
-                                           const PagedTask& task, const PagedParams& p) {
+__device__ __forceinline__ void paged_step(FwdState<C>& t, char* shared, uint32_t smem, uint32_t sK,
+                                           int first_key, bool guarded, const PagedRows<C>& rows,
+                                           const PagedWarp<C>& warp, const PagedTask& task,
+                                           const PagedParams& p) {
   using Cache = typename C::CacheLayout;
   const uint32_t lane_q = lane_rows<typename C::Layout>(smem + C::kSmemQ, warp.row, 0);
   const uint32_t lane_k = lane_cols<Cache>(smem + sK, 0, 0);
-  const uint32_t lane_v = lane_rows<Cache>(smem + sK + C::kTileBytes, 0,
-                                           warp.column * C::kCacheBytes / 16);
+  const uint32_t lane_v =
+      lane_rows<Cache>(smem + sK + C::kTileBytes, 0, warp.column * C::kCacheBytes / 16);
   float s[1][C::kKeyTiles][4];
   set_zero(s);
   if constexpr (C::kFp8) {
@@ -181,7 +182,8 @@ __device__ __forceinline__ bool paged_keys(FwdState<C>& t, char* shared, uint32_
   t.rows[0] = RowState();
   __syncthreads();  // Q is there
   if (C::kQSteps > 0) {
-    const AlongA<typename C::Layout> q{lane_rows<typename C::Layout>(smem + C::kSmemQ, warp.row, 0)};
+    const AlongA<typename C::Layout> q{
+        lane_rows<typename C::Layout>(smem + C::kSmemQ, warp.row, 0)};
 #pragma unroll
     for (int step = 0; step < C::kQSteps; ++step) q.load(t.rQ[0][step], 0, step);
   }
@@ -237,9 +239,17 @@ template <class Decode, class Chunk>
 __device__ __forceinline__ void attention_paged(const PagedParams& p) {
   extern __shared__ __align__(1024) char shared[];
   PagedTask& task = *reinterpret_cast<PagedTask*>(shared + Decode::kSmemTask);
-  PagedSchedule<Decode::kThreads, Decode::kBlockQ, Decode::kCacheBytes> schedule(
-      reinterpret_cast<int*>(shared + Decode::kSmemWork), p);
+  using Items = PairItems<Decode::kBlockQ, Decode::kCacheBytes>;
+  using Schedule = PagedSchedule<Decode::kThreads, Items>;
+  Schedule schedule(reinterpret_cast<int*>(shared + Decode::kSmemWork), p);
   store_rest<typename Decode::Query>(schedule.broken, p);
+  if (blockIdx.x == 0) {  // the combining kernel looks here
+    const int thread = threadIdx.x;
+    for (int i = Schedule::first_of(thread, p); i < Schedule::first_of(thread + 1, p); ++i) {
+      const PagedWork w = Items::find(i, p);
+      p.sequences[i] = {w.token_q, w.len_q, schedule.broken || w.chunk ? 1 : w.splits};
+    }
+  }
 #pragma unroll 1
   while (schedule.next(task, p)) {
     if (!task.valid) {

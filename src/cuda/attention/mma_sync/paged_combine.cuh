@@ -15,8 +15,7 @@ __device__ __forceinline__ void attention_paged_combine(const PagedParams& p) {
   const int lane = threadIdx.x % 32;
   const PagedSequence seq = p.sequences[sequence];
   if (seq.splits == 1 || query >= seq.len_q || head >= p.heads_q) return;
-  const int64_t first =
-      (sequence * int64_t{p.partial_rows} + query) * p.heads_q + head;
+  const int64_t first = (sequence * int64_t{p.partial_rows} + query) * p.heads_q + head;
   const int64_t step = int64_t{seq.len_q} * p.heads_q;  // from one split to the next
   const float* lses = p.partial_lse + first;
 
@@ -24,13 +23,15 @@ __device__ __forceinline__ void attention_paged_combine(const PagedParams& p) {
   for (int s = lane; s < seq.splits; s += 32) top = fmaxf(top, lses[s * step]);
   top = warp_max(top);
   const float reference = top == -INFINITY ? 0.f : top;
-  for (int s = lane; s < seq.splits; s += 32) sum += ptx::ex2_approx_ftz(lses[s * step] - reference);
+  for (int s = lane; s < seq.splits; s += 32)
+    sum += ptx::ex2_approx_ftz(lses[s * step] - reference);
   sum = warp_sum(sum);
   float lse = sum == 0 ? -INFINITY : reference + __log2f(sum);
   if (p.sinks) lse = log2_sum(lse, sink_of<T>(head, p));
 
   const int64_t token = seq.token_q + query;
-  uint16_t* out = static_cast<uint16_t*>(p.out) + token * p.out_strides.row + head * p.out_strides.head;
+  uint16_t* out =
+      static_cast<uint16_t*>(p.out) + token * p.out_strides.row + head * p.out_strides.head;
 #pragma unroll
   for (int column = lane * 4; column < kDim; column += 128) {
     float value[4] = {0, 0, 0, 0};

@@ -1,4 +1,5 @@
-// Products with a cache in fp8: numbers become fp16 in registers, where fragments were read as bytes.
+// Products with a cache in fp8: numbers become fp16 in registers, where fragments were read as
+// bytes.
 //
 // ldmatrix moves pairs of bytes. A lane then has four neighbours of a key's row: as operands of the
 // first product their places within 16 of the depth are others than mma.sync gives them, so Q has
@@ -13,9 +14,9 @@ namespace flashmoe::cuda {
 
 // S += Q K^T
 template <class C>
-__device__ __forceinline__ void add_scores_fp8(
-    float (&s)[1][C::kKeyTiles][4], const uint32_t (&rQ)[1][C::kQSteps + 1][4], uint32_t lane_q,
-    uint32_t lane_k) {
+__device__ __forceinline__ void add_scores_fp8(float (&s)[1][C::kKeyTiles][4],
+                                               const uint32_t (&rQ)[1][C::kQSteps + 1][4],
+                                               uint32_t lane_q, uint32_t lane_k) {
   using Layout = typename C::CacheLayout;
   const AlongA<typename C::Layout> q{lane_q};
   const AlongB<Layout> k{lane_k};
@@ -79,8 +80,8 @@ __device__ __forceinline__ void accumulate_fp8(FwdState<C>& t, float (&s)[1][C::
 }
 
 // Q in shared memory as fp16, its columns in the order that add_scores_fp8() wants. Rows of bf16
-// are brought to fp16's range by a power of two each, which loses nothing that fp32 sums would keep:
-// shared `factors` (rows) has its inverse. A warp takes a row.
+// are brought to fp16's range by a power of two each, which loses nothing that fp32 sums would
+// keep: shared `factors` (rows) has its inverse. A warp takes a row.
 template <class C>
 __device__ __forceinline__ void load_queries_fp8(char* shared, float* factors,
                                                  const PagedTask& task, const PagedParams& p) {
@@ -112,9 +113,11 @@ __device__ __forceinline__ void load_queries_fp8(char* shared, float* factors,
     float factor = 1;
     if constexpr (kScaled) {
       top = warp_max(top);
-      // The largest gets an exponent of 14, one less than fp16 has. Infinity and 0 stay as they are.
+      // The largest gets an exponent of 14, one less than fp16 has. Infinity and 0 stay as they
+      // are.
       if (top > 0 && top < INFINITY) {
-        const int up = min(max(14 - (static_cast<int>(__float_as_uint(top) >> 23) - 127), -126), 126);
+        const int up =
+            min(max(14 - (static_cast<int>(__float_as_uint(top) >> 23) - 127), -126), 126);
         factor = __uint_as_float(static_cast<uint32_t>(up + 127) << 23);
       }
       if (lane == 0) factors[row] = 1 / factor;

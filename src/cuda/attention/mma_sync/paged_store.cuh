@@ -12,9 +12,9 @@ template <class T>
 __device__ __forceinline__ float sink_of(int head, const PagedParams& p) {
   if (!p.sinks) return -INFINITY;
   const int64_t at = head * p.sinks_stride;
-  const float sink =
-      p.sinks_are_fp32 ? static_cast<const float*>(p.sinks)[at]
-                       : T::unpack(static_cast<const typename T::Storage*>(p.sinks)[at]);
+  const float sink = p.sinks_are_fp32
+                         ? static_cast<const float*>(p.sinks)[at]
+                         : T::unpack(static_cast<const typename T::Storage*>(p.sinks)[at]);
   return sink * kLog2e;
 }
 
@@ -25,8 +25,8 @@ __device__ __forceinline__ float log2_sum(float a, float b) {
   return top + __log2f(ptx::ex2_approx_ftz(a - top) + ptx::ex2_approx_ftz(b - top));
 }
 
-// What is left to multiply a row's numbers by, and its LSE in base 2. The sum is over the whole row.
-// A split's part has no sink: combining adds it once.
+// What is left to multiply a row's numbers by, and its LSE in base 2. The sum is over the whole
+// row. A split's part has no sink: combining adds it once.
 template <class T>
 __device__ __forceinline__ RowResult finish_row(float reference, float sum, int row,
                                                 const PagedTask& task, const PagedParams& p) {
@@ -94,8 +94,8 @@ __device__ __forceinline__ void for_each_column(const float (&o)[C::kDimTiles][4
   }
 }
 
-// Stores the rows of the only team. `poison` is NaN where the block table led out of the cache, else
-// 1.
+// Stores the rows of the only team. `poison` is NaN where the block table led out of the cache,
+// else 1.
 template <class C>
 __device__ __forceinline__ void store_rows(const FwdState<C>& t, float factor, float poison,
                                            const PagedWarp<C>& warp, const PagedTask& task,

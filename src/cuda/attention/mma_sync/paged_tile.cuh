@@ -1,5 +1,5 @@
-// What a tile of rows over pages is made of: its configuration, Q on its way in, and K and V through
-// the block table.
+// What a tile of rows over pages is made of: its configuration, Q on its way in, and K and V
+// through the block table.
 #pragma once
 
 #include "cuda/attention/paged_work.cuh"
@@ -11,10 +11,10 @@
 
 namespace flashmoe::cuda {
 
-// One of the two shapes of a kernel's tiles. With few rows (kDecode) every team of warps has keys of
-// its own, loads them itself and waits for nobody; what the teams found is merged at the end. With
-// many rows all warps are one team. Warps of a team share out its rows, and where they are more
-// than there are m16 fragments of rows, each takes some of the columns of O and computes all
+// One of the two shapes of a kernel's tiles. With few rows (kDecode) every team of warps has keys
+// of its own, loads them itself and waits for nobody; what the teams found is merged at the end.
+// With many rows all warps are one team. Warps of a team share out its rows, and where they are
+// more than there are m16 fragments of rows, each takes some of the columns of O and computes all
 // scores itself.
 //   T       the query's type: what Q comes in and O leaves in
 //   Product the type of the products: T, or fp16 where the cache is fp8, which fp16 holds exactly
@@ -40,8 +40,8 @@ struct PagedShape {
   static constexpr int kRowTiles = 1, kKeyTiles = kKeys / 8, kDimTiles = kColumns / 8;
   static constexpr int kDimSteps = kDim / 16, kKeySteps = kKeys / 16;
   static constexpr int kQSteps = kDim <= 128 ? kDimSteps : 0;  // of Q that stay in registers
-  using Layout = Swizzled<kDim>;                    // of Q
-  using CacheLayout = Swizzled<kDim, kCacheBytes>;  // of K and V
+  using Layout = Swizzled<kDim>;                               // of Q
+  using CacheLayout = Swizzled<kDim, kCacheBytes>;             // of K and V
 
   // Byte offsets in shared memory.
   static constexpr uint32_t kTileBytes = kKeys * kDim * kCacheBytes;
@@ -54,7 +54,8 @@ struct PagedShape {
   static_assert(kSmemTask + kPagedTaskBytes == kTile.shared_bytes());
 
   // How a warp copies rows of K and V: lanes of a row, rows at once, passes over a row.
-  static constexpr int kRowLanes = power_of_two_from(CacheLayout::kChunks < 32 ? CacheLayout::kChunks : 32);
+  static constexpr int kRowLanes =
+      power_of_two_from(CacheLayout::kChunks < 32 ? CacheLayout::kChunks : 32);
   static constexpr int kRowsAtOnce = 32 / kRowLanes;
   static constexpr int kRowPasses = (CacheLayout::kChunks + 31) / 32;
   static_assert(kWarpKeys % kRowsAtOnce == 0 && CacheLayout::kChunks % kRowLanes == 0);
@@ -176,9 +177,8 @@ struct PagedLoader {
     if (coming < tiles(warp, task)) {
       const uint32_t sK = smem + keys_at(coming, warp);
       const int first = warp.in_team * C::kWarpKeys;
-      copy_rows<C>(sK, first, task.key,
-                   page.offset<C::kCacheBytes>(p.key_block, p.key_strides.row), p.head_dim,
-                   warp.lane);
+      copy_rows<C>(sK, first, task.key, page.offset<C::kCacheBytes>(p.key_block, p.key_strides.row),
+                   p.head_dim, warp.lane);
       copy_rows<C>(sK + C::kTileBytes, first, task.value,
                    page.offset<C::kCacheBytes>(p.value_block, p.value_strides.row), p.head_dim_v,
                    warp.lane);

@@ -25,7 +25,7 @@ PARTS = ("support", "speed")
 YES, NO = "\N{CHECK MARK}", "\N{EN DASH}"
 DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 Maker = Callable[..., Any]  # makes a meta tensor of a size, in the dtype asked about or another
-Call = dict[str, Any]  # arguments of explain()
+Call = dict[str, Any]  # arguments of explain(), or of the function of that package named in "ask"
 
 
 def backends() -> dict[str, tuple[str, ...]]:
@@ -68,6 +68,35 @@ def transposed(meta: Maker) -> Call:
     return {name: meta(2, 64, 4, 65)[..., :64].transpose(1, 2) for name in "qkv"}
 
 
+def experts(meta: Maker, activation: str = "swiglu", bias: bool = False) -> Call:
+    """48 tokens, 2 of 8 experts each."""
+    rows = 2 * 64 if activation.endswith("glu") else 64
+    biases = {"up_bias": meta(8, rows), "down_bias": meta(8, 32)} if bias else {}
+    return {
+        "ask": "explain_moe",
+        "x": meta(48, 32),
+        "gate_up": meta(8, rows, 32),
+        "down": meta(8, 32, 64),
+        "ids": meta(48, 2, dtype="int32"),
+        "activation": activation,
+        **biases,
+    }
+
+
+def paged(meta: Maker, dim: int = 64, cache: str | None = None, **options) -> list[Call]:
+    """A decode, and a chunk of 48 tokens, of 2 sequences over 64 keys in pages of 16."""
+    caches = {"k_cache": meta(8, 16, 2, dim), "v_cache": meta(8, 16, 2, dim)}
+    if cache is not None:
+        caches = {name: meta(8, 16, 2, dim, dtype=cache) for name in caches}
+        caches |= {name: meta(dtype="float32") for name in ("k_scale", "v_scale")}
+    table = {"block_table": meta(2, 4, dtype="int32"), "seq_lens": meta(2, dtype="int32")}
+    call = {"ask": "explain_paged", **caches, **table, **options}
+    chunk = {"cu_seqlens_q": meta(3, dtype="int32"), "max_seqlen_q": 48}
+    return [{**call, "q": meta(2, 4, dim)}, {**call, **chunk, "q": meta(80, 4, dim)}]
+
+
+ACTIVATIONS = ("swiglu", "geglu", "reglu", "silu", "gelu", "relu")
+
 # What a row of the table asks: every call must be possible for a tick.
 OPTIONS: dict[str, Callable[[Maker], list[Call]]] = {
     "head dims 64 and 128": lambda m: [dense(m, dim=d) for d in (64, 128)],
@@ -84,9 +113,25 @@ OPTIONS: dict[str, Callable[[Maker], list[Call]]] = {
         dense(m) | {"bias": m(*size)} for size in ((2, 4, 48, 64), (4, 48, 64), (2, 1, 1, 64))
     ],
     "`bias` in fp32": lambda m: [dense(m) | {"bias": m(2, 4, 48, 64, dtype="float32")}],
+    "`sinks` and their gradient": lambda m: [
+        call | {"sinks": sinks}
+        for call in (dense(m), ragged(m), dense(m) | {"bias": m(4, 48, 64)})
+        for sinks in (m(4), m(4, dtype="float32"))
+    ],
     "ragged": lambda m: [ragged(m), ragged(m) | {"causal": True}],
     "ragged with a packed `bias`": lambda m: [ragged(m) | {"bias": m(48 * 64 + 32 * 36, 4)}],
     "`deterministic=True`": lambda m: [dense(m) | {"deterministic": True}],
+    "pages of a cache": lambda m: [
+        *paged(m, window=(8, 0)),
+        *paged(m, softcap=20.0),
+        *paged(m, sinks=m(4, dtype="float32")),
+    ],
+    "pages, head dims 1 to 512": lambda m: [
+        call for dim in (1, 8, 24, 33, 64, 128, 192, 256, 512) for call in paged(m, dim=dim)
+    ],
+    "pages in fp8 (e4m3)": lambda m: paged(m, cache="float8_e4m3fn"),
+    "`moe`, every activation": lambda m: [experts(m, name) for name in ACTIVATIONS],
+    "`moe` with biases": lambda m: [experts(m, name, bias=True) for name in ("swiglu", "gelu")],
 }
 
 
@@ -94,14 +139,20 @@ def can_run(make_calls: Callable[[Maker], list[Call]], dtype: str, device: str, 
     """Asks the planner."""
     import torch
 
-    from flashmoe_science import explain
+    import flashmoe_science
 
     def meta(*size: int, dtype: str = dtype) -> torch.Tensor:
-        return torch.empty(*size, dtype=getattr(torch, dtype), device="meta")
+        return torch.empty(size, dtype=getattr(torch, dtype), device="meta")
 
     try:
         for call in make_calls(meta):
-            explain(**call, backward=back, device=device)
+            name = call.pop("ask", "explain")
+            if name == "explain_paged":
+                if back:  # forward only
+                    return False
+            else:
+                call["backward"] = back
+            getattr(flashmoe_science, name)(**call, device=device)
     except RuntimeError:
         return False
     return True

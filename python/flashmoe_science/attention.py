@@ -77,6 +77,8 @@ def flash_attention(
     key_lengths: Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
+    *,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``softmax(softcap(scale * q @ k^T) + bias, over the allowed keys) @ v``.
 
@@ -101,15 +103,19 @@ def flash_attention(
             float32 (float64 for float64 inputs); it is differentiable too.
         deterministic: bitwise reproducible gradients. ``None`` follows
             :func:`torch.use_deterministic_algorithms`. On the CPU they always are.
+        sinks: ``(Hq,)``, in q's dtype or float32: ``exp(sink)`` joins the denominator of every row
+            of a head, as the score of a key whose value is 0. ``lse`` counts it; ``-inf`` is none.
+            Their gradient is bitwise reproducible.
 
     Returns:
         ``out`` of shape ``(..., Hq, Sq, Dv)``, or ``(out, lse)``. A row that may see no key is 0,
-        with ``lse = -inf``.
+        with ``lse = -inf``, or its sink.
     """
     required = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
-    if not required or bias is not None or key_lengths is not None:
-        _check_tensors(("bias", "key_lengths"), q=q, k=k, v=v, bias=bias, key_lengths=key_lengths)
-    tensors = (q, k, v, bias, key_lengths, None, None)
+    if not required or bias is not None or key_lengths is not None or sinks is not None:
+        optional = {"bias": bias, "key_lengths": key_lengths, "sinks": sinks}
+        _check_tensors(tuple(optional), q=q, k=k, v=v, **optional)
+    tensors = (q, k, v, bias, sinks, key_lengths, None, None)
     options = _options(0, 0, causal, window, scale, softcap, deterministic)
     return _attend(tensors, options, return_lse)
 
@@ -129,6 +135,8 @@ def flash_attention_varlen(
     softcap: float | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
+    *,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`flash_attention` over a ragged batch: sequences packed one after the other, unpadded.
 
@@ -148,8 +156,8 @@ def flash_attention_varlen(
     ``(Tq, Hq)``.
     """
     offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    _check_tensors(("bias",), q=q, k=k, v=v, **offsets, bias=bias)
-    tensors = (q, k, v, bias, None, cu_seqlens_q, cu_seqlens_k)
+    _check_tensors(("bias", "sinks"), q=q, k=k, v=v, **offsets, bias=bias, sinks=sinks)
+    tensors = (q, k, v, bias, sinks, None, cu_seqlens_q, cu_seqlens_k)
     lengths = (max_seqlen_q, max_seqlen_k)
     options = _options(*lengths, causal, window, scale, softcap, deterministic)
     return _attend(tensors, options, return_lse)

@@ -22,6 +22,7 @@ def explain(
     key_lengths: Tensor | None = None,
     deterministic: bool = False,
     *,
+    sinks: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int = 0,
@@ -41,13 +42,11 @@ def explain(
     Raises:
         RuntimeError: nothing can run the call; the message says why and what would work.
     """
-    tensors = {"q": q, "k": k, "v": v, "bias": bias, "key_lengths": key_lengths}
-    optional = ("bias", "key_lengths", "cu_seqlens_q", "cu_seqlens_k")
-    _check_tensors(optional, **tensors, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    tensors = {"q": q, "k": k, "v": v, "bias": bias, "sinks": sinks, "key_lengths": key_lengths}
+    tensors |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    _check_tensors(("bias", "sinks", "key_lengths", "cu_seqlens_q", "cu_seqlens_k"), **tensors)
     return _library.explain(
         *tensors.values(),
-        cu_seqlens_q,
-        cu_seqlens_k,
         *_options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, deterministic),
         backward,
         device or "",

@@ -37,24 +37,28 @@ def _attend(
     if is_causal and attn_mask is not None:
         raise RuntimeError("attn_mask must be None when is_causal=True, as in PyTorch")
     rank = query.dim()
-    # PyTorch's (S, D) and (N, S, D) have one head.
-    query, key, value = (t[(None,) * max(4 - t.dim(), 0)] for t in (query, key, value))
-    query, key, value = _broadcast(query, key, value, enable_gqa)
+    # Views cost host time, and their nodes in the graph as much again: none where none is needed.
+    keep = 3 if enable_gqa else 2
+    if rank < 4 or not (query.shape[:-keep] == key.shape[:-keep] == value.shape[:-keep]):
+        # PyTorch's (S, D) and (N, S, D) have one head.
+        query, key, value = (t[(None,) * max(4 - t.dim(), 0)] for t in (query, key, value))
+        query, key, value = _broadcast(query, key, value, keep)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.where(attn_mask, 0.0, float("-inf")).to(query.dtype)
     window = None
-    if is_causal:
+    if is_causal and query.shape[-2] != key.shape[-2]:
         # PyTorch aligns the top left corners: row i sees j <= i. Keys past the last row are unseen.
         rows, keys = query.shape[-2], key.shape[-2]
         key, value = key[..., :rows, :], value[..., :rows, :]
-        window = (-1, rows - min(rows, keys))
-    out = flash_attention(query, key, value, bias=attn_mask, window=window, scale=scale)
+        is_causal, window = False, (-1, rows - min(rows, keys))
+    out = flash_attention(
+        query, key, value, bias=attn_mask, causal=is_causal, window=window, scale=scale
+    )
     return out.reshape(out.shape[out.dim() - rank :]) if rank < 4 else out
 
 
-def _broadcast(query, key, value, enable_gqa):
+def _broadcast(query, key, value, keep):
     """Leading dimensions (and heads, without GQA) broadcast in PyTorch; as views here."""
-    keep = 3 if enable_gqa else 2
     lead = torch.broadcast_shapes(*(t.shape[:-keep] for t in (query, key, value)))
     return tuple(t.expand(*lead, *t.shape[-keep:]) for t in (query, key, value))
 

@@ -19,6 +19,7 @@ std::string options_text(const AttentionProblem& p, const Geometry& g) {
   }
   if (g.softcap > 0) line += text(", softcap ", g.softcap);
   if (p.bias) line += ", bias " + spec_text(*p.bias);
+  if (p.sinks) line += text(", sinks in ", dtype_name(p.sinks->dtype));
   if (p.key_lengths) line += ", key lengths";
   if (p.ragged) line += text(", ragged batch of ", g.batch);
   if (p.paged) {

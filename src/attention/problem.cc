@@ -134,6 +134,19 @@ Status check_bias(const AttentionProblem& p) {
                  shape_text(want), ", (..., query heads, query length, key length)");
 }
 
+Status check_sinks(const AttentionProblem& p) {
+  const TensorSpec& sinks = *p.sinks;
+  FLASHMOE_RETURN_IF_ERROR(check_extent("sinks", sinks));
+  if (sinks.dtype != p.query.dtype && sinks.dtype != DType::kFloat32) {
+    return invalid("sinks is ", dtype_name(sinks.dtype), "; it must be ", dtype_name(p.query.dtype),
+                   " like query, or float32");
+  }
+  const int64_t heads = p.query.size(p.ragged ? -2 : -3);
+  if (sinks.rank == 1 && sinks.shape[0] == heads) return {};
+  return invalid("sinks has shape ", shape_text(sinks), ", expected (", heads,
+                 ",), one for each query head");
+}
+
 Status check_options(const AttentionOptions& o) {
   if (o.window_left < -1 || o.window_right < -1) {
     return invalid("window is (", o.window_left, ", ", o.window_right,
@@ -172,6 +185,7 @@ Status check_backward(const AttentionProblem& p) {
       {"grad_key", &p.grad_key, &p.key},
       {"grad_value", &p.grad_value, &p.value},
       {"grad_bias", &p.grad_bias, if_any(p.bias)},
+      {"grad_sinks", &p.grad_sinks, if_any(p.sinks)},
   });
 }
 
@@ -181,6 +195,7 @@ Status check(const AttentionProblem& p) {
   FLASHMOE_RETURN_IF_ERROR(p.paged ? check_paged(p) : check_query_key_value(p));
   if (p.ragged) FLASHMOE_RETURN_IF_ERROR(check_ragged(p));
   if (p.bias) FLASHMOE_RETURN_IF_ERROR(check_bias(p));
+  if (p.sinks) FLASHMOE_RETURN_IF_ERROR(check_sinks(p));
   if (p.key_lengths) {
     const TensorSpec& lengths = *p.key_lengths;
     FLASHMOE_RETURN_IF_ERROR(check_extent("key_lengths", lengths));

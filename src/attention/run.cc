@@ -22,6 +22,7 @@ Status check_call(const AttentionPlan& plan, const AttentionTensors& t, const vo
           {"key_lengths", if_any(p.key_lengths), t.key_lengths},
           {"cu_seqlens_q", cu_seqlens_q, t.cu_seqlens_q},
           {"cu_seqlens_k", p.ragged ? &p.ragged->cu_seqlens_k : nullptr, t.cu_seqlens_k},
+          {"sinks", if_any(p.sinks), t.sinks},
           {"block_table", p.paged ? &p.paged->block_table : nullptr, t.block_table},
           {"seq_lens", p.paged ? &p.paged->seq_lens : nullptr, t.seq_lens},
           {"k_scale", p.paged ? if_any(p.paged->k_scale) : nullptr, t.k_scale},
@@ -34,6 +35,7 @@ Status check_call(const AttentionPlan& plan, const AttentionTensors& t, const vo
           {"grad_key", backward ? if_any(p.grad_key) : nullptr, t.grad_key},
           {"grad_value", backward ? if_any(p.grad_value) : nullptr, t.grad_value},
           {"grad_bias", backward ? if_any(p.grad_bias) : nullptr, t.grad_bias},
+          {"grad_sinks", backward ? if_any(p.grad_sinks) : nullptr, t.grad_sinks},
       },
       plan.workspace_bytes, workspace);
 }

@@ -11,6 +11,7 @@ Arguments Arguments::read(ArgumentReader& in) {
           .key = in.next<Tensor>(),
           .value = in.next<Tensor>(),
           .bias = in.next<OptionalTensor>(),
+          .sinks = in.next<OptionalTensor>(),
           .key_lengths = in.next<OptionalTensor>(),
           .cu_seqlens_q = in.next<OptionalTensor>(),
           .cu_seqlens_k = in.next<OptionalTensor>(),
@@ -33,7 +34,8 @@ BackwardArguments BackwardArguments::read(ArgumentReader& in) {
           .needs_query = in.next<bool>(),
           .needs_key = in.next<bool>(),
           .needs_value = in.next<bool>(),
-          .needs_bias = in.next<bool>()};
+          .needs_bias = in.next<bool>(),
+          .needs_sinks = in.next<bool>()};
 }
 
 ExplainArguments ExplainArguments::read(ArgumentReader& in) {
@@ -46,6 +48,7 @@ void check_same_device(const Arguments& a, std::initializer_list<NamedTensor> mo
   check_same_device(query, {{"key", &a.key},
                             {"value", &a.value},
                             {"bias", pointer_to(a.bias)},
+                            {"sinks", pointer_to(a.sinks)},
                             {"key_lengths", pointer_to(a.key_lengths)},
                             {"cu_seqlens_q", pointer_to(a.cu_seqlens_q)},
                             {"cu_seqlens_k", pointer_to(a.cu_seqlens_k)}});
@@ -59,6 +62,7 @@ AttentionTensors addresses(const Arguments& a, const Tensor& query, const Tensor
   tensors.key = key.const_data_ptr();
   tensors.value = value.const_data_ptr();
   tensors.bias = data_of(a.bias);
+  tensors.sinks = data_of(a.sinks);
   tensors.key_lengths = data_of(a.key_lengths);
   tensors.cu_seqlens_q = data_of(a.cu_seqlens_q);
   tensors.cu_seqlens_k = data_of(a.cu_seqlens_k);

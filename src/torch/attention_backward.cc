@@ -7,7 +7,7 @@
 namespace flashmoe::ops {
 namespace {
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const BackwardArguments& b) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const BackwardArguments& b) {
   Arguments a = b.forward;
   a.bias = start_aligned(a.bias);
   check_same_device(a, {{"out", &b.out},
@@ -22,7 +22,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const BackwardArguments& b) 
                               .needs_query = b.needs_query,
                               .needs_key = b.needs_key,
                               .needs_value = b.needs_value,
-                              .needs_bias = b.needs_bias};
+                              .needs_bias = b.needs_bias,
+                              .needs_sinks = b.needs_sinks};
   const BackwardCall call = backward_call(a, inputs, device);
   const AttentionProblem& problem = call.problem;
   // Refused before anything is copied or allocated.
@@ -42,9 +43,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const BackwardArguments& b) 
   const Tensor dv = allocate_gradient(problem.grad_value, dtype, a.query, tensors.grad_value);
   const Tensor db = allocate_gradient(problem.grad_bias, problem.bias.value_or(problem.query).dtype,
                                       a.query, tensors.grad_bias);
+  const Tensor ds = allocate_gradient(
+      problem.grad_sinks, problem.sinks.value_or(problem.query).dtype, a.query, tensors.grad_sinks);
   run_or_fail(*plan, tensors, a.query);
   return {hand_out(dq, call.grad_query), hand_out(dk, call.grad_key), hand_out(dv, call.grad_value),
-          db};
+          db, ds};
 }
 
 }  // namespace

@@ -6,12 +6,13 @@
 namespace flashmoe::ops {
 namespace {
 
-// Everything but query, key, value and what a pass adds. Lengths and bias are read with whatever
-// strides they have.
+// Everything but query, key, value and what a pass adds. Lengths, bias and sinks are read with
+// whatever strides they have.
 AttentionProblem problem_of(const Arguments& a, const Device& device) {
   AttentionProblem p;
   p.device = device;
   p.bias = spec_of("bias", a.bias);
+  p.sinks = spec_of("sinks", a.sinks);
   p.key_lengths = spec_of("key_lengths", a.key_lengths);
   if (a.cu_seqlens_q.has_value() != a.cu_seqlens_k.has_value()) {
     fail("cu_seqlens_q and cu_seqlens_k must be given together");
@@ -24,8 +25,8 @@ AttentionProblem problem_of(const Arguments& a, const Device& device) {
   return p;
 }
 
-// The query's layout, so that (B, S, H, D) storage in gives the same storage out. Another head dim
-// has no layout to follow.
+}  // namespace
+
 TensorSpec out_spec(const TensorSpec& query, const TensorSpec& value) {
   if (query.rank == 0 || value.rank == 0) return {};  // the planner says what is wrong
   if (query.size(-1) == value.size(-1)) return packed_like(query);
@@ -41,8 +42,6 @@ std::optional<TensorSpec> lse_spec(TensorSpec query) {
   query.dtype = query.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
   return packed(query);
 }
-
-}  // namespace
 
 ForwardCall forward_call(const Arguments& a, const Device& device) {
   ForwardCall call;
@@ -78,6 +77,7 @@ BackwardCall backward_call(const Arguments& a, const BackwardInputs& in, const D
 
   AttentionProblem& p = call.problem = problem_of(a, device);
   if (in.needs_bias && p.bias) call.grad_bias = packed_like(*p.bias);
+  if (in.needs_sinks && p.sinks) p.grad_sinks = packed_like(*p.sinks);
   p.pass = Pass::kBackward;
   p.query = call.query.inside;
   p.key = call.key.inside;

@@ -30,11 +30,14 @@ DType dtype_of(const char* name, const Tensor& tensor) {
       return DType::kInt32;
     case ScalarType::Long:
       return DType::kInt64;
+    case ScalarType::Float8_e4m3fn:
+      return DType::kFloat8E4M3;
     default:
       fail(std::string(name) + " has dtype torch." +
            torch::headeronly::toString(tensor.scalar_type()) +
-           "; only float64, float32, float16 and bfloat16 work, and int32 or int64 for lengths and "
-           "ids");
+           "; only float64, float32, float16 and bfloat16 work, float8_e4m3fn for a cache, and "
+           "int32 "
+           "or int64 for lengths and ids");
   }
 }
 
@@ -53,6 +56,8 @@ int32_t dtype_number(DType dtype) {
       return aoti_torch_dtype_int32();
     case DType::kInt64:
       return aoti_torch_dtype_int64();
+    case DType::kFloat8E4M3:
+      return aoti_torch_dtype_float8_e4m3fn();
   }
   fail("a tensor of unknown dtype is asked for");
 }

@@ -29,7 +29,8 @@ std::string explain_backward(const Arguments& a, const Device& device) {
                                            .needs_query = true,
                                            .needs_key = true,
                                            .needs_value = true,
-                                           .needs_bias = true},
+                                           .needs_bias = true,
+                                           .needs_sinks = true},
                                           device);
   raise_if_error(plan(call.problem).status());
   return explain(call.problem) + copies_text({{"query", &call.query},

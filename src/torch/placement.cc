@@ -47,6 +47,14 @@ Tensor hand_out(const Tensor& written, const Placement& placement) {
   return placement.moved ? copy_of(written, placement.outside) : written;
 }
 
+Tensor room_for(const Tensor& tensor, const Placement& placement) {
+  return placement.moved ? allocate(placement.inside, tensor) : tensor;
+}
+
+void take_back(const Tensor& written, Tensor tensor, const Placement& placement) {
+  if (placement.moved) torch::stable::copy_(tensor, written);
+}
+
 OptionalTensor start_aligned(const OptionalTensor& tensor) {
   if (!tensor || !tensor->is_cuda() || starts_aligned(*tensor)) return tensor;
   return copy_of(*tensor, packed_like(spec_of("bias", *tensor)));

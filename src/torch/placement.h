@@ -30,6 +30,11 @@ Tensor bring_in(const Tensor& tensor, const Placement& placement);
 // The tensor that torch gets: what the kernels wrote, or a copy of it where torch wants it.
 Tensor hand_out(const Tensor& written, const Placement& placement);
 
+// The same for a result that has its place already: the tensor that kernels write, itself or room
+// for it; and what they wrote taken to it.
+Tensor room_for(const Tensor& tensor, const Placement& placement);
+void take_back(const Tensor& written, Tensor tensor, const Placement& placement);
+
 // The tensor, or a packed copy where it begins at an address that kernels cannot use: for a bias,
 // which may lie in any way else.
 OptionalTensor start_aligned(const OptionalTensor& tensor);

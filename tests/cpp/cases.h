@@ -25,8 +25,8 @@ constexpr double kInf = std::numeric_limits<double>::infinity();
 struct Case {
   AttentionOptions options;
   int64_t max_seqlen_q = 0, max_seqlen_k = 0;  // of a ragged batch
-  Tensor query, key, value, bias, key_lengths, cu_seqlens_q, cu_seqlens_k;
-  Tensor out, lse, grad_out, grad_lse, grad_query, grad_key, grad_value, grad_bias;
+  Tensor query, key, value, bias, sinks, key_lengths, cu_seqlens_q, cu_seqlens_k;
+  Tensor out, lse, grad_out, grad_lse, grad_query, grad_key, grad_value, grad_bias, grad_sinks;
 
   DType dtype() const { return query.spec().dtype; }
   bool ragged() const { return static_cast<bool>(cu_seqlens_q); }
@@ -40,6 +40,7 @@ struct Case {
     p.key = key.spec();
     p.value = value.spec();
     p.bias = maybe_spec(bias);
+    p.sinks = maybe_spec(sinks);
     p.key_lengths = maybe_spec(key_lengths);
     if (ragged()) {
       p.ragged = {cu_seqlens_q.spec(), cu_seqlens_k.spec(), max_seqlen_q, max_seqlen_k};
@@ -53,6 +54,7 @@ struct Case {
     p.grad_key = maybe_spec(grad_key);
     p.grad_value = maybe_spec(grad_value);
     p.grad_bias = maybe_spec(grad_bias);
+    p.grad_sinks = maybe_spec(grad_sinks);
     return p;
   }
 
@@ -62,6 +64,7 @@ struct Case {
     t.key = key.data();
     t.value = value.data();
     t.bias = bias.data();
+    t.sinks = sinks.data();
     t.key_lengths = key_lengths.data();
     t.cu_seqlens_q = cu_seqlens_q.data();
     t.cu_seqlens_k = cu_seqlens_k.data();
@@ -73,20 +76,22 @@ struct Case {
     t.grad_key = grad_key.data();
     t.grad_value = grad_value.data();
     t.grad_bias = grad_bias.data();
+    t.grad_sinks = grad_sinks.data();
     return t;
   }
 
   using Named = std::pair<const char*, Tensor*>;
   std::vector<Named> inputs() {
-    return {{"query", &query}, {"key", &key},           {"value", &value},
-            {"bias", &bias},   {"grad_out", &grad_out}, {"grad_lse", &grad_lse}};
+    return {{"query", &query}, {"key", &key},           {"value", &value},      {"bias", &bias},
+            {"sinks", &sinks}, {"grad_out", &grad_out}, {"grad_lse", &grad_lse}};
   }
   std::vector<Named> results(Pass pass) {
     if (pass == Pass::kForward) return {{"out", &out}, {"lse", &lse}};
     return {{"grad_query", &grad_query},
             {"grad_key", &grad_key},
             {"grad_value", &grad_value},
-            {"grad_bias", &grad_bias}};
+            {"grad_bias", &grad_bias},
+            {"grad_sinks", &grad_sinks}};
   }
 };
 
@@ -97,6 +102,8 @@ inline std::string describe(const Case& c) {
   s << describe("query", c.query) << describe("key", c.key) << describe("value", c.value);
   s << describe("bias", c.bias);
   if (c.bias) s << " bias " << flashmoe::dtype_name(c.bias.spec().dtype);
+  s << describe("sinks", c.sinks);
+  if (c.sinks) s << " sinks " << flashmoe::dtype_name(c.sinks.spec().dtype);
   s << describe_integers("key_lengths", c.key_lengths);
   s << describe_integers("cu_seqlens_q", c.cu_seqlens_q);
   s << describe_integers("cu_seqlens_k", c.cu_seqlens_k);
@@ -130,6 +137,7 @@ class CaseMaker {
     make_options(c);
     if (chance(random_, 0.5)) make_bias(c);
     make_results(c);
+    if (chance(random_, 0.3)) make_sinks(c);
     return c;
   }
 
@@ -284,6 +292,16 @@ class CaseMaker {
     c.bias.set(values);
   }
 
+  // Of some heads -inf, which is none; of all sometimes so large that they take the whole softmax.
+  void make_sinks(Case& c) {
+    c.sinks = empty(chance(random_, 0.5) ? dtype_ : DType::kFloat32, {heads_q_}, true);
+    Values values = random_values(random_, heads_q_, 2);
+    const double offset = chance(random_, 0.2) ? 200 : 0;
+    for (double& x : values) x = chance(random_, 0.1) ? -kInf : x + offset;
+    c.sinks.set(values);
+    if (!chance(random_, 0.15)) c.grad_sinks = empty(c.sinks.spec().dtype, {heads_q_}, false);
+  }
+
   void make_results(Case& c) {
     const DType lse_dtype = dtype_ == DType::kFloat64 ? dtype_ : DType::kFloat32;
     const std::vector<int64_t> out = shape(heads_q_, len_q_, {dim_v_}),
@@ -326,6 +344,7 @@ inline Case float64_twin(const Case& c) {
   twin.key = dense_copy(c.key, f64);
   twin.value = dense_copy(c.value, f64);
   twin.bias = dense_copy(c.bias, f64);
+  twin.sinks = dense_copy(c.sinks, f64);
   if (c.key_lengths) twin.key_lengths = dense_copy(c.key_lengths, DType::kInt64);
   if (c.ragged()) {
     twin.cu_seqlens_q = dense_copy(c.cu_seqlens_q, DType::kInt64);
@@ -341,6 +360,7 @@ inline Case float64_twin(const Case& c) {
   twin.grad_key = Tensor(f64, c.key.shape());
   twin.grad_value = Tensor(f64, c.value.shape());
   if (c.bias) twin.grad_bias = Tensor(f64, c.bias.shape());
+  if (c.sinks) twin.grad_sinks = Tensor(f64, c.sinks.shape());
   return twin;
 }
 

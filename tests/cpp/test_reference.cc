@@ -56,6 +56,7 @@ TEST(gradients_match_finite_differences) {
     check_gradient("grad_key", loss, c, c.key, c.grad_key);
     check_gradient("grad_value", loss, c, c.value, c.grad_value);
     check_gradient("grad_bias", loss, c, c.bias, c.grad_bias);
+    check_gradient("grad_sinks", loss, c, c.sinks, c.grad_sinks);
   }
 }
 
@@ -71,6 +72,7 @@ TEST(forward_follows_the_definition) {
     c.key = Tensor(DType::kFloat64, {1, 1, keys, 1});
     c.value = Tensor(DType::kFloat64, {1, 1, keys, 1});
     c.bias = Tensor(DType::kFloat64, {rows, keys});
+    if (chance(random, 0.5)) c.sinks = Tensor(DType::kFloat64, {1});
     for (auto& [name, tensor] : c.inputs()) {
       if (*tensor) tensor->set(random_values(random, tensor->count()));
     }
@@ -90,7 +92,7 @@ TEST(forward_follows_the_definition) {
                  bias = c.bias.values();
     for (int64_t i = 0; i < rows; ++i) {
       const int64_t p = i + length - rows;
-      double sum = 0, weighted = 0;
+      double sum = c.sinks ? std::exp(c.sinks.values()[0]) : 0, weighted = 0;
       for (int64_t j = 0; j < length; ++j) {
         if (c.options.causal && j > p) continue;
         if (c.options.window_left >= 0 && j < p - c.options.window_left) continue;

@@ -86,6 +86,14 @@ class Bias:
 
 
 @dataclass(frozen=True)
+class Sinks:
+    dtype: str
+    layout: str = "contiguous"
+    absent: float = 0.0  # the share of heads whose sink is -inf
+    offset: float = 0.0  # large: sinks take all of the softmax; small: nothing
+
+
+@dataclass(frozen=True)
 class Problem:
     seed: int  # of the data
     dtype: str
@@ -102,6 +110,7 @@ class Problem:
     slack: int = 0  # ragged: stated maxima exceed the real ones by this
     rest: tuple[int, int] = (0, 0)  # ragged: query and key tokens behind the last sequence
     bias: Bias | None = None
+    sinks: Sinks | None = None
     causal: bool = False
     window: tuple[int, int] | None = None
     scale: float | None = None
@@ -110,7 +119,7 @@ class Problem:
     layouts: tuple[str, str, str, str] = ("contiguous",) * 4  # q, k, v, grad_out
     grad_lse: bool = True
     deterministic: bool | None = None
-    needs: str = "qkvb"
+    needs: str = "qkvbs"
     use_out: bool = True  # False: only lse takes part in the loss
 
 
@@ -137,6 +146,17 @@ def draw_bias(pick: Picker, dtype: str, shape: tuple[int, ...]) -> Bias:
         masked=pick.choice((0.0, 0.0, 0.0, 0.2, 0.2, 0.9)),
         masked_rows=pick.choice((0.0, 0.0, 0.0, 0.0, 0.3)),
         offset=pick.choice((0.0, 0.0, 0.0, 30.0, -500.0)),
+    )
+
+
+def draw_sinks(pick: Picker, dtype: str) -> Sinks | None:
+    if not pick.chance(0.3):
+        return None
+    return Sinks(
+        dtype=pick.choice((dtype, "float32")),
+        layout=pick.choice(("contiguous", "offset", "sliced", "expanded")),
+        absent=pick.choice((0.0, 0.0, 0.5)),
+        offset=pick.choice((0.0, 0.0, 10.0, -10.0, 500.0)),
     )
 
 
@@ -209,7 +229,10 @@ def draw(pick: Picker, budget: int = 3_000_000) -> Problem:
         layouts=tuple(pick.choice(INPUT_LAYOUTS) for _ in range(4)),
         grad_lse=pick.chance(0.5),
         deterministic=pick.choice((None, None, True, False)),
-        needs="qkvb" if not pick.chance(0.15) else pick.choice(("q", "k", "v", "b", "kv", "")),
+        needs="qkvbs"
+        if not pick.chance(0.15)
+        else pick.choice(("q", "k", "v", "b", "kv", "", "s")),
+        sinks=draw_sinks(pick, dtype),
         **problem,
     )
 
@@ -343,4 +366,10 @@ def build(problem: Problem, device: str = "cpu") -> Case:
             row = torch.rand((*values.shape[:-1], 1), generator=generator) < spec.masked_rows
             values = values.masked_fill(row, -math.inf)
         case.bias = laid_out(values.to(DTYPES[spec.dtype]).to(device), spec.layout, generator)
+    if problem.sinks is not None:
+        spec = problem.sinks
+        values = torch.randn(hq, generator=generator) * 2 + spec.offset
+        hole = torch.rand(hq, generator=generator) < spec.absent
+        values = values.masked_fill(hole, -math.inf).to(DTYPES[spec.dtype]).to(device)
+        case.sinks = laid_out(values, spec.layout, generator)
     return case

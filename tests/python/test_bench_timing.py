@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import types
 
 import pytest
 import torch
+from rich.console import Console
 
 from clocks import CPU, ONE_TURN, FakeCpuClock, FakeCudaClock, scripted
-from flashmoe_science.bench import accuracy, runner, timing
+from flashmoe_science.bench import accuracy, report, runner, timing
 from flashmoe_science.bench.case import Implementation, Shape, tokens_first
 from flashmoe_science.bench.results import RESTED, SUSTAINED
 from flashmoe_science.bench.workloads import WORKLOADS
@@ -369,3 +371,15 @@ def test_a_far_slower_peer_is_told_by_device_time():
     timings = timings[SUSTAINED]
     assert timings["math"].ms == 0.5 and len(timings["math"].turns[0]) == 2
     assert timings["flash"].turns == [[4.0]] and timings["flash"].method.startswith("CUDA graph")
+
+
+def test_host_times_of_both_ways_and_passes(monkeypatch):
+    monkeypatch.setattr(timing, "HOST_ROUND", 3)
+    found = timing.host_times(torch.device("cpu"))
+    assert set(found) == set(report.HOST_CALLS)
+    for times in found.values():
+        assert set(times) == {"ours", "sdpa", "hook"}
+        assert all(0 < us < 1e6 for us in times.values())
+    text = io.StringIO()
+    report.print_host_times(Console(file=text, width=200), {"host_us": found})
+    assert text.getvalue().count("through enable_sdpa()") == 3

@@ -223,12 +223,25 @@ def print_means(console: Console, results: dict[str, Any]) -> None:
     console.print(table)
 
 
+HOST_CALLS = {
+    "without_grad": "a forward call without gradients",
+    "with_grad": "a forward call with gradients",
+    "with_backward": "a forward and a backward call",
+}
+
+
 def print_host_times(console: Console, results: dict[str, Any]) -> None:
     """On a GPU: what one call costs the host, next to SDPA's."""
     for key, times in (results.get("host_us") or {}).items():
-        name, ratio = key.replace("_", " "), times["ours"] / times["sdpa"]
-        text = f"ours {times['ours']:.1f} us, SDPA {times['sdpa']:.1f} us, {ratio:.2f} of it"
-        console.print(f"host time of a forward call {name}: {text}")
+        sdpa = times["sdpa"]
+        ways = {"ours": "ours", "hook": "through enable_sdpa()"}
+        parts = [
+            f"{words} {times[way]:.1f} us ({times[way] / sdpa:.2f} of SDPA's)"
+            for way, words in ways.items()
+            if way in times
+        ]
+        text = ", ".join([*parts, f"SDPA {sdpa:.1f} us"])
+        console.print(f"host time of {HOST_CALLS[key]}: {text}")
 
 
 def print_problems(console: Console, results: dict[str, Any]) -> None:

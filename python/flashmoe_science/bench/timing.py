@@ -19,6 +19,7 @@ waits for no host. Where that fails, calls are timed like the others, and their 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import statistics
@@ -44,6 +45,7 @@ GRAPH_MS = 2.0  # that a CUDA graph takes, if its calls are few enough: launchin
 GRAPH_CALLS = 256  # at most, in a CUDA graph
 EAGER_MS = 10.0  # from here on the host is so far ahead of a call that a graph changes nothing
 HOST_CALLS = 20  # at most, for host_us
+HOST_ROUND = 200  # calls of a round of host_times()
 PAUSE_S = 0.15  # of a rested GPU before every turn
 
 
@@ -203,26 +205,39 @@ def cycles_to_wait(host_s: float | None, running_s: float) -> int:
 
 
 def host_times(device: torch.device) -> dict[str, dict[str, float]]:
-    """Microseconds of the host for one small forward call, many in a row, ours and SDPA's."""
+    """Microseconds of the host for one small call, many in a row: ours, SDPA's, and the hook's."""
     import torch.nn.functional as F
 
-    from flashmoe_science import flash_attention
+    from flashmoe_science import enable_sdpa, flash_attention
 
+    sdpa = F.scaled_dot_product_attention
+    ways = {
+        "ours": (flash_attention, contextlib.nullcontext),
+        "sdpa": (sdpa, contextlib.nullcontext),
+        "hook": (sdpa, enable_sdpa),
+    }
     q = torch.randn(1, 1, 64, 64, dtype=torch.bfloat16, device=device)
-    calls = {"ours": flash_attention, "sdpa": F.scaled_dot_product_attention}
     found: dict[str, dict[str, float]] = {}
-    for key, grad in (("without_grad", False), ("with_grad", True)):
+    for key, grad in (("without_grad", False), ("with_grad", True), ("with_backward", True)):
         x = q.clone().requires_grad_(grad)
-        found[key] = {name: float("inf") for name in calls}
+        found[key] = {name: float("inf") for name in ways}
         for _ in range(7):  # the best of interleaved rounds: the host has other things to do, too
-            for name, call in calls.items():
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                for _ in range(200):
-                    call(x, x, x)
-                each = (time.perf_counter() - start) / 200 * 1e6
+            for name, (attend, context) in ways.items():
+                with context():
+                    synchronize(device)
+                    start = time.perf_counter()
+                    for _ in range(HOST_ROUND):
+                        out = attend(x, x, x)
+                        if key == "with_backward":
+                            torch.autograd.grad(out, x, q)
+                    each = (time.perf_counter() - start) / HOST_ROUND * 1e6
                 found[key][name] = min(found[key][name], each)
     return found
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 Clock = CpuClock | CudaClock

@@ -30,6 +30,15 @@ Operand bias_operand(const std::optional<TensorSpec>& spec, const void* data, co
   return operand(spec, data, g, !g.ragged);
 }
 
+Operand per_head(const std::optional<TensorSpec>& spec, const void* data) {
+  Operand op;
+  if (!spec) return op;
+  op.data = const_cast<void*>(data);
+  op.dtype = spec->dtype;
+  op.head = spec->stride[0];
+  return op;
+}
+
 Operand integers(const TensorSpec& spec, const void* data, const Geometry& g) {
   Operand op;
   op.data = const_cast<void*>(data);
@@ -79,6 +88,7 @@ Params make_params(const AttentionPlan& plan, const AttentionTensors& t) {
   p.value = operand(problem.value, t.value, g, true);
   p.has_bias = problem.bias.has_value();
   p.bias = bias_operand(problem.bias, t.bias, g);
+  p.sinks = per_head(problem.sinks, t.sinks);
   p.out = operand(problem.out, t.out, g, true);
   p.lse = operand(problem.lse, t.lse, g, false);
   if (problem.key_lengths) p.key_lengths = integers(*problem.key_lengths, t.key_lengths, g);
@@ -93,18 +103,20 @@ Params make_params(const AttentionPlan& plan, const AttentionTensors& t) {
     p.grad_key = operand(problem.grad_key, t.grad_key, g, true);
     p.grad_value = operand(problem.grad_value, t.grad_value, g, true);
     p.grad_bias = bias_operand(problem.grad_bias, t.grad_bias, g);
+    p.grad_sinks = per_head(problem.grad_sinks, t.grad_sinks);
   }
   set_bias_grad(problem, p);
   p.block_q = plan.block_q;
   p.block_k = plan.block_k;
   p.chunks = plan.chunks;
+  p.items = plan.work_items;
   return p;
 }
 
 // Where things are in the workspace.
 struct Workspace {
   size_t scratch = 0;  // workers x scratch_bytes
-  size_t bias_offset = 0, partial = 0, bytes = 0;
+  size_t bias_offset = 0, partial = 0, sink_partial = 0, bytes = 0;
 
   Workspace(const AttentionPlan& plan, const Params& p) {
     const Kernels& k = kernels(plan.problem);
@@ -112,7 +124,10 @@ struct Workspace {
     partial =
         bias_offset +
         (p.geometry.ragged && plan.problem.bias ? aligned(p.geometry.batch * sizeof(int64_t)) : 0);
-    bytes = partial + (plan.problem.pass == Pass::kBackward ? aligned(k.partial_bytes(p)) : 0);
+    const bool backward = plan.problem.pass == Pass::kBackward;
+    sink_partial = partial + (backward ? aligned(k.partial_bytes(p)) : 0);
+    const bool sinks = backward && plan.problem.grad_sinks;
+    bytes = sink_partial + (sinks ? aligned(p.items * p.geometry.group * sizeof(double)) : 0);
     if (bytes) bytes += kWorkspaceAlign;  // room to align whatever memory we are given
   }
 };
@@ -210,9 +225,11 @@ void run(const AttentionPlan& plan, const AttentionTensors& tensors, void* memor
     return;
   }
   p.partial = base + workspace.partial;
+  p.sink_partial = reinterpret_cast<double*>(base + workspace.sink_partial);
   phase(plan.work_items, k.backward);
   if (p.chunks > 1) phase(g.batch * g.heads_k * ceil_div(g.len_k, p.block_k), k.reduce);
   if (p.bias_grad == Params::BiasGrad::kShared) phase(shared_bias_items(p), k.bias_grad);
+  if (p.grad_sinks) phase(g.heads_q, k.sink_grad);
 }
 
 }  // namespace flashmoe::cpu

@@ -3,7 +3,9 @@
 //   S^T = K Q^T     P^T = exp2(S^T - lse)               dV += P^T dO     (keys)
 //   dP^T = V dO^T   dS^T = P^T * (dP^T - delta)         dK += dS^T Q     (keys)
 //   delta = rowsum(O * dO) - dlse                       dQ += dS K       (queries)
+//   dSink = -sum of exp(sink - lse) * delta             (rows of a head)
 //
+// A sink is in O and lse, and changes nothing else.
 // dQ of a block is finished when its keys have passed. dK and dV are summed over the queries in
 // fp32 (fp64) in scratch; where a head is cut into chunks, each chunk sums into memory of its own
 // and `reduce` adds the chunks up in their order. No two work items write to one place, and no sum
@@ -84,6 +86,7 @@ struct BackwardScratch {
 // The tensors of one (batch, query head).
 struct HeadTensors {
   Matrix query, key, value, bias, out, lse, grad_out, grad_lse, grad_query, grad_bias;
+  double sink;
 
   HeadTensors(const Params& p, const Sequence& s, int64_t head) {
     const int64_t head_k = head / p.geometry.group;
@@ -97,6 +100,7 @@ struct HeadTensors {
     grad_lse = matrix(p, p.grad_lse, s.batch, head, s.first_row);
     grad_query = matrix(p, p.grad_query, s.batch, head, s.first_row);
     grad_bias = bias_matrix(p, p.grad_bias, s, head);
+    sink = sink_of<double>(p, head);
   }
 };
 
@@ -267,14 +271,26 @@ void store_bias_tile(const Matrix& grad_bias, int64_t row, int64_t rows, int64_t
   }
 }
 
+// What the rows of a block add to the gradient of their head's sink.
+template <class M>
+double sink_gradient(double sink, int64_t rows, const BackwardScratch<M>& t) {
+  if (sink == -kInf<double>) return 0;
+  double sum = 0;
+  for (int64_t i = 0; i < rows; ++i) {
+    sum -= __builtin_exp2(sink * kLog2e - t.lse[i] - t.lse_rest[i]) * t.delta[i];
+  }
+  return sum;
+}
+
 template <class M>
 void backward_block(const Params& p, const Sequence& s, const HeadTensors& x, int64_t row,
                     int64_t rows, typename M::A* grad_key, typename M::A* grad_value,
-                    const BackwardScratch<M>& t) {
+                    double* grad_sink, const BackwardScratch<M>& t) {
   using A = typename M::A;
   const Geometry& g = p.geometry;
   const bool store_bias = p.bias_grad == Params::BiasGrad::kDirect;
   const QueryBlock<M> q = load_query_block<M>(g, x, row, rows, t);
+  if (grad_sink) *grad_sink += sink_gradient(x.sink, rows, t);
   bool first = true;
   for (int64_t j = 0; j < s.all_keys; j += p.block_k) {
     const int64_t keys = smaller(p.block_k, s.all_keys - j);
@@ -347,13 +363,16 @@ void backward(const Params& p, int64_t item, void* scratch) {
   A* grad_value = partial + g.len_k * t.ld_in;
   for (int64_t i = 0; i < s.all_keys * t.ld_in; ++i) grad_key[i] = 0;
   for (int64_t i = 0; i < s.all_keys * t.ld_out; ++i) grad_value[i] = 0;
+  double* grad_sinks = p.grad_sinks ? p.sink_partial + item * g.group : nullptr;
+  for (int64_t h = 0; grad_sinks && h < g.group; ++h) grad_sinks[h] = 0;
 
   const int64_t blocks = (s.rows + p.block_q - 1) / p.block_q;
   const int64_t units = blocks * g.group;
   for (int64_t u = units * chunk / p.chunks; u < units * (chunk + 1) / p.chunks; ++u) {
     const HeadTensors x(p, s, head_k * g.group + u / blocks);
     const int64_t row = u % blocks * p.block_q;
-    backward_block(p, s, x, row, smaller(p.block_q, s.rows - row), grad_key, grad_value, t);
+    backward_block(p, s, x, row, smaller(p.block_q, s.rows - row), grad_key, grad_value,
+                   grad_sinks ? grad_sinks + u / blocks : nullptr, t);
   }
   if (p.chunks == 1) store_key_gradients<A>(p, s, head_k, 0, s.all_keys, partial, 1);
 }
@@ -471,6 +490,22 @@ void bias_grad(const Params& p, int64_t item, void* scratch) {
   const int64_t rows = p.bias_rows ? smaller(p.block_q, s.rows - row) : 1;
   const int64_t keys = p.bias_cols ? smaller(p.block_k, s.all_keys - key) : 1;
   store_bias_tile(grad_bias, row, rows, key, keys, t.bias_sum, t.ld, t.bias_line);
+}
+
+// Work item: one query head, over the whole batch in its order.
+template <class M>
+void sink_grad(const Params& p, int64_t head, void*) {
+  using A = typename M::A;
+  const Geometry& g = p.geometry;
+  double sum = 0;
+  for (int64_t item = head / g.group * p.chunks; item < p.items; item += g.heads_k * p.chunks) {
+    for (int64_t c = 0; c < p.chunks; ++c) {
+      sum += p.sink_partial[(item + c) * g.group + head % g.group];
+    }
+  }
+  const A value = static_cast<A>(sum);
+  const Matrix grad_sinks = matrix(p, p.grad_sinks, 0, head, 0);
+  store_row(grad_sinks.dtype, grad_sinks.data, 1, 1, &value);
 }
 
 template <class M>

@@ -193,19 +193,38 @@ void accumulate(const ForwardScratch<M>& t, int64_t rows, int64_t keys, const Ma
   M::multiply(p, v, rows, t.ld_out, keys, t.out, t.ld_out, !first);
 }
 
+// How a row of sums ends: what makes them its output, and the log of its softmax denominator.
+template <class A>
+struct RowEnd {
+  bool empty;  // no key allowed; a NaN is not empty
+  A factor = 0, lse = -kInf<A>;
+
+  RowEnd(A maximum, A sum, A sink) : empty(sum == 0) {
+    const double top = maximum * kLn2;
+    if (sink == -kInf<A>) {
+      if (empty) return;
+      factor = 1 / sum;
+      lse = static_cast<A>(sum != sum ? sum : top + __builtin_log(static_cast<double>(sum)));
+      return;
+    }
+    // One key more, whose value is 0.
+    const double highest = top > sink ? top : static_cast<double>(sink);
+    const double share = __builtin_exp(top - highest);
+    const double all = sum * share + __builtin_exp(sink - highest);
+    factor = static_cast<A>(share / all);
+    lse = static_cast<A>(highest + __builtin_log(all));
+  }
+};
+
 template <class M, class A = typename M::A>
-void store_output(const ForwardScratch<M>& t, int64_t row, int64_t rows, const Matrix& out,
+void store_output(const ForwardScratch<M>& t, int64_t row, int64_t rows, A sink, const Matrix& out,
                   const Matrix& lse, int64_t head_dim_v) {
   for (int64_t i = 0; i < rows; ++i) {
     A* from = t.out + i * t.ld_out;
-    const bool empty = t.sum[i] == 0;  // no key allowed; a NaN is not empty
-    const A inverse = empty ? 0 : 1 / t.sum[i];
-    for (int64_t d = 0; d < head_dim_v; ++d) from[d] = empty ? 0 : from[d] * inverse;
+    const RowEnd<A> end(t.maximum[i], t.sum[i], sink);
+    for (int64_t d = 0; d < head_dim_v; ++d) from[d] = end.empty ? 0 : from[d] * end.factor;
     store_row(out.dtype, element(out, row + i, 0), out.col, head_dim_v, from);
-    if (!lse) continue;
-    const double log_sum = t.maximum[i] * kLn2 + __builtin_log(static_cast<double>(t.sum[i]));
-    const A value = empty ? -kInf<A> : static_cast<A>(t.sum[i] != t.sum[i] ? t.sum[i] : log_sum);
-    store_row(lse.dtype, element(lse, row + i, 0), 1, 1, &value);
+    if (lse) store_row(lse.dtype, element(lse, row + i, 0), 1, 1, &end.lse);
   }
 }
 
@@ -255,7 +274,7 @@ void forward_block(const Params& p, const Sequence& s, int64_t head, int64_t row
   }
   const Matrix out = matrix(p, p.out, s.batch, head, s.first_row);
   const Matrix lse = matrix(p, p.lse, s.batch, head, s.first_row);
-  store_output(t, row, rows, out, lse, g.head_dim_v);
+  store_output(t, row, rows, sink_of<A>(p, head), out, lse, g.head_dim_v);
 }
 
 // Work item: (batch, query head, chunk of query blocks).

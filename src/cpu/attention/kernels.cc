@@ -10,9 +10,9 @@ namespace {
 
 template <class M>
 constexpr Kernels kKernels = {
-    M::kBlock,           M::kKeyStep,      forward_scratch<M>, forward<M>,
-    backward_scratch<M>, partial_bytes<M>, backward<M>,        reduce<M>,
-    bias_grad<M>,        paged_scratch<M>, paged<M>,           combine<M>,
+    M::kBlock,        M::kKeyStep, forward_scratch<M>, forward<M>,   backward_scratch<M>,
+    partial_bytes<M>, backward<M>, reduce<M>,          bias_grad<M>, sink_grad<M>,
+    paged_scratch<M>, paged<M>,    combine<M>,
 };
 
 }  // namespace

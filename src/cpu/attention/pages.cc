@@ -18,7 +18,7 @@ constexpr int64_t kItems = 64;
 // A part of the keys is worth an item of its own from here on: 256 keys of head dim 128 in bf16 are
 // 128 kB, some 10 microseconds of memory traffic.
 constexpr int64_t kPartKeys = 256;
-constexpr int64_t kPadding = 16;  // of partial_ld: whole vectors of any target
+constexpr int64_t kPadding = 16;  // of columns and of partial_ld: whole vectors of any target
 
 const Kernels& kernels(const AttentionProblem& problem) {
   return kernels_for(problem.query.dtype, *target().attention);
@@ -92,7 +92,8 @@ PagedSequence cut_sequence(const Params& p, int64_t block, int64_t rows, int64_t
   s.tiles = ceil_div(all, s.columns);
   const int64_t seen = allowed_keys(rows - 1, rows, keys, g.left, g.right).end -
                        allowed_keys(0, rows, keys, g.left, g.right).begin;
-  s.parts = parts_of(s.tiles * g.heads_k, seen);
+  if (s.columns == all && all <= kColumnsOfAllHeads) s.heads = g.heads_k;
+  s.parts = parts_of(s.tiles * (g.heads_k / s.heads), seen);
   return s;
 }
 
@@ -111,10 +112,12 @@ struct Workspace {
     const Geometry& g = p.geometry;
     sequences = scratch + plan.workers * plan.scratch_bytes;
     partial = sequences + aligned(g.batch * sizeof(PagedSequence));
-    // Room for the parts of any one sequence: less than 2 * kItems, since with as many tasks there
-    // is one part of each. Sequences that do not fit together come one after the other.
-    if (g.batch > 0 && parts_of(g.heads_k, g.len_k) > 1) {
-      partial_elems = 2 * kItems * p.block_q * column_elems(p);
+    // Room for the parts of any one sequence: kItems of all heads, or less than 2 * kItems of one
+    // each, since as many tiles have one part. Sequences that do not fit together come one after
+    // the other.
+    if (g.batch > 0 && parts_of(1, g.len_k) > 1) {
+      const int64_t all_heads = g.heads_k * std::min(p.block_q, kColumnsOfAllHeads);
+      partial_elems = kItems * std::max(2 * p.block_q, all_heads) * column_elems(p);
     }
     bytes = partial + aligned(partial_elems * accumulator_bytes(plan.problem));
     if (bytes) bytes += kWorkspaceAlign;  // room to align whatever memory we are given
@@ -149,7 +152,8 @@ void cut_pages(AttentionPlan& plan) {
   // At most: how many there are is known when the lengths are. Even tiles are more than half full.
   const int64_t tokens = problem.query.size(0);
   const int64_t tiles = std::min(plan.batch, tokens) + 2 * (tokens / ceil_div(k.block, group));
-  plan.work_items = tiles * plan.heads_k * parts_of(plan.heads_k, plan.len_k);
+  const int64_t heads = plan.len_q * group <= kColumnsOfAllHeads ? 1 : plan.heads_k;
+  plan.work_items = tiles * heads * parts_of(heads, plan.len_k);
   plan.workers = workers_for(problem.device, plan.work_items);
   plan.scratch_bytes = aligned(k.paged_scratch(p));
   plan.workspace_bytes = Workspace(plan, p).bytes;
@@ -177,7 +181,8 @@ void run_pages(const AttentionPlan& plan, const AttentionTensors& tensors, void*
   };
   int64_t task = 0, item = 0, partial = 0;  // of the sequences so far
   int64_t first_task = 0, first_item = 0;   // of those that have not run
-  const auto run_so_far = [&] {
+  const auto run_so_far = [&](int64_t sequence_count) {
+    p.sequence_count = sequence_count;
     phase(first_item, item, k.paged);
     if (partial > 0) phase(first_task, task, k.combine);
     first_task = task;
@@ -188,16 +193,16 @@ void run_pages(const AttentionPlan& plan, const AttentionTensors& tensors, void*
     PagedSequence s = cut_sequence(p, k.block, paged_rows(paged, tensors.cu_seqlens_q, b),
                                    read_int(paged.seq_lens, tensors.seq_lens, b));
     s.first_row = paged.cu_seqlens_q ? read_int(*paged.cu_seqlens_q, tensors.cu_seqlens_q, b) : b;
-    if (partial + partial_elems(p, s) > workspace.partial_elems) run_so_far();
+    if (partial + partial_elems(p, s) > workspace.partial_elems) run_so_far(b);
     s.first_task = task;
     s.first_item = item;
     s.first_partial = partial;
     sequences[b] = s;
     task += s.tiles * g.heads_k;
-    item += s.tiles * g.heads_k * s.parts;
+    item += s.tiles * (g.heads_k / s.heads) * s.parts;
     partial += partial_elems(p, s);
   }
-  run_so_far();
+  run_so_far(g.batch);
 }
 
 }  // namespace flashmoe::cpu

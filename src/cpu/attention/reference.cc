@@ -152,6 +152,7 @@ struct Seen {
 
 struct Row {
   std::vector<Seen> seen;
+  double sink_weight = 0;  // what the sink takes of the softmax
   double lse = -kInfinity;
 };
 
@@ -164,6 +165,7 @@ class Oracle {
         key_(load(problem.key, tensors.key)),
         value_(load(problem.value, tensors.value)),
         bias_(load(problem.bias, tensors.bias)),
+        sinks_(load(problem.sinks, tensors.sinks)),
         has_bias_(problem.bias.has_value()) {
     if (!problem.paged) return;
     const Paged& paged = *problem.paged;
@@ -172,7 +174,7 @@ class Oracle {
   }
 
   void forward(const AttentionProblem& problem, const AttentionTensors& tensors) const {
-    // What a row without keys, and a token of no sequence, has.
+    // What a row without keys or sink, and a token of no sequence, has.
     Array out = filled(problem.out, 0);
     Array lse(out.size() / g_.head_dim_v, -kInfinity);
     for_each_row([&](int64_t b, int64_t h, int64_t i) {
@@ -191,7 +193,7 @@ class Oracle {
     const Array grad_out = load(problem.grad_out, tensors.grad_out);
     const Array grad_lse = load(problem.grad_lse, tensors.grad_lse);
     Array grad_query(query_.size()), grad_key(key_.size()), grad_value(value_.size());
-    Array grad_bias(bias_.size());
+    Array grad_bias(bias_.size()), grad_sinks(sinks_.size());
 
     for_each_row([&](int64_t b, int64_t h, int64_t i) {
       const int64_t place = layout_.row_q(b, h, i);
@@ -219,11 +221,14 @@ class Oracle {
         if (d_out) add(&grad_value[place_k * g_.head_dim_v], d_out, s.weight, g_.head_dim_v);
         if (has_bias_) grad_bias[layout_.bias_element(b, h, i, s.key)] += d_score;
       }
+      // A sink is the score of a key whose value is 0.
+      if (sink(h) != -kInfinity) grad_sinks[h] += row.sink_weight * (d_lse - mean);
     });
     store(problem.grad_query, tensors.grad_query, grad_query);
     store(problem.grad_key, tensors.grad_key, grad_key);
     store(problem.grad_value, tensors.grad_value, grad_value);
     store(problem.grad_bias, tensors.grad_bias, grad_bias);
+    store(problem.grad_sinks, tensors.grad_sinks, grad_sinks);
   }
 
  private:
@@ -241,6 +246,9 @@ class Oracle {
   const double* value_row(int64_t b, int64_t query_head, int64_t j) const {
     return &value_[layout_.row_k(b, query_head / g_.group, j) * g_.head_dim_v];
   }
+
+  // -inf where the head has none.
+  double sink(int64_t h) const { return sinks_.empty() ? -kInfinity : sinks_[h]; }
 
   Row softmax(int64_t b, int64_t h, int64_t i) const {
     Row row;
@@ -261,20 +269,21 @@ class Oracle {
       }
       row.seen.push_back({j, score + bias, cap_slope, 0});
     }
-    if (row.seen.empty()) return row;
+    if (row.seen.empty() && sink(h) == -kInfinity) return row;
 
-    double largest = -kInfinity;  // taken out of the exponent, so that nothing overflows
+    double largest = sink(h);  // taken out of the exponent, so that nothing overflows
     for (const Seen& s : row.seen) largest = std::max(largest, s.score);
-    double sum = 0;
+    double sum = std::exp(sink(h) - largest);
     for (const Seen& s : row.seen) sum += std::exp(s.score - largest);
     for (Seen& s : row.seen) s.weight = std::exp(s.score - largest) / sum;
+    row.sink_weight = std::exp(sink(h) - largest) / sum;
     row.lse = largest + std::log(sum);
     return row;
   }
 
   Layout layout_;
   const Geometry& g_;
-  Array query_, key_, value_, bias_;
+  Array query_, key_, value_, bias_, sinks_;
   bool has_bias_;
 };
 

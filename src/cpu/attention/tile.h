@@ -70,6 +70,15 @@ inline Matrix bias_matrix(const Params& p, const Operand& op, const Sequence& s,
           op.row};
 }
 
+// The score that a head's sink adds to every softmax; -inf where there is none.
+template <class A>
+A sink_of(const Params& p, int64_t head) {
+  A sink = -kInf<A>;
+  const Matrix m = matrix(p, p.sinks, 0, head, 0);
+  if (m) load_row(m.dtype, m.data, 1, 1, &sink);
+  return sink;
+}
+
 // The queries of one block against the mask: each may see the keys [begin, end), both relative to
 // the tile at hand, and both rising with the query.
 template <class A>

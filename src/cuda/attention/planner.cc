@@ -22,6 +22,7 @@ std::string missing_everywhere(const AttentionPlan& plan) {
   if (p.query.dtype != DType::kFloat16 && p.query.dtype != DType::kBFloat16) {
     return text("query is ", dtype_name(p.query.dtype), "; CUDA kernels take float16 and bfloat16");
   }
+  if (p.sinks && !p.paged) return "sinks are given, which CUDA kernels do not take yet";
   if (p.paged) {
     if (std::string missing = missing_over_pages(plan); !missing.empty()) return missing;
   } else if (plan.len_q > kMaxLength || plan.len_k > kMaxLength) {

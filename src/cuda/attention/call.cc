@@ -413,8 +413,8 @@ Status launch_step(const Call& call, const AttentionLaunch& step, int64_t batch,
 Status run(const AttentionPlan& plan, const AttentionTensors& t, void* workspace,
            const Launch& launch) {
   const std::pair<const char*, const void*> aligned[] = {
-      {"query", t.query},       {"key", t.key},
-      {"value", t.value},       {"out", t.out},
+      {"query", t.query},       {"key", plan.problem.paged ? nullptr : t.key},
+      {"out", t.out},           {"value", plan.problem.paged ? nullptr : t.value},
       {"grad_out", t.grad_out}, {"grad_query", t.grad_query},
       {"grad_key", t.grad_key}, {"grad_value", t.grad_value},
       {"workspace", workspace},

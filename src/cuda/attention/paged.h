@@ -12,7 +12,7 @@ namespace flashmoe::cuda {
 inline constexpr int kDecodeRows = 16;
 
 // Shared memory for the work before each thread's sequences, and for the task.
-inline constexpr int kPagedTaskBytes = 256;
+inline constexpr int kPagedTaskBytes = 128;
 
 // What the combining kernel is told of a sequence.
 struct alignas(16) PagedSequence {
@@ -24,7 +24,11 @@ struct alignas(16) PagedSequence {
 struct PagedParams : AttentionFwdParams {
   // query, out: (tokens_q, heads, D); lse: (tokens_q, heads_q). key, value: (blocks, page, heads_k,
   // D), whose strides' `row` steps over the rows of a page. len_q and len_k are bounds.
-  int64_t key_block, value_block;  // strides from one block to the next
+  int64_t key_block, value_block;    // strides from one block to the next
+  int64_t key_column, value_column;  // and from one number of a row to the next
+  // Whether rows of K and V are chunks of 16 bytes, aligned and nothing but these: copies go 16
+  // bytes at a time then, else number by number.
+  int32_t whole_chunks;
   int64_t tokens_q;
   int32_t heads_q, heads_k;
   int32_t blocks, page;

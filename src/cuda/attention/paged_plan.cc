@@ -104,6 +104,14 @@ Strides cache_strides(const TensorSpec& spec) {  // (blocks, page, heads, D)
   return s;
 }
 
+// Whether rows are aligned chunks of 16 bytes and nothing but these.
+bool whole_chunks(const TensorSpec& cache) {
+  return in_place(cache) && cache.size(-1) * dtype_bytes(cache.dtype) % 16 == 0;
+}
+bool whole_chunks(const TensorSpec& cache, const void* data) {
+  return whole_chunks(cache) && reinterpret_cast<uintptr_t>(data) % 16 == 0;
+}
+
 void fill_lengths(PagedParams& p, const Paged& paged, const AttentionTensors& t) {
   const auto is_int64 = [](const TensorSpec& spec) { return spec.dtype == DType::kInt64; };
   p.block_table = t.block_table;
@@ -136,12 +144,6 @@ void fill_scales(PagedParams& p, const AttentionProblem& problem, const Attentio
 
 std::string missing_over_pages(const AttentionPlan& plan) {
   const AttentionProblem& p = plan.problem;
-  for (const auto& [name, spec] : {std::pair{"k_cache", &p.key}, std::pair{"v_cache", &p.value}}) {
-    const int64_t per_chunk = 16 / dtype_bytes(spec->dtype);
-    if (spec->size(-1) % per_chunk == 0) continue;
-    return text(name, " has head dim ", spec->size(-1), "; CUDA kernels read a ",
-                dtype_name(spec->dtype), " cache 16 bytes at a time: multiples of ", per_chunk);
-  }
   if (p.key.size(0) > INT32_MAX || p.key.size(1) > INT32_MAX) {
     return "a cache has more than 2^31 - 1 blocks, or rows in a block";
   }
@@ -189,7 +191,8 @@ void lay_out_paged(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
   const int64_t ctas = std::min(gpu.multiprocessors * resident_ctas(kernel, gpu.chip), items);
   plan.splits = splits.here;
   plan.work_items = items;
-  const bool chunks = plan.family == "sm90" && plan.len_q >= kChunkQueries;
+  const bool chunks = plan.family == "sm90" && plan.len_q >= kChunkQueries &&
+                      whole_chunks(plan.problem.key) && whole_chunks(plan.problem.value);
   if (const Kernel* chunk = chunks ? sm90::find_chunk_kernel(plan) : nullptr) {
     plan.launches.push_back(once(*chunk, grid_of(gpu.multiprocessors), Given::kCall));
   }
@@ -223,6 +226,9 @@ Status run_paged(const Call& call) {
   if (problem.lse) p.lse_strides = token_strides(*problem.lse);
   p.key_block = problem.key.stride[0];
   p.value_block = problem.value.stride[0];
+  p.key_column = problem.key.stride[3];
+  p.value_column = problem.value.stride[3];
+  p.whole_chunks = whole_chunks(problem.key, t.key) && whole_chunks(problem.value, t.value);
   p.tokens_q = problem.query.size(0);
   p.batch = static_cast<int32_t>(plan.batch);
   p.heads_q = static_cast<int32_t>(plan.heads_q);
@@ -245,12 +251,15 @@ Status run_paged(const Call& call) {
   p.sequences = reinterpret_cast<PagedSequence*>(call.workspace + w.sequences);
   p.partial_out = reinterpret_cast<float*>(call.workspace + w.partial_out);
   p.partial_lse = reinterpret_cast<float*>(call.workspace + w.partial_lse);
-  const bool chunks = kernel_of(plan.launches.front()).role == Role::kPagedChunk;
-  if (chunks) p.chunk_queries = kChunkQueries;
+  // TMA wants whole chunks too; what it cannot load the kernel for all others can.
+  const auto is_chunk = [](const AttentionLaunch& step) {
+    return kernel_of(step).role == Role::kPagedChunk;
+  };
+  if (is_chunk(plan.launches.front()) && p.whole_chunks) p.chunk_queries = kChunkQueries;
   for (const AttentionLaunch& step : plan.launches) {
-    Status status = kernel_of(step).role == Role::kPagedChunk
-                        ? sm90::run_chunk(call, step, p)
-                        : launch_step(call, step, plan.batch, &p, sizeof(p));
+    if (is_chunk(step) && !p.chunk_queries) continue;
+    Status status = is_chunk(step) ? sm90::run_chunk(call, step, p)
+                                   : launch_step(call, step, plan.batch, &p, sizeof(p));
     if (!status.ok()) return status;
   }
   return {};

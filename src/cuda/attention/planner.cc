@@ -32,8 +32,8 @@ std::string missing_everywhere(const AttentionPlan& plan) {
   const auto maybe = [](const std::optional<TensorSpec>& spec) { return spec ? &*spec : nullptr; };
   const std::pair<const char*, const TensorSpec*> rows[] = {
       {"query", &p.query},
-      {"key", &p.key},
-      {"value", &p.value},
+      {"key", p.paged ? nullptr : &p.key},  // pages are read wherever they lie
+      {"value", p.paged ? nullptr : &p.value},
       {"out", &p.out},
       {"grad_out", maybe(p.grad_out)},
       {"grad_query", maybe(p.grad_query)},

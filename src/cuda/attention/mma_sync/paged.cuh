@@ -91,10 +91,11 @@ __device__ __forceinline__ void add_nonfinite_pages(FwdState<C>& t, const PagedR
                                                     const PagedParams& p) {
   const auto infinite = [&](const char* row, int column) -> float {
     if (column >= p.head_dim_v) return 0;
+    const int64_t at = column * p.value_column;
     if constexpr (C::kFp8) {
-      return (row[column] & E4m3::kNan) == E4m3::kNan ? NAN : 0;
+      return (row[at] & E4m3::kNan) == E4m3::kNan ? NAN : 0;
     } else {
-      return infinity_or_nan<typename C::Type>(reinterpret_cast<const uint16_t*>(row)[column]);
+      return infinity_or_nan<typename C::Type>(reinterpret_cast<const uint16_t*>(row)[at]);
     }
   };
   const int tiles = PagedLoader<C>::tiles(warp, task);

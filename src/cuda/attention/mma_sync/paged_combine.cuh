@@ -47,9 +47,14 @@ __device__ __forceinline__ void attention_paged_combine(const PagedParams& p) {
       value[2] += weight * x.z;
       value[3] += weight * x.w;
     }
-    if (column >= p.head_dim_v) continue;
-    *reinterpret_cast<uint2*>(out + column) = {T::pack(value[0], value[1]),
-                                               T::pack(value[2], value[3])};
+    const uint32_t two[2] = {T::pack(value[0], value[1]), T::pack(value[2], value[3])};
+    if (column + 4 <= p.head_dim_v) {
+      *reinterpret_cast<uint2*>(out + column) = {two[0], two[1]};
+    } else {
+      for (int i = 0; i < p.head_dim_v - column; ++i) {
+        out[column + i] = static_cast<uint16_t>(two[i / 2] >> (i % 2 * 16));
+      }
+    }
   }
   if (p.lse && lane == 0) p.lse[token * p.lse_strides.row + head * p.lse_strides.head] = lse * kLn2;
 }

@@ -97,18 +97,9 @@ __device__ __forceinline__ void load_queries_fp8(char* shared, float* factors,
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const int chunk = lane + 32 * pass;
-      uint4 words = {0, 0, 0, 0};
-      if (row < task.rows && chunk * 8 < p.head_dim) {
-        const char* from = static_cast<const char*>(p.query) +
-                           row_offset(row, p.query_strides, task, p) * 2 + chunk * 16;
-        words = *reinterpret_cast<const uint4*>(from);
-      }
-      const uint32_t two[4] = {words.x, words.y, words.z, words.w};
+      unpack_chunk<T>(x[pass], query_chunk<T>(row, chunk, task, p));
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        x[pass][i] = T::unpack(static_cast<typename T::Storage>(two[i / 2] >> (i % 2 * 16)));
-        top = fmaxf(top, fabsf(x[pass][i]));
-      }
+      for (int i = 0; i < 8; ++i) top = fmaxf(top, fabsf(x[pass][i]));
     }
     float factor = 1;
     if constexpr (kScaled) {

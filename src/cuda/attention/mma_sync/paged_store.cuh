@@ -64,12 +64,14 @@ struct PagedRow {
   __device__ __forceinline__ void store_lse(float log2) const {
     if (lse) *lse = out ? log2 * kLn2 : log2;
   }
-  // Two neighbouring columns. (There is an even number of them.)
+  // Two neighbouring columns, the first of them an even one.
   __device__ __forceinline__ void store(int column, float x, float y, const PagedParams& p) const {
     if (!out) {
       *reinterpret_cast<float2*>(partial + column) = {x, y};
-    } else if (column < p.head_dim_v) {
+    } else if (column + 1 < p.head_dim_v) {
       *reinterpret_cast<uint32_t*>(out + column) = C::Query::pack(x, y);
+    } else if (column < p.head_dim_v) {
+      out[column] = static_cast<uint16_t>(C::Query::pack(x, 0));
     }
   }
 };

@@ -2,8 +2,11 @@
 // through the block table.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/attention/paged_work.cuh"
 #include "cuda/ptx/mbarrier.cuh"
+#include "cuda/tile/chunk.cuh"
 #include "cuda/tile/copy.cuh"
 #include "cuda/tile/dtype.cuh"
 #include "cuda/tile/e4m3.cuh"
@@ -147,6 +150,33 @@ __device__ __forceinline__ void copy_rows(uint32_t shared, int first, const char
   }
 }
 
+// The same number by number, from rows that lie in any way; zeros beyond their end.
+template <class C>
+__device__ __forceinline__ void gather_rows(uint32_t shared, int first, const char* from,
+                                            int64_t offset, int64_t column, int dim, int lane) {
+  using Layout = typename C::CacheLayout;
+  using Number = std::conditional_t<C::kFp8, uint8_t, uint16_t>;
+  constexpr int kNumbers = 16 / C::kCacheBytes;  // of a chunk
+#pragma unroll 1
+  for (int i = 0; i < C::kWarpKeys * Layout::kChunks; i += 32) {
+    const int row = (i + lane) / Layout::kChunks, chunk = (i + lane) % Layout::kChunks;
+    const int64_t where = __shfl_sync(0xffffffffu, offset, row);
+    uint32_t words[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int e = 0; e < kNumbers; ++e) {
+      const int col = chunk * kNumbers + e;
+      if (where < 0 || col >= dim) continue;
+      const uint32_t x =
+          *reinterpret_cast<const Number*>(from + where + col * column * C::kCacheBytes);
+      words[e * C::kCacheBytes / 4] |= x << (e * C::kCacheBytes % 4 * 8);
+    }
+    if (row < C::kWarpKeys) {
+      ptx::st_shared_v4(shared + Layout::at(first + row, chunk),
+                        {words[0], words[1], words[2], words[3]});
+    }
+  }
+}
+
 // A team's tiles of keys, loaded to their stages one after the other.
 template <class C>
 struct PagedLoader {
@@ -177,17 +207,31 @@ struct PagedLoader {
     if (coming < tiles(warp, task)) {
       const uint32_t sK = smem + keys_at(coming, warp);
       const int first = warp.in_team * C::kWarpKeys;
-      copy_rows<C>(sK, first, task.key, page.offset<C::kCacheBytes>(p.key_block, p.key_strides.row),
-                   p.head_dim, warp.lane);
-      copy_rows<C>(sK + C::kTileBytes, first, task.value,
-                   page.offset<C::kCacheBytes>(p.value_block, p.value_strides.row), p.head_dim_v,
-                   warp.lane);
+      const int64_t key = page.offset<C::kCacheBytes>(p.key_block, p.key_strides.row);
+      const int64_t value = page.offset<C::kCacheBytes>(p.value_block, p.value_strides.row);
+      const uint32_t sV = sK + C::kTileBytes;
+      if (p.whole_chunks) {
+        copy_rows<C>(sK, first, task.key, key, p.head_dim, warp.lane);
+        copy_rows<C>(sV, first, task.value, value, p.head_dim_v, warp.lane);
+      } else {
+        gather_rows<C>(sK, first, task.key, key, p.key_column, p.head_dim, warp.lane);
+        gather_rows<C>(sV, first, task.value, value, p.value_column, p.head_dim_v, warp.lane);
+      }
       ++coming;
       look_up(warp, task, p);
     }
     C::Chip::commit();
   }
 };
+
+// Eight numbers of a row of Q; zeros beyond its end, and where there is no row.
+template <class T>
+__device__ __forceinline__ uint4 query_chunk(int row, int chunk, const PagedTask& task,
+                                             const PagedParams& p) {
+  const char* from = static_cast<const char*>(p.query) +
+                     row_offset(row, p.query_strides, task, p) * 2 + chunk * 16;
+  return read_chunk<T, true>(from, row < task.rows ? p.head_dim - 8 * chunk : 0);
+}
 
 // Q in shared memory where the products are of its own type: rows as they are, zeros beyond.
 template <class C>
@@ -200,13 +244,8 @@ __device__ __forceinline__ void load_queries(char* shared, const PagedTask& task
     const int at = threadIdx.x + i * C::kThreads, row = at / Layout::kChunks;
     const int chunk = at % Layout::kChunks;
     if (C::kRows * Layout::kChunks % C::kThreads && row >= C::kRows) break;
-    uint4 x = {0, 0, 0, 0};
-    if (row < task.rows && chunk * 8 < p.head_dim) {
-      const char* from = static_cast<const char*>(p.query) +
-                         row_offset(row, p.query_strides, task, p) * 2 + chunk * 16;
-      x = *reinterpret_cast<const uint4*>(from);
-    }
-    *reinterpret_cast<uint4*>(shared + C::kSmemQ + Layout::at(row, chunk)) = x;
+    *reinterpret_cast<uint4*>(shared + C::kSmemQ + Layout::at(row, chunk)) =
+        query_chunk<typename C::Query>(row, chunk, task, p);
   }
 }
 

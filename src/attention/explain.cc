@@ -33,7 +33,9 @@ std::string options_text(const AttentionProblem& p, const Geometry& g) {
 std::string work_text(const AttentionPlan& plan) {
   if (plan.problem.device.type == DeviceType::kCuda) {
     std::string lines;
-    if (plan.splits > 1) lines += text("splits     the keys, in ", plan.problem.paged ? "up to " : "", plan.splits, "\n  ");
+    if (plan.splits > 1)
+      lines +=
+          text("splits     the keys, in ", plan.problem.paged ? "up to " : "", plan.splits, "\n  ");
     if (plan.slices > 1) {
       lines += text("slices     ", plan.slices, ", each a part of the ",
                     plan.problem.ragged ? "heads" : "batch", "\n  ");

@@ -18,6 +18,8 @@ namespace {
 // again weighs more than the keys (at 256 keys of D = 128 and a group of 4, 1.6% each).
 constexpr int64_t kLeastKeys = 256;
 constexpr int64_t kMostSplits = 128;
+// Queries of a sequence that are combined at once: most have one, and CTAs without work cost too.
+constexpr int64_t kCombinedQueries = 4;
 // From so many queries on, tiles of one head's queries are full enough to have a kernel of their
 // own.
 constexpr int64_t kChunkQueries = 64;
@@ -200,8 +202,8 @@ void lay_out_paged(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
   if (splits.rows > 0) {
     const Kernel& combine = *find_kernel(Role::kPagedCombine, kernel);
     const int64_t heads = ceil_div(plan.heads_q, kPagedCombineThreads / 32);
-    plan.launches.push_back(
-        once(combine, grid_of(plan.batch * splits.longest, heads), Given::kCall));
+    const int64_t queries = std::min(splits.longest, kCombinedQueries);
+    plan.launches.push_back(once(combine, grid_of(plan.batch, heads, queries), Given::kCall));
   }
   plan.workspace_bytes = workspace_of(plan, splits).bytes;
 }

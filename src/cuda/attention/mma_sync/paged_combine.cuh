@@ -6,15 +6,11 @@
 
 namespace flashmoe::cuda {
 
-// Grid (batch x queries that may have splits, heads). A warp takes one head of one query.
+// One head of one query, by a warp.
 template <class T, int kDim>
-__device__ __forceinline__ void attention_paged_combine(const PagedParams& p) {
-  const int queries = gridDim.x / p.batch;
-  const int sequence = blockIdx.x / queries, query = blockIdx.x % queries;
-  const int head = blockIdx.y * (kPagedCombineThreads / 32) + threadIdx.x / 32;
+__device__ __forceinline__ void combine_row(const PagedSequence& seq, int sequence, int query,
+                                            int head, const PagedParams& p) {
   const int lane = threadIdx.x % 32;
-  const PagedSequence seq = p.sequences[sequence];
-  if (seq.splits == 1 || query >= seq.len_q || head >= p.heads_q) return;
   const int64_t first = (sequence * int64_t{p.partial_rows} + query) * p.heads_q + head;
   const int64_t step = int64_t{seq.len_q} * p.heads_q;  // from one split to the next
   const float* lses = p.partial_lse + first;
@@ -57,6 +53,18 @@ __device__ __forceinline__ void attention_paged_combine(const PagedParams& p) {
     }
   }
   if (p.lse && lane == 0) p.lse[token * p.lse_strides.row + head * p.lse_strides.head] = lse * kLn2;
+}
+
+// The kernel: grid (batch, heads by warps, some of the queries at once).
+template <class T, int kDim>
+__device__ __forceinline__ void attention_paged_combine(const PagedParams& p) {
+  const int sequence = blockIdx.x;
+  const int head = blockIdx.y * (kPagedCombineThreads / 32) + threadIdx.x / 32;
+  const PagedSequence seq = p.sequences[sequence];
+  if (seq.splits == 1 || head >= p.heads_q) return;
+  for (int query = blockIdx.z; query < seq.len_q; query += gridDim.z) {
+    combine_row<T, kDim>(seq, sequence, query, head, p);
+  }
 }
 
 }  // namespace flashmoe::cuda

@@ -40,8 +40,9 @@ struct Ragged {
 };
 
 // Keys and values in the pages of a cache, as serving engines keep them. Of N sequences, sequence i
-// has seq_lens[i] keys, and key j is row j % page of block block_table[i, j / page]; its queries sit
-// at its last positions. Forward only. Entries of the table past a sequence's last key are not read.
+// has seq_lens[i] keys, and key j is row j % page of block block_table[i, j / page]; its queries
+// sit at its last positions. Forward only. Entries of the table past a sequence's last key are not
+// read.
 struct Paged {
   TensorSpec block_table;                  // (N, blocks of a sequence at most), int32 or int64
   TensorSpec seq_lens;                     // (N), int32 or int64

@@ -21,18 +21,20 @@ class ForwardOnly:
     takes 10 us, so what is called eagerly is its twin `unchecked`.
     """
 
-    def __init__(self, name: str, function: str, inputs: dict[str, int], written: dict[str, int]):
-        """``function``: the op's public name. ``inputs``: arguments that could have a gradient, and
-        where they are among the op's. ``written``: the same for those it writes to.
-        """
+    def __init__(self, name: str, function: str):
+        """``function``: the op's public name."""
         self.op = getattr(torch.ops.flashmoe, name).default
         self.unchecked = getattr(torch.ops.flashmoe, f"{name}_unchecked").default
-        self.function, self.inputs, self.written = function, inputs, written
+        self.function = function
+        # Where the op has which tensors, and which of them it writes to.
+        arguments = self.op._schema.arguments
+        self.tensors = {a.name: i for i, a in enumerate(arguments) if "Tensor" in str(a.type)}
+        self.written = {a.name: i for i, a in enumerate(arguments) if a.is_write}
         self.refusals = Refusals(f"{function} has no forward-mode derivative", "")
         give_autograd(name, self._refuse_then_run)
         without_autograd(f"{name}_unchecked")
         torch.library.register_vmap(f"flashmoe::{name}", self._refuse_vmap)
-        if written:
+        if self.written:
             at_key(name, "ADInplaceOrView", self._note_then_run)
             at_key(name, "Negative", self._resolve_then_run)
             at_key(f"{name}_unchecked", "Negative", self._resolve_then_run)
@@ -51,14 +53,14 @@ class ForwardOnly:
     def _refuse(self, args) -> None:
         """Fails where a derivative would be lost in silence."""
         if is_grad_enabled():
-            for i in self.inputs.values():  # any() of a generator takes twice as long
+            for i in self.tensors.values():  # any() of a generator takes twice as long
                 if args[i] is not None and args[i].requires_grad:
                     self._complain(args)
         if forward_ad._current_level >= 0:
-            self.refusals.refuse_tangents([args[i] for i in self.inputs.values()])
+            self.refusals.refuse_tangents([args[i] for i in self.tensors.values()])
 
     def _complain(self, args) -> None:
-        given = {name: args[i] for name, i in self.inputs.items() if args[i] is not None}
+        given = {name: args[i] for name, i in self.tensors.items() if args[i] is not None}
         wanting = [name for name, tensor in given.items() if tensor.requires_grad]
         raise NotImplementedError(
             f"{self.function} has no gradient, and {', '.join(wanting)} would need one. Call it "

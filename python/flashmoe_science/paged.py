@@ -13,19 +13,9 @@ from .attention import _check_tensors, _options
 
 __all__ = ["explain_paged", "flash_attention_paged", "kv_cache_append"]
 
-# Where the ops have these arguments: schema.cc.
-_INPUTS = {"q": 0, "k_cache": 1, "v_cache": 2, "sinks": 6, "k_scale": 7, "v_scale": 8}
-_RESULTS = {"out": 16, "lse": 17}
-_paged = ForwardOnly("attention_paged", "flash_attention_paged", _INPUTS, {})
-_paged_out = ForwardOnly(
-    "attention_paged_out", "flash_attention_paged", {**_INPUTS, **_RESULTS}, _RESULTS
-)
-_append = ForwardOnly(
-    "cache_append",
-    "kv_cache_append",
-    {"k": 0, "v": 1, "k_cache": 2, "v_cache": 3, "k_scale": 5, "v_scale": 6},
-    {"k_cache": 2, "v_cache": 3},
-)
+_paged = ForwardOnly("attention_paged", "flash_attention_paged")
+_paged_out = ForwardOnly("attention_paged_out", "flash_attention_paged")
+_append = ForwardOnly("cache_append", "kv_cache_append")
 
 
 def _scale(name: str, scale, like: Tensor) -> Tensor | None:
@@ -107,8 +97,7 @@ def flash_attention_paged(
             bfloat16. Head dims from 1 to 512.
         k_cache: ``(blocks, page, Hk, D)``, a view with any strides (one half of rows that hold key
             and value, head-major pages) and any page, also of 1 token; ``Hq`` is a multiple of
-            ``Hk``. In q's dtype, or float8_e4m3fn under float16 and bfloat16 queries. It is never
-            copied.
+            ``Hk``. In q's dtype or float8_e4m3fn. It is never copied.
         v_cache: ``(blocks, page, Hk, Dv)``.
         block_table: ``(B, n)``, int32 or int64: key ``j`` of sequence ``i`` is row ``j % page`` of
             block ``block_table[i, j // page]``. Entries past a sequence's last key are never read.

@@ -14,7 +14,8 @@ int64_t read_int(const TensorSpec& spec, const void* data, int64_t index);
 int64_t paged_rows(const Paged& paged, const void* cu_seqlens_q, int64_t sequence);
 
 // Ok when the lengths in memory fit the problem, which has passed check(). After this every
-// sequence, every packed bias block and every page that is looked at can be addressed without looking again.
+// sequence, every packed bias block and every page that is looked at can be addressed without
+// looking again.
 Status check_lengths(const AttentionProblem& problem, const AttentionTensors& tensors);
 
 }  // namespace flashmoe

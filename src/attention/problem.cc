@@ -141,7 +141,7 @@ Status check_sinks(const AttentionProblem& p) {
     return invalid("sinks is ", dtype_name(sinks.dtype), "; it must be ", dtype_name(p.query.dtype),
                    " like query, or float32");
   }
-  const int64_t heads = p.query.size(p.ragged ? -2 : -3);
+  const int64_t heads = p.query.size(p.ragged || p.paged ? -2 : -3);
   if (sinks.rank == 1 && sinks.shape[0] == heads) return {};
   return invalid("sinks has shape ", shape_text(sinks), ", expected (", heads,
                  ",), one for each query head");

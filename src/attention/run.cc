@@ -16,8 +16,8 @@ Status check_call(const AttentionPlan& plan, const AttentionTensors& t, const vo
   return check_pointers(
       {
           {"query", &p.query, t.query},
-          {"key", &p.key, t.key},
-          {"value", &p.value, t.value},
+          {p.paged ? "k_cache" : "key", &p.key, t.key},
+          {p.paged ? "v_cache" : "value", &p.value, t.value},
           {"bias", if_any(p.bias), t.bias},
           {"key_lengths", if_any(p.key_lengths), t.key_lengths},
           {"cu_seqlens_q", cu_seqlens_q, t.cu_seqlens_q},

@@ -64,8 +64,7 @@ Status check(const AppendProblem& p) {
     if (spec->rank != 3) {
       return invalid(name, " has shape ", shape_text(*spec), "; it is (tokens, heads, head_dim)");
     }
-    FLASHMOE_RETURN_IF_ERROR(
-        check_shape(name, *spec, p.key, 1, {heads, cache->size(-1)}));
+    FLASHMOE_RETURN_IF_ERROR(check_shape(name, *spec, p.key, 1, {heads, cache->size(-1)}));
   }
   FLASHMOE_RETURN_IF_ERROR(check_dtype("value", p.value, p.key.dtype, "like key"));
   if (p.key_cache.dtype != p.key.dtype && p.key_cache.dtype != DType::kFloat8E4M3) {

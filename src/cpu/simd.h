@@ -283,8 +283,17 @@ inline void widen_e4m3(const uint8_t* p, Vec<float>* low, Vec<float>* high) {
   constexpr int n = 2 * kLanes<float>;
   using Halves = VectorOf<uint16_t, n>::type;
   using Signed = VectorOf<int16_t, n>::type;
-  const auto wide = __builtin_convertvector(load<VectorOf<uint8_t, n>::type>(p), Halves);
-  Halves h = bits_as<Halves>(bits_as<Signed>(wide << 8) >> 1) & 0xbfff;
+  // Bytes as the upper halves of 16 bits. GCC 12 converts bytes one by one.
+#if defined(__ARM_NEON)
+  const auto wide = bits_as<Halves>(vshll_n_u8(load<uint8x8_t>(p), 8));
+#elif defined(__AVX512F__)
+  const auto wide = bits_as<Halves>(_mm512_cvtepu8_epi16(load<__m256i>(p))) << 8;
+#elif defined(__F16C__)
+  const auto wide = bits_as<Halves>(_mm256_cvtepu8_epi16(load<__m128i>(p))) << 8;
+#else
+  const auto wide = __builtin_convertvector(load<VectorOf<uint8_t, n>::type>(p), Halves) << 8;
+#endif
+  Halves h = bits_as<Halves>(bits_as<Signed>(wide) >> 1) & 0xbfff;
   h = (h & 0x3f80) == 0x3f80 ? h | 0x7c00 : h;
   HalfVec halves[2];
   __builtin_memcpy(halves, &h, sizeof h);
@@ -302,7 +311,15 @@ inline void narrow_e4m3(uint8_t* p, Vec<float> v) {
   auto magnitude = size < 0x1p-6f ? small : normal;
   magnitude = v == v ? magnitude : (magnitude & 0) + kNanE4m3;
   const auto result = magnitude | (u >> 24 & 0x80);
+#if defined(__ARM_NEON)
+  const uint16x4_t half = vmovn_u32(result);
+  const uint8x8_t bytes = vmovn_u16(vcombine_u16(half, half));
+  store(p, vget_lane_u32(vreinterpret_u32_u8(bytes), 0));
+#elif defined(__AVX512F__)
+  store(p, _mm512_cvtepi32_epi8(bits_as<__m512i>(result)));
+#else
   store(p, __builtin_convertvector(result, VectorOf<uint8_t, kLanes<float>>::type));
+#endif
 }
 
 }  // namespace

@@ -137,12 +137,9 @@ Device device_named(const std::string& name, const Tensor& tensor) {
 }
 
 void check_same_device(NamedTensor first, std::initializer_list<NamedTensor> others) {
-  const Tensor& here = *first.second;
+  const int32_t type = device_type(*first.second), index = first.second->get_device_index();
   for (const auto& [name, tensor] : others) {
-    if (!tensor || (device_type(*tensor) == device_type(here) &&
-                    tensor->get_device_index() == here.get_device_index())) {
-      continue;
-    }
+    if (!tensor || (device_type(*tensor) == type && tensor->get_device_index() == index)) continue;
     fail(std::string(name) + " is on another device than " + first.first + "; move it with .to(" +
          first.first + ".device)");
   }

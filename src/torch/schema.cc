@@ -10,17 +10,17 @@
   "window_right, "                                                                     \
   "float? scale, float softcap, bool deterministic"
 
-// PagedArguments (paged_arguments.h) in its order. An absent maximum is the bound that the shapes
-// give.
-#define FLASHMOE_PAGED_ARGUMENTS                                                        \
-  "Tensor query, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, " \
-  "Tensor? cu_seqlens_q, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, "             \
-  "SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool causal, SymInt window_left, "       \
+// PagedArguments (paged_arguments.h) in its order, under the names that Python's functions have for
+// them: refusals name them. An absent maximum is the bound that the shapes give.
+#define FLASHMOE_PAGED_ARGUMENTS                                                    \
+  "Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, " \
+  "Tensor? cu_seqlens_q, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, "         \
+  "SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool causal, SymInt window_left, "   \
   "SymInt window_right, float? scale, float softcap"
 
 // AppendArguments (paged_arguments.h) in its order.
-#define FLASHMOE_APPEND_ARGUMENTS                                      \
-  "Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, " \
+#define FLASHMOE_APPEND_ARGUMENTS                                \
+  "Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, " \
   "Tensor slot_mapping, Tensor? k_scale, Tensor? v_scale"
 
 // MoeArguments (moe_arguments.h) in its order.

@@ -20,7 +20,7 @@ using flashmoe::Pass;
 struct PagedCase {
   AttentionOptions options;
   int64_t max_seqlen_q = 0, max_seqlen_k = 0;
-  Tensor query, key, value, block_table, seq_lens, cu_seqlens_q, k_scale, v_scale;
+  Tensor query, key, value, block_table, seq_lens, cu_seqlens_q, k_scale, v_scale, sinks;
   Tensor out, lse;
 
   DType dtype() const { return query.spec().dtype; }
@@ -37,6 +37,7 @@ struct PagedCase {
     p.paged = flashmoe::Paged{block_table.spec(), seq_lens.spec(), maybe_spec(cu_seqlens_q),
                               max_seqlen_q,       max_seqlen_k,    maybe_spec(k_scale),
                               maybe_spec(v_scale)};
+    p.sinks = maybe_spec(sinks);
     p.out = out.spec();
     p.lse = maybe_spec(lse);
     return p;
@@ -52,6 +53,7 @@ struct PagedCase {
     t.cu_seqlens_q = cu_seqlens_q.data();
     t.k_scale = k_scale.data();
     t.v_scale = v_scale.data();
+    t.sinks = sinks.data();
     t.out = out.data();
     t.lse = lse.data();
     return t;
@@ -69,6 +71,7 @@ inline std::string describe(const PagedCase& c) {
   s << describe_integers("seq_lens", c.seq_lens);
   s << describe_integers("cu_seqlens_q", c.cu_seqlens_q);
   s << describe("k_scale", c.k_scale) << describe("v_scale", c.v_scale);
+  s << describe("sinks", c.sinks);
   if (c.options.causal) s << " causal";
   s << " window " << c.options.window_left << " " << c.options.window_right;
   if (c.options.scale) s << " scale " << *c.options.scale;
@@ -177,6 +180,12 @@ class PagedCaseMaker {
     if (chance(random_, 0.3)) c.max_seqlen_k += uniform(random_, 1, 5000);
     c.seq_lens = integers({batch}, Values(keys_.begin(), keys_.end()));
     c.query = normal(dtype_, {tokens, heads_q_, dim_}, chance(random_, 0.1) ? 20 : 1);
+    if (chance(random_, 0.4)) {
+      c.sinks = normal(chance(random_, 0.5) ? dtype_ : DType::kFloat32, {heads_q_}, 3);
+      Values sinks = c.sinks.values();
+      if (chance(random_, 0.2)) sinks[0] = -std::numeric_limits<double>::infinity();
+      c.sinks.set(sinks);
+    }
     c.out = empty(dtype_, {tokens, heads_q_, dim_v_}, false);
     const DType lse = dtype_ == DType::kFloat64 ? dtype_ : DType::kFloat32;
     c.lse = empty(lse, {tokens, heads_q_}, false);
@@ -209,12 +218,21 @@ class PagedCaseMaker {
     std::vector<bool> used(blocks * page_);
     const double garbage[] = {-1, -7, double(blocks), 1 << 30, -2147483648., 2147483647.};
     Values table(batch * entries);
-    for (double& x : table) x = garbage[uniform(random_, 0, 5)];
     int64_t next = 0;
     for (int64_t b = 0; b < batch; ++b) {
       for (int64_t j = 0; j < keys_[b]; ++j) {
         if (j % page_ == 0) table[b * entries + j / page_] = static_cast<double>(order[next++]);
         used[static_cast<int64_t>(table[b * entries + j / page_]) * page_ + j % page_] = true;
+      }
+    }
+    // What no query of the sequence sees may be anything, before a window and past the last key.
+    for (int64_t b = 0; b < batch; ++b) {
+      const int64_t position = keys_[b] - rows_[b];  // of the first query
+      const int64_t left = c.options.window_left;
+      for (int64_t n = 0; n < entries; ++n) {
+        const bool before = left >= 0 && left < position - ((n + 1) * page_ - 1);
+        const bool past = n * page_ >= keys_[b] || rows_[b] == 0;
+        if (before || past) table[b * entries + n] = garbage[uniform(random_, 0, 5)];
       }
     }
     c.block_table = integers({batch, entries}, table);
@@ -269,6 +287,7 @@ inline PagedCase float64_twin(const PagedCase& c) {
   twin.block_table = dense_copy(c.block_table, DType::kInt64);
   twin.seq_lens = dense_copy(c.seq_lens, DType::kInt64);
   twin.cu_seqlens_q = dense_copy(c.cu_seqlens_q, DType::kInt64);
+  twin.sinks = dense_copy(c.sinks, DType::kFloat64);
   twin.out = Tensor(DType::kFloat64, c.out.shape());
   twin.lse = Tensor(DType::kFloat64, c.lse.shape());
   return twin;

@@ -123,10 +123,11 @@ def flash_attn_with_kvcache(
     Args:
         q: ``(B, Sq, Hq, D)``.
         k_cache: ``(caches, S, Hk, D)``, or with ``block_table`` pages ``(blocks, page, Hk, D)``;
-            in q's dtype or, under 16-bit queries, float8_e4m3fn.
+            in q's dtype or float8_e4m3fn.
         v_cache: the same for values.
         k: ``(B, Snew, Hk, D)``: written to the cache in place, from position ``cache_seqlens`` on,
-            before anything is read. Tokens past its end are not written.
+            before anything is read. Where the cache is full nothing is written, and that sequence
+            is an error, on CUDA NaN.
         v: the same for values.
         rotary_cos: ``(positions, R)``, with ``k``: the first ``2 R`` of each row of the new keys
             are turned by the angles of their positions, and those of ``q`` too: at

@@ -30,15 +30,6 @@ Operand bias_operand(const std::optional<TensorSpec>& spec, const void* data, co
   return operand(spec, data, g, !g.ragged);
 }
 
-Operand per_head(const std::optional<TensorSpec>& spec, const void* data) {
-  Operand op;
-  if (!spec) return op;
-  op.data = const_cast<void*>(data);
-  op.dtype = spec->dtype;
-  op.head = spec->stride[0];
-  return op;
-}
-
 Operand integers(const TensorSpec& spec, const void* data, const Geometry& g) {
   Operand op;
   op.data = const_cast<void*>(data);

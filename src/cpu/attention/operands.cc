@@ -28,6 +28,15 @@ Operand operand(const std::optional<TensorSpec>& spec, const void* data, const G
   return spec ? operand(*spec, data, g, has_col) : Operand{};
 }
 
+Operand per_head(const std::optional<TensorSpec>& spec, const void* data) {
+  Operand op;
+  if (!spec) return op;
+  op.data = const_cast<void*>(data);
+  op.dtype = spec->dtype;
+  op.head = spec->rank ? spec->stride[0] : 0;
+  return op;
+}
+
 void fill_rest(const Operand& op, int64_t heads, int64_t cols, int64_t first, int64_t last,
                double value) {
   if (!op) return;

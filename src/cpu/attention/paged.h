@@ -81,13 +81,15 @@ inline void bring_row(DType dtype, const char* from, int64_t step, int64_t n, ui
     for (int64_t i = 0; i < n; ++i) to[i] = reinterpret_cast<const uint16_t*>(from)[i * step];
     return;
   }
-  constexpr int64_t kPart = 64;
-  float line[kPart];
-  for (int64_t i = 0; i < n; i += kPart) {
-    const int64_t count = smaller(kPart, n - i);
-    load_row(dtype, from + i * step * dtype_bytes(dtype), step, count, line);
-    store_row(DType::kBFloat16, to + i, 1, count, line);
+  const auto* const bytes = reinterpret_cast<const uint8_t*>(from);  // e4m3
+  int64_t i = 0;
+  for (; step == 1 && i + 2 * kLanes<float> <= n; i += 2 * kLanes<float>) {
+    Vec<float> low, high;
+    widen_e4m3(bytes + i, &low, &high);
+    narrow_bf16(to + i, low);
+    narrow_bf16(to + i + kLanes<float>, high);
   }
+  for (; i < n; ++i) to[i] = to_bf16(from_e4m3(bytes[i * step]));
 }
 template <class A>
 void bring_row(DType dtype, const char* from, int64_t step, int64_t n, A* to) {
@@ -220,16 +222,13 @@ void store_parts(const Params& p, const PagedTile& x, int64_t parts, const Part&
       const A* const from = one.out + c * one.ld;
       for (int64_t d = 0; d < g.head_dim_v; ++d) line[d] += from[d] * weight;
     }
-    const bool empty = sum == 0;  // no key allowed; a NaN is not empty
-    const A inverse = empty ? 0 : 1 / sum;
-    for (int64_t d = 0; d < g.head_dim_v; ++d) line[d] = empty ? 0 : line[d] * inverse * v_scale;
+    const RowEnd<A> end(maximum, sum, sink_of<A>(p, head));
+    const A factor = end.factor * v_scale;
+    for (int64_t d = 0; d < g.head_dim_v; ++d) line[d] = end.empty ? 0 : line[d] * factor;
     const Matrix out = matrix(p, p.out, 0, head, x.s.first_row);
     store_row(out.dtype, element(out, row, 0), out.col, g.head_dim_v, line);
     const Matrix lse = matrix(p, p.lse, 0, head, x.s.first_row);
-    if (!lse) continue;
-    const double log_sum = maximum * kLn2 + __builtin_log(static_cast<double>(sum));
-    const A value = empty ? -kInf<A> : static_cast<A>(sum != sum ? sum : log_sum);
-    store_row(lse.dtype, element(lse, row, 0), 1, 1, &value);
+    if (lse) store_row(lse.dtype, element(lse, row, 0), 1, 1, &end.lse);
   }
 }
 

@@ -41,14 +41,6 @@ Operand cache_operand(const TensorSpec& spec, const void* data) {
   return op;
 }
 
-Operand scale_operand(const std::optional<TensorSpec>& spec, const void* data) {
-  Operand op;
-  if (!spec) return op;
-  op.data = const_cast<void*>(data);
-  op.head = spec->rank ? spec->stride[0] : 0;
-  return op;
-}
-
 Params make_params(const AttentionPlan& plan, const AttentionTensors& t) {
   const AttentionProblem& problem = plan.problem;
   const Paged& paged = *problem.paged;
@@ -58,14 +50,15 @@ Params make_params(const AttentionPlan& plan, const AttentionTensors& t) {
   p.query = operand(problem.query, t.query, g, true);
   p.key = cache_operand(problem.key, t.key);
   p.value = cache_operand(problem.value, t.value);
+  p.sinks = per_head(problem.sinks, t.sinks);
   p.out = operand(problem.out, t.out, g, true);
   p.lse = operand(problem.lse, t.lse, g, false);
   p.block_table.data = const_cast<void*>(t.block_table);
   p.block_table.dtype = paged.block_table.dtype;
   p.block_table.row = paged.block_table.stride[0];
   p.block_table.col = paged.block_table.stride[1];
-  p.k_scale = scale_operand(paged.k_scale, t.k_scale);
-  p.v_scale = scale_operand(paged.v_scale, t.v_scale);
+  p.k_scale = per_head(paged.k_scale, t.k_scale);
+  p.v_scale = per_head(paged.v_scale, t.v_scale);
   p.partial_ld = round_up(g.head_dim_v, kPadding);
   p.block_q = plan.block_q;
   p.block_k = plan.block_k;

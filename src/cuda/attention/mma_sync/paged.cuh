@@ -30,23 +30,38 @@
 
 namespace flashmoe::cuda {
 
-// What a lane keeps of its two rows.
+// What the products of a lane's two rows with an fp8 cache are to be times of.
 template <class C>
-struct PagedRows {
-  int begin[2], end[2];  // the keys that they see
-  float factor[2];       // fp8: what their products with what the cache holds are to be times of
+struct PagedFactors {
+  float factor[2];
 
-  __device__ __forceinline__ PagedRows(const char* shared, const PagedWarp<C>& warp,
-                                       const PagedTask& task, const PagedParams& p) {
+  __device__ __forceinline__ PagedFactors(const char* shared, const PagedWarp<C>& warp,
+                                          const PagedTask& task, const PagedParams& p) {
     const float scale = C::kFp8 && p.k_scale ? p.k_scale[task.head * p.k_scale_stride] : 1;
     const float* factors = reinterpret_cast<const float*>(shared + C::kSmemFactors);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      factor[half] = scale;
+      if (C::kFp8 && C::Query::kExponent != C::Type::kExponent) {
+        factor[half] *= factors[warp.row + 8 * half + warp.lane / 4];
+      }
+    }
+  }
+};
+
+// The keys that a lane's two rows see. Found where they are needed: few tiles have a mask, and the
+// main loop has no registers for them.
+template <class C>
+struct PagedBounds {
+  int begin[2], end[2];
+
+  __device__ __forceinline__ PagedBounds(const PagedWarp<C>& warp, const PagedTask& task,
+                                         const PagedParams& p) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = warp.row + 8 * half + warp.lane / 4;
       begin[half] = task.begin(row, p);
       end[half] = min(task.end(row, p), task.key_end);
-      factor[half] = scale;
-      if (C::kFp8 && C::Query::kExponent != C::Type::kExponent) factor[half] *= factors[row];
     }
   }
 };
@@ -54,10 +69,12 @@ struct PagedRows {
 // Sets scores to -inf where the row does not see the key.
 template <class C>
 __device__ __forceinline__ void mask_pages(float (&s)[1][C::kKeyTiles][4], int first_key,
-                                           const PagedRows<C>& rows, int lane) {
+                                           const PagedWarp<C>& warp, const PagedTask& task,
+                                           const PagedParams& p) {
+  const PagedBounds<C> rows(warp, task, p);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int from = first_key + lane % 4 * 2;
+    const int from = first_key + warp.lane % 4 * 2;
     const int begin = rows.begin[half] - from, end = rows.end[half] - from;
 #pragma unroll
     for (int i = 0; i < 2 * C::kKeyTiles; ++i) {
@@ -86,9 +103,8 @@ __device__ __forceinline__ void drop_nonfinite_pages(char* sV, const PagedWarp<C
 
 // Adds what was left out to the rows that see it, key by key.
 template <class C>
-__device__ __forceinline__ void add_nonfinite_pages(FwdState<C>& t, const PagedRows<C>& rows,
-                                                    const PagedWarp<C>& warp, const PagedTask& task,
-                                                    const PagedParams& p) {
+__device__ __forceinline__ void add_nonfinite_pages(FwdState<C>& t, const PagedWarp<C>& warp,
+                                                    const PagedTask& task, const PagedParams& p) {
   const auto infinite = [&](const char* row, int column) -> float {
     if (column >= p.head_dim_v) return 0;
     const int64_t at = column * p.value_column;
@@ -98,6 +114,7 @@ __device__ __forceinline__ void add_nonfinite_pages(FwdState<C>& t, const PagedR
       return infinity_or_nan<typename C::Type>(reinterpret_cast<const uint16_t*>(row)[at]);
     }
   };
+  const PagedBounds<C> rows(warp, task, p);
   const int tiles = PagedLoader<C>::tiles(warp, task);
 #pragma unroll 1
   for (int i = 0; i < tiles * C::kKeys; ++i) {
@@ -129,9 +146,9 @@ __device__ __forceinline__ void add_nonfinite_pages(FwdState<C>& t, const PagedR
 // One tile of keys, in shared memory.
 template <class C>
 __device__ __forceinline__ void paged_step(FwdState<C>& t, char* shared, uint32_t smem, uint32_t sK,
-                                           int first_key, bool guarded, const PagedRows<C>& rows,
-                                           const PagedWarp<C>& warp, const PagedTask& task,
-                                           const PagedParams& p) {
+                                           int first_key, bool guarded,
+                                           const PagedFactors<C>& factors, const PagedWarp<C>& warp,
+                                           const PagedTask& task, const PagedParams& p) {
   using Cache = typename C::CacheLayout;
   const uint32_t lane_q = lane_rows<typename C::Layout>(smem + C::kSmemQ, warp.row, 0);
   const uint32_t lane_k = lane_cols<Cache>(smem + sK, 0, 0);
@@ -142,14 +159,14 @@ __device__ __forceinline__ void paged_step(FwdState<C>& t, char* shared, uint32_
   if constexpr (C::kFp8) {
     add_scores_fp8<C>(s, t.rQ, lane_q, lane_k);
 #pragma unroll
-    for (int i = 0; i < C::kKeyTiles * 4; ++i) s[0][i / 4][i % 4] *= rows.factor[i % 4 / 2];
+    for (int i = 0; i < C::kKeyTiles * 4; ++i) s[0][i / 4][i % 4] *= factors.factor[i % 4 / 2];
   } else {
     add_scores<C>(s, t.rQ, lane_q, lane_k);
   }
   const ScoreRule rule(p);
   if (rule.transforms()) transform_scores<C>(s, rule);
   if (first_key < task.full_begin || first_key + C::kKeys > min(task.full_end, task.key_end)) {
-    mask_pages<C>(s, first_key, rows, warp.lane);
+    mask_pages<C>(s, first_key, warp, task, p);
   }
   update_references<C>(t, s, rule.scale_log2());
   if (guarded) drop_nonfinite_pages<C>(shared + sK + C::kTileBytes, warp);
@@ -188,7 +205,7 @@ __device__ __forceinline__ bool paged_keys(FwdState<C>& t, char* shared, uint32_
 #pragma unroll
     for (int step = 0; step < C::kQSteps; ++step) q.load(t.rQ[0][step], 0, step);
   }
-  const PagedRows<C> rows(shared, warp, task, p);
+  const PagedFactors<C> factors(shared, warp, task, p);
   const int tiles = loader.tiles(warp, task);
 #pragma unroll 1
   for (int tile = 0; tile < tiles; ++tile) {
@@ -202,9 +219,9 @@ __device__ __forceinline__ bool paged_keys(FwdState<C>& t, char* shared, uint32_
     sync_team<C>();  // the tile is there for the team, which is done with the one before
     if (kAhead > 0) loader.load(smem, warp, task, p);
     paged_step<C>(t, shared, smem, loader.keys_at(tile, warp), loader.first_key(tile, warp, task),
-                  guarded, rows, warp, task, p);
+                  guarded, factors, warp, task, p);
   }
-  if (guarded) add_nonfinite_pages<C>(t, rows, warp, task, p);
+  if (guarded) add_nonfinite_pages<C>(t, warp, task, p);
   return loader.page.bad;
 }
 

@@ -107,7 +107,8 @@ __device__ __forceinline__ void add_nonfinite_pages(FwdState<C>& t, const PagedW
                                                     const PagedTask& task, const PagedParams& p) {
   const auto infinite = [&](const char* row, int column) -> float {
     if (column >= p.head_dim_v) return 0;
-    const int64_t at = column * p.value_column;
+    // Opaque: ahead of the loop over keys there are no registers for as many offsets.
+    const int64_t at = ptx::opaque(column) * p.value_column;
     if constexpr (C::kFp8) {
       return (row[at] & E4m3::kNan) == E4m3::kNan ? NAN : 0;
     } else {

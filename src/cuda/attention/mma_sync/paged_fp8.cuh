@@ -97,9 +97,14 @@ __device__ __forceinline__ void load_queries_fp8(char* shared, float* factors,
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const int chunk = lane + 32 * pass;
-      unpack_chunk<T>(x[pass], query_chunk<T>(row, chunk, task, p));
+      const typename T::Storage* from = static_cast<const typename T::Storage*>(p.query) +
+                                        row_offset(row, p.query_strides, task, p) + chunk * 8;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) top = fmaxf(top, fabsf(x[pass][i]));
+      for (int i = 0; i < 8; ++i) {
+        const bool there = row < task.rows && chunk * 8 + i < p.head_dim;
+        x[pass][i] = there ? T::unpack(from[i]) : 0.f;
+        top = fmaxf(top, fabsf(x[pass][i]));
+      }
     }
     float factor = 1;
     if constexpr (kScaled) {

@@ -156,25 +156,24 @@ __device__ __forceinline__ void gather_rows(uint32_t shared, int first, const ch
                                             int64_t offset, int64_t column, int dim, int lane) {
   using Layout = typename C::CacheLayout;
   using Number = std::conditional_t<C::kFp8, uint8_t, uint16_t>;
-  constexpr int kNumbers = 16 / C::kCacheBytes;  // of a chunk
+  constexpr int kNumbers = 4 / C::kCacheBytes;  // of a word: more at once take registers
+  constexpr int kWords = C::kDim / kNumbers;    // of a row
 #pragma unroll 1
-  for (int i = 0; i < C::kWarpKeys * Layout::kChunks; i += 32) {
-    const int row = (i + lane) / Layout::kChunks, chunk = (i + lane) % Layout::kChunks;
+  for (int i = lane; i < C::kWarpKeys * kWords; i += 32) {
+    const int row = i / kWords, word = i % kWords;
     const int64_t where = __shfl_sync(0xffffffffu, offset, row);
-    uint32_t words[4] = {0, 0, 0, 0};
+    uint32_t packed = 0;
 #pragma unroll
     for (int e = 0; e < kNumbers; ++e) {
-      const int col = chunk * kNumbers + e;
+      const int col = word * kNumbers + e;
       if (where < 0 || col >= dim) continue;
       const uint32_t x =
           *reinterpret_cast<const Number*>(from + where + col * column * C::kCacheBytes);
-      words[e * C::kCacheBytes / 4] |= x << (e * C::kCacheBytes % 4 * 8);
+      packed |= x << (e * C::kCacheBytes * 8);
     }
-    if (row < C::kWarpKeys) {
-      ptx::st_shared_v4(shared + Layout::at(first + row, chunk),
-                        {words[0], words[1], words[2], words[3]});
-    }
+    ptx::st_shared_u32(shared + Layout::at(first + row, word / 4) + word % 4 * 4, packed);
   }
+  static_assert(C::kWarpKeys * kWords % 32 == 0, "all lanes go round together");
 }
 
 // A team's tiles of keys, loaded to their stages one after the other.

@@ -23,6 +23,11 @@ set(flashmoe_head_dims_sm90_fwd_packed 16 32 64)
 set(flashmoe_head_dims_sm90_bwd_packed 16 32 64)
 set(flashmoe_head_dims_sm90_bwd_bias 32 64 96 128)
 set(flashmoe_head_dims_sm90_bwd_bias_rows 32 64 96 128)
+set(flashmoe_head_dims_sm90_paged_chunk 64 128 256)
+foreach(family IN LISTS flashmoe_families)
+  set(flashmoe_head_dims_${family}_paged 64 128 256 512)
+  set(flashmoe_head_dims_${family}_paged_fp8 64 128 256 512)
+endforeach()
 
 # What is compiled for a chip, and what the library knows of it: compute capability, whether it runs on that chip only,
 # whether it has PTX. An sm_80 image runs on 8.6 and 8.9 as it is; PTX is for chips to come. Hopper's own instructions
@@ -47,9 +52,10 @@ target_sources(flashmoe PRIVATE
   src/cuda/runtime/tensor_map.cc
   src/cuda/attention/bias_plan.cc src/cuda/attention/call.cc src/cuda/attention/catalogue.cc
   src/cuda/attention/families.cc src/cuda/attention/lay_out.cc src/cuda/attention/mma_sync.cc
+  src/cuda/attention/paged_plan.cc
   src/cuda/attention/planner.cc src/cuda/attention/sm90.cc src/cuda/attention/tile_choice.cc
   src/cuda/attention/workspace.cc
-  src/cuda/cache/planner.cc
+  src/cuda/cache/catalogue.cc src/cuda/cache/planner.cc
   src/cuda/moe/call.cc src/cuda/moe/catalogue.cc src/cuda/moe/planner.cc src/cuda/moe/sm90.cc
   src/cuda/moe/workspace.cc)
 target_link_libraries(flashmoe PRIVATE ${CMAKE_DL_LIBS})
@@ -135,9 +141,9 @@ message(STATUS "flashmoe: CUDA kernels of ${listed} (FLASHMOE_FAMILIES=${FLASHMO
 
 # Fatbins and sources must belong together: the hash of all device sources goes with the fatbins.
 file(GLOB_RECURSE device_sources RELATIVE ${PROJECT_SOURCE_DIR} CONFIGURE_DEPENDS
-  src/cuda/*.cu src/cuda/*.cuh src/cuda/attention/params.h src/cuda/attention/tiles.h src/cuda/attention/sm90/*.h
+  src/cuda/*.cu src/cuda/*.cuh src/cuda/attention/paged.h src/cuda/attention/params.h src/cuda/attention/tiles.h src/cuda/attention/sm90/*.h
   src/cuda/tile/*.h src/cuda/tma/*.h src/cuda/attention/kernels/*.h
-  src/cuda/moe/params.h src/cuda/moe/tiles.h src/cuda/moe/sm90/*.h src/cuda/moe/kernels/*.h)
+  src/cuda/cache/params.h src/cuda/moe/params.h src/cuda/moe/tiles.h src/cuda/moe/sm90/*.h src/cuda/moe/kernels/*.h)
 list(SORT device_sources)
 set(hashes "")
 foreach(source IN LISTS device_sources)
@@ -238,6 +244,7 @@ foreach(one IN LISTS chosen)
   list(GET one 1 chip)
   flashmoe_add_operator(attention ${family} ${chip})
   flashmoe_add_operator(moe ${family} ${chip})
+  flashmoe_add_image(${family} ${chip} cache/kernels/append.cu ${family}_cache_append -DFLASHMOE_FAMILY=${family})
 endforeach()
 file(CONFIGURE OUTPUT ${PROJECT_BINARY_DIR}/images/images.inc CONTENT "${images}")
 set_source_files_properties(src/cuda/runtime/images.cc PROPERTIES

@@ -2,6 +2,8 @@
 #include <algorithm>
 
 #include "cuda/attention/catalogue.h"
+#include "cuda/cache/catalogue.h"
+#include "cuda/cache/params.h"
 #include "cuda/moe/catalogue.h"
 #include "cuda/runtime/families.h"
 #include "cuda/runtime/images.h"
@@ -20,6 +22,11 @@ std::vector<CudaKernel> cuda_kernels() {
     list.push_back({k.id.name, k.family, k.id.image->name, k.id.symbol, cuda::chips_of(k.id),
                     cuda::moe::role_name(k.role), k.dtype, 0, k.tile.block_m, k.tile.block_n,
                     k.threads, k.shared_bytes});
+  }
+  for (const cuda::cache::Kernel& k : cuda::cache::kernels()) {
+    list.push_back({k.id.name, k.family, k.id.image->name, k.id.symbol, cuda::chips_of(k.id),
+                    cuda::cache::kAppendRole, DType::kFloat16, 0, 0, 0, cuda::cache::kAppendThreads,
+                    0});
   }
   return list;
 }

@@ -53,6 +53,7 @@ FAMILIES = {
     for row in INFO["cuda_families"]
 }
 FORWARD = {"attention_fwd", "attention_fwd_bias"}
+PAGED = {"attention_paged", "attention_paged_chunk"}
 BACKWARD = {"attention_bwd", "attention_bwd_bias"}
 FINISH = {"attention_bwd_dq", "attention_bwd_bias_dq"}
 BIAS_SUM = "attention_bwd_bias_sum"
@@ -79,8 +80,9 @@ needs_all_families = pytest.mark.skipif(
 
 
 def dtype_of(image: Path) -> str:
-    """sm80_attention_fwd_fp16_d64.sm_90.fatbin -> fp16"""
-    return re.search(r"_([a-z]+16)(?:_d\d+)?(?:\.|$)", image.name)[1]
+    """sm80_attention_fwd_fp16_d64.sm_90.fatbin -> fp16; "" where kernels have none"""
+    found = re.search(r"_([a-z]+16)(?:_d\d+)?(?:\.|$)", image.name)
+    return found[1] if found else ""
 
 
 def chip_of(image: Path) -> str:

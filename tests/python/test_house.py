@@ -33,7 +33,7 @@ ROOMS = [
 # What the files of a room may include of src. core and the CUDA runtime know no operator; device
 # code goes from the bottom up, and mma_sync knows nothing of sm90.
 SHARED = r"cuda/(?:ptx/|tile/)"
-OF_ATTENTION = r"cuda/attention/(?:[^/]*\.cuh|params\.h|tiles\.h)"
+OF_ATTENTION = r"cuda/attention/(?:[^/]*\.cuh|paged\.h|params\.h|tiles\.h)"
 FAMILIES = r"cuda/attention/(?:sm90|mma_sync)/"
 LAYERS = {
     "src/core/": r"core/|flashmoe/(?:plan|status|tensor)\.h",

@@ -23,6 +23,7 @@ from catalogue import (
     IMAGES,
     INFO,
     MOE_PRODUCTS,
+    PAGED,
     ROOT,
     TORCH_DTYPES,
     beside,
@@ -72,7 +73,7 @@ PACKED = ("HMMA.16816", "LDSM", "UTMALDG")
 BY_ROWS = re.compile("_bias_(?:rows|float)_")
 # Products of experts that gather rows by token.
 GATHERED = ("moe_up", "moe_bwd_act", "moe_bwd_weights")
-WITH_PRODUCTS = FORWARD | BACKWARD | {BIAS_SUM, *sum(MOE_PRODUCTS.values(), ())}
+WITH_PRODUCTS = FORWARD | BACKWARD | PAGED | {BIAS_SUM, *sum(MOE_PRODUCTS.values(), ())}
 # What several blocks do to the same memory in any order: only where grad_query is added up.
 SHARED_SUMS = r"(?:RED|ATOM)[GS]?\."
 # What the other dtype looks like: in the name of a symbol, in PTX, in machine code. A product of
@@ -147,11 +148,52 @@ COLUMNS = {"FwdTile": (3, 6), "BwdTile": (3, 5), "BiasSumTile": (3, 6)}
 
 def rows(path: Path) -> list[tuple[str, str, list[int]]]:
     """(type, table, numbers) of each row in a header of kernel tables."""
+    return rows_in(path.read_text())
+
+
+def rows_in(text: str) -> list[tuple[str, str, list[int]]]:
     found = []
     pattern = r"^inline constexpr (\w+) (k\w+)\[\] = \{(.*?)\n\};"
-    for kind, table, body in re.findall(pattern, path.read_text(), re.M | re.S):
+    for kind, table, body in re.findall(pattern, text, re.M | re.S):
         for row in re.findall(r"\{([\w, ]+)\}", re.sub(r"//.*", "", body)):
             found.append((kind, table, [int(x) for x in re.findall(r"\d+", row)]))
+    return found
+
+
+# The tables of tiles over pages, of all families in one header.
+PAGED_TABLES = {
+    "kPaged": ("paged", "paged"),
+    "kPagedFp8": ("paged_fp8", "paged_fp8"),
+    "kPagedChunk": ("paged_chunk", "paged_chunk"),
+}
+
+
+def listed_pages(family: str) -> dict[str, Listed]:
+    """Kernels over the pages of a cache, by name, and the one that writes to a cache."""
+    found = {f"{family}_cache_append": Listed(f"{family}_cache_append", "cache_append")}
+    tables = []
+    for name in ("paged.h", "paged_chunk.h"):
+        text = (ROOT / "src/cuda/attention/kernels" / name).read_text()
+        parts = re.split(r"^namespace flashmoe::cuda::(\w+) \{$", text, flags=re.M)
+        tables += [
+            row
+            for own, part in zip(parts[1::2], parts[2::2], strict=True)
+            if own == family
+            for row in rows_in(part)
+        ]
+    for dtype in FAMILIES[family].dtypes:
+        for _, table, numbers in tables:
+            name, image = PAGED_TABLES[table]
+            d, q, k = numbers[:3]
+            image, tile = f"{family}_attention_{image}_{dtype}_d{d}", f"{dtype}_d{d}_{q}x{k}"
+            warps, ctas = (
+                (4 * (q // 64 + 1), 1) if table == "kPagedChunk" else (numbers[3], numbers[7])
+            )
+            role = "attention_" + name.removesuffix("_fp8")
+            found[f"{family}_attention_{name}_{tile}"] = Listed(image, role, (d, q, k), warps, ctas)
+            if table == "kPaged":
+                combine = Listed(image, "attention_paged_combine", (d, q, k))
+                found[f"{family}_attention_paged_combine_{tile}"] = combine
     return found
 
 
@@ -188,7 +230,7 @@ def listed_kernels() -> dict[str, Listed]:
     """What the rows of each family's tables stand for, by name."""
     found = {}
     for family in INFO["families"]:
-        found |= listed_experts(family)
+        found |= listed_experts(family) | listed_pages(family)
         listed = rows(ROOT / f"src/cuda/attention/kernels/{family}.h")
         assert {table for _, table, _ in listed} <= set(TABLES) and listed
         for dtype in FAMILIES[family].dtypes:
@@ -289,12 +331,19 @@ def test_the_catalogue_has_the_kernels_of_the_tables():
         assert (known["head_dim"], known["block_q"], known["block_k"]) == listed.tile
         assert known["threads"] == listed.warps * 32
         assert known["family"] == name.split("_")[0]
-        assert known["dtype"] == str(TORCH_DTYPES[dtype_of(Path(known["image"]))])[6:]
+        if dtype := dtype_of(Path(known["image"])):
+            assert known["dtype"] == str(TORCH_DTYPES[dtype])[6:]
 
 
 def test_every_tile_has_all_that_its_pass_needs():
     for kernel in CATALOGUE.values():
         family, dtype = kernel["image"].split("_")[0], dtype_of(Path(kernel["image"]))
+        if kernel["role"] == "attention_paged":
+            combine = re.sub(r"_paged(?:_fp8)?_", "_paged_combine_", kernel["name"])
+            stem = combine.rpartition("_")[0]  # its tile is that of the cache in the query's dtype
+            assert any(name.startswith(stem) for name in CATALOGUE)
+        if kernel["role"] in {"attention_paged", "cache_append"}:
+            continue
         if family == "sm90":  # no split over keys
             for role in HOPPER_ROWS:
                 assert f"{family}_{role}_{dtype}" in CATALOGUE
@@ -332,8 +381,12 @@ def test_the_library_holds_these_images():
 def test_no_dtype_in_the_image_of_another(image):
     """bf16 in an sm_75 image is the case that matters most: that chip has none."""
     dtype = dtype_of(image)
+    if not dtype:  # copies bytes
+        return
     assert dtype in FAMILIES[family_of(image)].dtypes
     in_names, in_ptx, in_code = FOREIGN[dtype]
+    if "_fp8_" in image.name and dtype == "bf16":  # an fp8 cache is multiplied in fp16
+        return
     names = report.symbols(image)
     assert not [name for name in names if re.search(in_names, name)]
     for (kernel, chip), opcodes in report.opcodes(image).items():
@@ -396,26 +449,30 @@ def strange_code(kernel: str, chip: str, opcodes: Counter[str]) -> list[str]:
     # Of short sequences dQ is computed after the others, and nobody adds it up.
     products = role in WITH_PRODUCTS or (short and role in FINISH)
     foreign = some(rf".*(?:{family.foreign})")
-    if BY_ROWS.search(kernel) or role in GATHERED:
+    # Over pages Hopper reads small tiles as Ampere does: its work is reading the cache.
+    as_ampere = role == "attention_paged" and CATALOGUE[kernel]["family"] == "sm90"
+    if BY_ROWS.search(kernel) or role in GATHERED or as_ampere:
         foreign = [opcode for opcode in foreign if "LDGSTS" not in opcode]
     found = [f"has {opcode}" for opcode in foreign]
     packed = "_packed_" in kernel
     instructions = PACKED if packed else family.instructions
+    if as_ampere:
+        instructions = FAMILIES["sm80"].instructions
     wanted = [re.escape(prefix) for prefix in instructions if products]
     if BY_ROWS.search(kernel):  # in chunks, in the background
         wanted.append(r"LDGSTS\.E.*\.ZFILL")
     hopper = CATALOGUE[kernel]["family"] == "sm90"
     if role in MOE_FEW:  # from global memory to the MMAs
         wanted += [r"HMMA\.16816", r"LDG\.E.*\.128"]
-    elif hopper and role.startswith(
-        "moe_"
-    ):  # rows of an expert end anywhere: no copy engine stores
+    elif hopper and role[:4] == "moe_":  # rows end anywhere: no copy engine stores
         wanted += [r"STG\.E\.128"] if role not in MOE_ROWS or role == "moe_combine" else []
         wanted += [r"LDGSTS\.E\.BYPASS\.128"] if role in GATHERED else []
     elif hopper and products:  # the copy engine stores, but for sums, which are single numbers
-        wanted += [r"UTMASTG"] if role != BIAS_SUM else []
+        wanted += [r"UTMASTG"] if role != BIAS_SUM and not as_ampere else []
     elif hopper:
         wanted += [r"STG\.E\.128"] if role == "attention_bias_align" else []
+    elif "paged" in role:  # rows leave in pairs of columns
+        wanted += []
     elif role not in ("attention_combine", BIAS_SUM, *MOE_ROWS) or role == "moe_combine":
         wanted.append(r"STG\.E\.128")  # the others write single numbers
     if hopper and products:  # tickets are integers; only a backward pass adds numbers

@@ -8,6 +8,7 @@
 #include "cuda/attention/bias_plan.h"
 #include "cuda/attention/families.h"
 #include "cuda/attention/lay_out.h"
+#include "cuda/attention/paged_plan.h"
 #include "cuda/attention/planner.h"
 #include "cuda/attention/tiles.h"
 #include "cuda/runtime/driver.h"
@@ -138,17 +139,7 @@ void fill_problem(AttentionParams& p, const Call& call, size_t aligned_bias) {
   p.len_k = static_cast<int32_t>(plan.len_k);
   p.head_dim = static_cast<int32_t>(plan.head_dim);
   p.head_dim_v = static_cast<int32_t>(plan.head_dim_v);
-  const auto limit = [](int64_t side) {
-    return side < 0 || side > kNoLimit ? kNoLimit : static_cast<int32_t>(side);
-  };
-  p.left = limit(g.left);
-  p.right = limit(g.right);
-  p.scale = static_cast<float>(g.scale);
-  // With a scale of 0 all scores are 0, capped or not; a softcap_scale of 0 says that there is
-  // none.
-  const bool capped = g.softcap > 0 && g.scale != 0;
-  p.softcap_scale = capped ? static_cast<float>(g.scale / g.softcap) : 0.f;
-  p.scale_log2 = static_cast<float>((capped ? g.softcap : g.scale) * M_LOG2E);
+  fill_scores(p, g);
 }
 
 // Leading dimensions that every tensor walks with one stride become one: dividing is dear on a GPU.
@@ -221,17 +212,33 @@ const Kernel* planned_bias_sum(const AttentionPlan& plan) {
 
 }  // namespace
 
-void fill_forward(AttentionFwdParams& p, const Call& call) {
-  const AttentionPlan& plan = call.plan;
-  const Geometry& g = call.geometry;
-  const ForwardWorkspace& w = call.forward;
-  fill_problem(p, call, w.aligned_bias);
-  // A forward kernel wants a positive scale: see AttentionFwdParams::sign.
+void fill_scores(AttentionParams& p, const Geometry& g) {
+  const auto limit = [](int64_t side) {
+    return side < 0 || side > kNoLimit ? kNoLimit : static_cast<int32_t>(side);
+  };
+  p.left = limit(g.left);
+  p.right = limit(g.right);
+  p.scale = static_cast<float>(g.scale);
+  // With a scale of 0 all scores are 0, capped or not; a softcap_scale of 0 says that there is
+  // none.
+  const bool capped = g.softcap > 0 && g.scale != 0;
+  p.softcap_scale = capped ? static_cast<float>(g.scale / g.softcap) : 0.f;
+  p.scale_log2 = static_cast<float>((capped ? g.softcap : g.scale) * M_LOG2E);
+}
+
+void fill_sign(AttentionFwdParams& p, const Geometry& g) {
   p.sign = 1;
   if (p.softcap_scale == 0 && g.scale <= 0) {
     p.sign = g.scale < 0 ? -1.f : 0.f;
     p.scale_log2 = g.scale < 0 ? -p.scale_log2 : 1.f;
   }
+}
+
+void fill_forward(AttentionFwdParams& p, const Call& call) {
+  const AttentionPlan& plan = call.plan;
+  const ForwardWorkspace& w = call.forward;
+  fill_problem(p, call, w.aligned_bias);
+  fill_sign(p, call.geometry);
   if (one_query(plan) && !main_kernel(plan).counts_tasks) {  // a group's heads are its rows
     p.one_query = 1;
     p.len_q = p.group;
@@ -406,8 +413,8 @@ Status launch_step(const Call& call, const AttentionLaunch& step, int64_t batch,
 Status run(const AttentionPlan& plan, const AttentionTensors& t, void* workspace,
            const Launch& launch) {
   const std::pair<const char*, const void*> aligned[] = {
-      {"query", t.query},       {"key", t.key},
-      {"value", t.value},       {"out", t.out},
+      {"query", t.query},       {"key", plan.problem.paged ? nullptr : t.key},
+      {"out", t.out},           {"value", plan.problem.paged ? nullptr : t.value},
       {"grad_out", t.grad_out}, {"grad_query", t.grad_query},
       {"grad_key", t.grad_key}, {"grad_value", t.grad_value},
       {"workspace", workspace},
@@ -420,6 +427,7 @@ Status run(const AttentionPlan& plan, const AttentionTensors& t, void* workspace
   CurrentContext context;  // tensor maps need one, too
   if (Status status = context.enter(plan.problem.device.ordinal); !status.ok()) return status;
   Call call{plan, t, static_cast<char*>(workspace), launch, geometry(plan.problem), {}, {}};
+  if (plan.problem.paged) return run_paged(call);
   if (plan.problem.pass == Pass::kForward) {
     call.forward = forward_workspace(plan);
   } else {

@@ -28,6 +28,10 @@ struct SideParams {
 // All that kernels of either pass are given, whatever the family.
 void fill_forward(AttentionFwdParams& p, const Call& call);
 void fill_backward(AttentionBwdParams& p, const Call& call, uint32_t preprocess_heads);
+// Of these: what makes a score of a product, and the keys that a row sees.
+void fill_scores(AttentionParams& p, const Geometry& g);
+// A forward kernel wants a positive scale: see AttentionFwdParams::sign.
+void fill_sign(AttentionFwdParams& p, const Geometry& g);
 // longest_first: whether the last blocks of a sequence, which a causal mask leaves most to do, come
 // first in lists of blocks of keys. Lists of queries always have them so.
 SideParams fill_side_params(const Call& call, const AttentionFwdParams& p, bool longest_first);

@@ -5,6 +5,8 @@
 
 #include "core/text.h"
 #include "cuda/attention/kernels/hopper_rows.h"
+#include "cuda/attention/kernels/paged.h"
+#include "cuda/attention/kernels/paged_chunk.h"
 #include "cuda/attention/kernels/sm75.h"
 #include "cuda/attention/kernels/sm80.h"
 #include "cuda/attention/kernels/sm90.h"
@@ -29,6 +31,10 @@ int shared_bytes(Role, const Sm90PackedTile& tile) { return tile.shared_bytes();
 int shared_bytes(Role, const Sm90PackedBwdTile& tile) { return tile.shared_bytes(); }
 int shared_bytes(Role, const Sm90BwdTile& tile) { return tile.shared_bytes(); }
 int shared_bytes(Role, const Sm90BiasSumTile& tile) { return tile.shared_bytes(); }
+int shared_bytes(Role, const Sm90ChunkTile& tile) { return tile.shared_bytes(); }
+int shared_bytes(Role role, const PagedTile& tile) {
+  return role == Role::kPagedCombine ? 0 : tile.shared_bytes();
+}
 
 // The parameter of a kernel with a tile.
 const char* params_type(const FwdTile&) { return "AttentionFwdParams"; }
@@ -39,6 +45,8 @@ const char* params_type(const Sm90PackedTile&) { return "Sm90PackedParams"; }
 const char* params_type(const Sm90PackedBwdTile&) { return "Sm90PackedBwdParams"; }
 const char* params_type(const Sm90BwdTile&) { return "Sm90BwdParams"; }
 const char* params_type(const Sm90BiasSumTile&) { return "Sm90BwdParams"; }
+const char* params_type(const PagedTile&) { return "PagedParams"; }
+const char* params_type(const Sm90ChunkTile&) { return "Sm90PagedParams"; }
 
 // Lists kernels, as far as this build has an image of theirs.
 class Lister {
@@ -124,6 +132,8 @@ class Lister {
       kernel.heads_of_box = tile.heads();
     }
     if constexpr (requires { Tile::kCountsTasks; }) kernel.counts_tasks = Tile::kCountsTasks;
+    if constexpr (requires { tile.cache_bytes; }) kernel.cache_bytes = tile.cache_bytes;
+    if (role == Role::kPagedCombine) kernel.threads = kPagedCombineThreads;
     add(kernel);
   }
 
@@ -171,10 +181,20 @@ std::vector<Kernel> list_kernels() {
                    {Role::kCombine, Role::kPreprocess, Role::kRaggedBlocks, Role::kBiasAlign,
                     Role::kBiasTranspose});
   };
+  const auto add_paged = [&](const char* family, const std::initializer_list<DType>& dtypes,
+                             const auto& paged, const auto& paged_fp8) {
+    list.add(family, dtypes, Role::kPaged, "paged", "paged", paged);
+    list.add(family, dtypes, Role::kPaged, "paged_fp8", "paged_fp8", paged_fp8);
+    list.add(family, dtypes, Role::kPagedCombine, "paged_combine", "paged", paged);
+  };
   add_mma_sync("sm80", both, sm80::kFwd, sm80::kFwdBias, sm80::kBwd, sm80::kBwdBias,
                sm80::kBiasSum);
   add_mma_sync("sm75", fp16, sm75::kFwd, sm75::kFwdBias, sm75::kBwd, sm75::kBwdBias,
                sm75::kBiasSum);
+  list.add("sm90", both, Role::kPagedChunk, "paged_chunk", "paged_chunk", sm90::kPagedChunk);
+  add_paged("sm90", both, sm90::kPaged, sm90::kPagedFp8);
+  add_paged("sm80", both, sm80::kPaged, sm80::kPagedFp8);
+  add_paged("sm75", fp16, sm75::kPaged, sm75::kPagedFp8);
   return list.take();
 }
 
@@ -210,6 +230,12 @@ const char* role_name(Role role) {
       return "attention_bwd_dq";
     case Role::kBackwardBiasDq:
       return "attention_bwd_bias_dq";
+    case Role::kPaged:
+      return "attention_paged";
+    case Role::kPagedChunk:
+      return "attention_paged_chunk";
+    case Role::kPagedCombine:
+      return "attention_paged_combine";
   }
   return "";
 }
@@ -233,7 +259,8 @@ const Kernel* find_kernel(Role role, const Kernel& beside) {
   for (const Kernel& kernel : kernels()) {
     const bool same_tile = kernel.block_q == beside.block_q && kernel.block_k == beside.block_k;
     if (kernel.role == role && kernel.dtype == beside.dtype && kernel.head_dim == beside.head_dim &&
-        std::string_view(kernel.family) == beside.family && (same_tile || role == Role::kBiasSum)) {
+        std::string_view(kernel.family) == beside.family &&
+        (same_tile || role == Role::kBiasSum || role == Role::kPagedCombine)) {
       return &kernel;
     }
   }

@@ -26,7 +26,10 @@ enum class Role {
   kBackwardBias,
   kBackwardDq,  // after it: dQ
   kBackwardBiasDq,
-  kBiasSum,  // the gradient of a bias that was broadcast
+  kBiasSum,     // the gradient of a bias that was broadcast
+  kPaged,       // a forward pass over the pages of a cache
+  kPagedChunk,  // the same for sequences with many queries, where they have a kernel of their own
+  kPagedCombine,
 };
 const char* role_name(Role role);
 
@@ -53,6 +56,7 @@ struct Kernel {
   bool packed = false;             // tiles are tokens, whatever sequences these are of
   int heads_of_box = 1;            // packed: heads that must lie side by side
   bool counts_tasks = false;       // gives out its tasks by a counter, not by the grid
+  int cache_bytes = 0;             // over pages: of a number of the cache
 };
 
 // Grouped by family and role, and there best tile first.
@@ -60,7 +64,8 @@ const std::vector<Kernel>& kernels();
 
 const Kernel* find_kernel(std::string_view name);
 const Kernel* find_kernel(Role role, std::string_view family, DType dtype);
-// The one of that role that was made for the same tile; the sum of a bias's gradient has its own.
+// The one of that role that was made for the same tile; the sum of a bias's gradient has its own,
+// and what combines splits needs none.
 const Kernel* find_kernel(Role role, const Kernel& beside);
 
 }  // namespace flashmoe::cuda

@@ -6,6 +6,7 @@
 #include "core/text.h"
 #include "cuda/attention/bias_plan.h"
 #include "cuda/attention/families.h"
+#include "cuda/attention/paged_plan.h"
 #include "cuda/attention/params.h"
 #include "cuda/attention/tile_choice.h"
 #include "cuda/attention/workspace.h"
@@ -18,7 +19,6 @@ constexpr int64_t kMaxLength = kNoLimit - 1;
 // What no kernel of any family can do of the problem; empty when there is nothing.
 std::string missing_everywhere(const AttentionPlan& plan) {
   const AttentionProblem& p = plan.problem;
-  if (p.paged) return "no kernel of this build reads keys in pages";
   if (p.pass == Pass::kTangent) return "CUDA kernels have no forward mode yet";
   if (p.pass == Pass::kSecond) return "CUDA kernels have no second derivatives yet";
   if (p.query.dtype != DType::kFloat16 && p.query.dtype != DType::kBFloat16) {
@@ -31,16 +31,18 @@ std::string missing_everywhere(const AttentionPlan& plan) {
     return text("bias is a boolean mask, which CUDA kernels do not read yet; pass 0 and -inf in ",
                 dtype_name(p.query.dtype));
   }
-  if (p.sinks) return "sinks are given, which CUDA kernels do not take yet";
-  if (plan.len_q > kMaxLength || plan.len_k > kMaxLength) {
+  if (p.sinks && !p.paged) return "sinks are given, which CUDA kernels do not take yet";
+  if (p.paged) {
+    if (std::string missing = missing_over_pages(plan); !missing.empty()) return missing;
+  } else if (plan.len_q > kMaxLength || plan.len_k > kMaxLength) {
     return text("sequences are longer than ", kMaxLength);
   }
   if (plan.batch > INT32_MAX - 1) return text("the batch is larger than ", INT32_MAX - 1);
   const auto maybe = [](const std::optional<TensorSpec>& spec) { return spec ? &*spec : nullptr; };
   const std::pair<const char*, const TensorSpec*> rows[] = {
       {"query", &p.query},
-      {"key", &p.key},
-      {"value", &p.value},
+      {"key", p.paged ? nullptr : &p.key},  // pages are read wherever they lie
+      {"value", p.paged ? nullptr : &p.value},
       {"out", &p.out},
       {"grad_out", maybe(p.grad_out)},
       {"grad_query", maybe(p.grad_query)},
@@ -123,9 +125,14 @@ Status plan_call(AttentionPlan& plan) {
     } else if (!has_kernels(family)) {
       why = "this build has no kernels of it";
     } else if (why = other_chip(family.chips(), gpu); why.empty()) {
-      why = missing.empty() ? family.lacks(plan) : missing;
-      if (why.empty() && !forced && has_alternative(family, gpu)) why = family.slower(plan, gpu);
-      if (why.empty()) kernel = choose_tile(plan, family, gpu, forced_tile, why);
+      why = missing;
+      if (plan.problem.paged) {
+        if (why.empty()) kernel = choose_paged_tile(plan, family, gpu, forced_tile, why);
+      } else {
+        if (why.empty()) why = family.lacks(plan);
+        if (why.empty() && !forced && has_alternative(family, gpu)) why = family.slower(plan, gpu);
+        if (why.empty()) kernel = choose_tile(plan, family, gpu, forced_tile, why);
+      }
     }
     if (!kernel) {
       plan.candidates.push_back({family.name, "passed over: " + why});
@@ -137,11 +144,14 @@ Status plan_call(AttentionPlan& plan) {
     plan.family = family.name;
     plan.block_q = kernel->block_q;
     plan.block_k = kernel->block_k;
-    family.lay_out(plan, *kernel, gpu);
+    (plan.problem.paged ? lay_out_paged : family.lay_out)(plan, *kernel, gpu);
     if (Status status = check_counts(plan); !status.ok()) return status;
     std::string verdict =
         text("chosen: the ", family.name, " family's tile for head dims up to ", kernel->head_dim);
-    if (plan.splits > 1) verdict += text(", the keys split in ", plan.splits, " to fill the chip");
+    if (plan.splits > 1) {
+      verdict += text(", the keys split in ", plan.problem.paged ? "up to " : "", plan.splits,
+                      " to fill the chip");
+    }
     plan.candidates.push_back({kernel->id.name, verdict});
     return {};
   }

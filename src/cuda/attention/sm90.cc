@@ -9,6 +9,7 @@
 #include "cuda/attention/call.h"
 #include "cuda/attention/lay_out.h"
 #include "cuda/attention/planner.h"
+#include "cuda/attention/sm90/paged.h"
 #include "cuda/attention/sm90/params.h"
 #include "cuda/attention/tile_choice.h"
 #include "cuda/attention/workspace.h"
@@ -698,6 +699,50 @@ Status run(const Call& call) {
     return packed ? run_packed_backward(call) : run_backward(call);
   }
   return packed ? run_packed(call) : run_forward(call);
+}
+
+const Kernel* find_chunk_kernel(const AttentionPlan& plan) {
+  const AttentionProblem& p = plan.problem;
+  const Geometry g = geometry(p);
+  TensorSpec four;
+  if (p.key.dtype != p.query.dtype || p.sinks || g.softcap > 0 || !(g.scale > 0) ||
+      g.page % kLeastBoxKeys != 0 || p.key.size(0) == 0 || !four_dimensions(p.query, true, four) ||
+      !four_dimensions(p.out, true, four)) {
+    return nullptr;
+  }
+  for (const Kernel& k : kernels()) {
+    if (k.role == Role::kPagedChunk && k.dtype == p.query.dtype &&
+        k.head_dim >= std::max(plan.head_dim, plan.head_dim_v)) {
+      return &k;
+    }
+  }
+  return nullptr;
+}
+
+Status run_chunk(const Call& call, const AttentionLaunch& step, const PagedParams& pages) {
+  const AttentionProblem& problem = call.plan.problem;
+  const AttentionTensors& t = call.tensors;
+  const Kernel& kernel = kernel_of(step);
+  Sm90PagedParams p{};
+  static_cast<AttentionFwdParams&>(p) = pages;
+  p.pages = pages;
+  p.blocks = reinterpret_cast<const RaggedBlock*>(pages.sequences);
+  p.heads = pages.heads_q;
+  p.box_keys = std::gcd(pages.page, kernel.block_k);
+  const int columns = box_columns(kernel);
+  const auto queries = [&](TensorMap& map, const TensorSpec& spec, const void* data, int64_t rows) {
+    return encode_queries(map, spec, data, rows, columns, 0, true);
+  };
+  const auto keys = [&](TensorMap& map, const TensorSpec& spec, const void* data) {
+    const int box[] = {1, p.box_keys, 1, columns};
+    return encode(map, spec, data, box);
+  };
+  Status status = queries(p.query_map, problem.query, t.query, kernel.block_q);
+  if (status.ok()) status = queries(p.out_map, problem.out, t.out, 64);
+  if (status.ok()) status = keys(p.key_map, problem.key, t.key);
+  if (status.ok()) status = keys(p.value_map, problem.value, t.value);
+  if (!status.ok()) return status;
+  return launch_step(call, step, call.plan.batch, &p, sizeof(p));
 }
 
 }  // namespace sm90

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "cuda/attention/families.h"
+#include "cuda/attention/paged.h"
 
 namespace flashmoe::cuda::sm90 {
 
@@ -13,5 +14,10 @@ std::string cannot_pack(const AttentionPlan& plan, const Kernel& kernel);
 std::string too_large(const AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu);
 void lay_out(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu);
 Status run(const Call& call);
+
+// Sequences of many queries over pages: the kernel for them, or null where it cannot run the
+// problem; and its launch, from what the kernel for all others is given.
+const Kernel* find_chunk_kernel(const AttentionPlan& plan);
+Status run_chunk(const Call& call, const AttentionLaunch& step, const PagedParams& pages);
 
 }  // namespace flashmoe::cuda::sm90

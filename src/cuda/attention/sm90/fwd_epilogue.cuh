@@ -143,8 +143,12 @@ class FwdEpilogue {
     // Not through KeyRows: that shortens this path by 16 instructions, and ptxas then allocates the
     // registers of the main loop anew.
     const auto key_row = [&](const void* tensor, const Strides& strides, int key) {
-      return static_cast<const uint16_t*>(tensor) +
-             offset(p_, strides, task.batch, key_head, task.seq.token_k) + key * strides.row;
+      if constexpr (requires { C::kPaged; }) {
+        return C::key_row(tensor, key_head, task, key, p_);
+      } else {
+        return static_cast<const uint16_t*>(tensor) +
+               offset(p_, strides, task.batch, key_head, task.seq.token_k) + key * strides.row;
+      }
     };
 #pragma unroll 1
     for (int i = 0; i < 16; ++i) {

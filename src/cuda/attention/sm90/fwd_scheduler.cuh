@@ -100,7 +100,7 @@ struct FwdScheduler {
     find_key_tiles(task, seq, first_row);
   }
 
- private:
+  // Which tiles of keys the rows of a task see, from its sequence and first row.
   __device__ __forceinline__ void find_key_tiles(FwdTask& task, const Sequence& seq,
                                                  int first_row) const {
     const int last_row = min((first_row + C::kBlockQ - 1) >> p.pack, seq.len_q - 1);

@@ -1,0 +1,70 @@
+// The tiles over pages of every family, apart from the other tables: these change without them.
+#pragma once
+
+#include "cuda/attention/paged.h"
+
+// clang-format off: a row is a line.
+
+namespace flashmoe::cuda::sm90 {
+
+// Two CTAs on an SM, each with two tiles of a team or more on their way: 128 KB of an SM's at D =
+// 128.
+inline constexpr PagedTile kPaged[] = {
+    // head_dim, block_q, block_k, warps, teams, team_keys, stages, ctas, cache_bytes
+    {64, 64, 64, 4, 4, 16, 6, 2, 2},
+    {128, 64, 64, 4, 4, 16, 3, 2, 2},
+    {256, 64, 32, 4, 2, 16, 2, 2, 2},
+    {512, 32, 16, 4, 1, 16, 2, 2, 2},
+};
+inline constexpr PagedTile kPagedFp8[] = {
+    // head_dim, block_q, block_k, warps, teams, team_keys, stages, ctas, cache_bytes
+    {64, 64, 64, 4, 4, 32, 6, 2, 1},
+    {128, 64, 64, 4, 4, 32, 3, 2, 1},
+    {256, 64, 32, 4, 2, 32, 2, 2, 1},
+    {512, 32, 32, 4, 1, 32, 2, 2, 1},
+};
+
+}  // namespace flashmoe::cuda::sm90
+
+namespace flashmoe::cuda::sm80 {
+
+// Shared memory for one CTA on every chip from Ampere on, up to D = 128 for two on an A100. Above,
+// two warps or four share a tile's rows, or O would not fit in their registers.
+inline constexpr PagedTile kPaged[] = {
+    // head_dim, block_q, block_k, warps, teams, team_keys, stages, ctas, cache_bytes
+    {64, 64, 64, 4, 4, 16, 4, 2, 2},
+    {128, 64, 64, 4, 4, 16, 2, 2, 2},
+    {256, 64, 32, 4, 2, 16, 2, 2, 2},
+    {512, 32, 16, 4, 1, 16, 2, 2, 2},
+};
+inline constexpr PagedTile kPagedFp8[] = {
+    // head_dim, block_q, block_k, warps, teams, team_keys, stages, ctas, cache_bytes
+    {64, 64, 64, 4, 4, 32, 4, 2, 1},
+    {128, 64, 64, 4, 4, 32, 2, 2, 1},
+    {256, 64, 32, 4, 2, 32, 2, 2, 1},
+    {512, 32, 32, 4, 1, 32, 2, 2, 1},
+};
+
+}  // namespace flashmoe::cuda::sm80
+
+namespace flashmoe::cuda::sm75 {
+
+// Turing copies nothing in the background: one stage.
+inline constexpr PagedTile kPaged[] = {
+    // head_dim, block_q, block_k, warps, teams, team_keys, stages, ctas, cache_bytes
+    {64, 64, 64, 4, 4, 16, 1, 2, 2},
+    {128, 64, 64, 4, 4, 16, 1, 1, 2},
+    {256, 64, 16, 4, 1, 16, 1, 1, 2},
+    {512, 16, 16, 4, 1, 16, 1, 1, 2},
+};
+inline constexpr PagedTile kPagedFp8[] = {
+    // head_dim, block_q, block_k, warps, teams, team_keys, stages, ctas, cache_bytes
+    {64, 64, 64, 4, 4, 16, 1, 2, 1},
+    {128, 64, 64, 4, 4, 16, 1, 1, 1},
+    {256, 64, 32, 4, 1, 32, 1, 1, 1},
+    {512, 16, 32, 4, 1, 32, 1, 1, 1},
+};
+
+}  // namespace flashmoe::cuda::sm75
+
+// clang-format on

@@ -1,0 +1,17 @@
+// The tiles of sm90's kernel for chunks of queries over pages: those of its forward kernel.
+#pragma once
+
+#include "cuda/attention/sm90/paged.h"
+
+namespace flashmoe::cuda::sm90 {
+
+// clang-format off: a row is a line.
+inline constexpr Sm90ChunkTile kPagedChunk[] = {
+    // head_dim, block_q, block_k, stages, general_score
+    {{64, 192, 128, 4, false}},
+    {{128, 128, 128, 2, false}},
+    {{256, 128, 64, 2, false}},
+};
+// clang-format on
+
+}  // namespace flashmoe::cuda::sm90

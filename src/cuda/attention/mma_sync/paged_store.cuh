@@ -1,0 +1,209 @@
+// The end of a tile over pages: accumulators and sums become output and LSE, or one split's part of
+// them. Teams that had keys of their own are merged first.
+#pragma once
+
+#include "cuda/attention/mma_sync/fwd_store.cuh"
+#include "cuda/attention/mma_sync/paged_tile.cuh"
+
+namespace flashmoe::cuda {
+
+// A query head's sink in base 2; -inf where there is none.
+template <class T>
+__device__ __forceinline__ float sink_of(int head, const PagedParams& p) {
+  if (!p.sinks) return -INFINITY;
+  const int64_t at = head * p.sinks_stride;
+  const float sink = p.sinks_are_fp32
+                         ? static_cast<const float*>(p.sinks)[at]
+                         : T::unpack(static_cast<const typename T::Storage*>(p.sinks)[at]);
+  return sink * kLog2e;
+}
+
+// log2(2^a + 2^b); NaN if one is.
+__device__ __forceinline__ float log2_sum(float a, float b) {
+  const float top = fmaxf(a, b);
+  if (top == -INFINITY) return isnan(a) || isnan(b) ? NAN : -INFINITY;
+  return top + __log2f(ptx::ex2_approx_ftz(a - top) + ptx::ex2_approx_ftz(b - top));
+}
+
+// What is left to multiply a row's numbers by, and its LSE in base 2. The sum is over the whole
+// row. A split's part has no sink: combining adds it once.
+template <class T>
+__device__ __forceinline__ RowResult finish_row(float reference, float sum, int row,
+                                                const PagedTask& task, const PagedParams& p) {
+  RowResult result = {0.f, -INFINITY};  // no key allowed; a NaN is not 0
+  if (sum != 0) result = {1.f / sum, reference + __log2f(sum)};
+  if (task.splits == 1 && p.sinks) {
+    const int pair = task.first_row + row;
+    const float all = log2_sum(result.lse, sink_of<T>(task.head * p.group + pair % p.group, p));
+    if (sum != 0) result.inverse *= ptx::ex2_approx_ftz(result.lse - all);
+    result.lse = all;
+  }
+  return result;
+}
+
+// Where a row's results go.
+template <class C>
+struct PagedRow {
+  uint16_t* out;   // of the call, or
+  float* partial;  // of the split
+  float* lse;      // or null
+
+  __device__ __forceinline__ PagedRow(int row, const PagedTask& task, const PagedParams& p)
+      : out(nullptr), partial(nullptr), lse(nullptr) {
+    if (task.splits == 1) {
+      out = static_cast<uint16_t*>(p.out) + row_offset(row, p.out_strides, task, p);
+      if (p.lse) lse = p.lse + row_offset(row, p.lse_strides, task, p);
+      return;
+    }
+    const int pair = task.first_row + row, query = pair / p.group;
+    const int64_t part = task.sequence * int64_t{p.partial_rows} + task.split * task.len_q + query;
+    const int64_t at = part * p.heads_q + task.head * p.group + pair - query * p.group;
+    partial = p.partial_out + at * C::kDim;
+    lse = p.partial_lse + at;
+  }
+  __device__ __forceinline__ void store_lse(float log2) const {
+    if (lse) *lse = out ? log2 * kLn2 : log2;
+  }
+  // Two neighbouring columns, the first of them an even one.
+  __device__ __forceinline__ void store(int column, float x, float y, const PagedParams& p) const {
+    if (!out) {
+      *reinterpret_cast<float2*>(partial + column) = {x, y};
+    } else if (column + 1 < p.head_dim_v) {
+      *reinterpret_cast<uint32_t*>(out + column) = C::Query::pack(x, y);
+    } else if (column < p.head_dim_v) {
+      out[column] = static_cast<uint16_t>(C::Query::pack(x, 0));
+    }
+  }
+};
+
+// Calls put(column, x, y) for the neighbouring columns of O that a lane holds of one of its rows.
+template <class C, class Put>
+__device__ __forceinline__ void for_each_column(const float (&o)[C::kDimTiles][4], int half,
+                                                const PagedWarp<C>& warp, const Put& put) {
+  const int quarter = warp.lane % 4;
+#pragma unroll
+  for (int d = 0; d < C::kDimTiles; d += 2) {
+    const float *left = o[d] + 2 * half, *right = o[d + 1] + 2 * half;
+    if constexpr (C::kFp8) {  // even and odd columns of 16
+      const int column = warp.column + 8 * d + 4 * quarter;
+      put(column, left[0], right[0]);
+      put(column + 2, left[1], right[1]);
+    } else {
+      const int column = warp.column + 8 * d + 2 * quarter;
+      put(column, left[0], left[1]);
+      put(column + 8, right[0], right[1]);
+    }
+  }
+}
+
+// Stores the rows of the only team. `poison` is NaN where the block table led out of the cache,
+// else 1.
+template <class C>
+__device__ __forceinline__ void store_rows(const FwdState<C>& t, float factor, float poison,
+                                           const PagedWarp<C>& warp, const PagedTask& task,
+                                           const PagedParams& p) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float sum = quad_sum(t.rows[0].sum[half]);
+    const int row = warp.row + 8 * half + warp.lane / 4;
+    if (row >= task.rows) continue;
+    const RowResult result =
+        finish_row<typename C::Query>(t.rows[0].reference[half], sum, row, task, p);
+    const PagedRow<C> to(row, task, p);
+    const float times = result.inverse * factor * poison;
+    for_each_column<C>(t.o[0], half, warp, [&](int column, float x, float y) {
+      to.store(column, x * times, y * times, p);
+    });
+    if (warp.lane % 4 == 0 && warp.column == 0) to.store_lse(result.lse * poison);
+  }
+}
+
+// Merges what the teams found, in their order, and stores it. All of K and V is done with: their
+// place holds O of each team in fp32, and reference and sum of its rows behind that.
+template <class C>
+__device__ __forceinline__ void merge_teams(const FwdState<C>& t, float factor, float poison,
+                                            char* shared, const PagedWarp<C>& warp,
+                                            const PagedTask& task, const PagedParams& p) {
+  constexpr int kPitch = C::kDim + 8;  // no two rows of a quad's neighbours in the same banks
+  float* const sO = reinterpret_cast<float*>(shared + C::kSmemMerge);
+  float2* const sSum = reinterpret_cast<float2*>(sO + C::kTeams * kDecodeRows * kPitch);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float sum = quad_sum(t.rows[0].sum[half]);
+    const int row = warp.row + 8 * half + warp.lane / 4;
+    if (row >= task.rows) continue;
+    const int at = warp.team * kDecodeRows + row;
+    for_each_column<C>(t.o[0], half, warp, [&](int column, float x, float y) {
+      *reinterpret_cast<float2*>(sO + at * kPitch + column) = {x, y};
+    });
+    if (warp.lane % 4 == 0 && warp.column == 0) sSum[at] = {t.rows[0].reference[half], sum};
+  }
+  __syncthreads();  // every team's is there
+  constexpr int kQuads = C::kDim / 4;
+  for (int i = threadIdx.x; i < task.rows * kQuads; i += C::kThreads) {
+    const int row = i / kQuads, column = i % kQuads * 4;
+    float top = -INFINITY;
+#pragma unroll
+    for (int team = 0; team < C::kTeams; ++team) {
+      top = fmaxf(top, sSum[team * kDecodeRows + row].x);
+    }
+    if (top == -INFINITY) top = 0;
+    float sum = 0, value[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int team = 0; team < C::kTeams; ++team) {
+      const int at = team * kDecodeRows + row;
+      const float weight = ptx::ex2_approx_ftz(sSum[at].x - top);
+      const float4 x = *reinterpret_cast<const float4*>(sO + at * kPitch + column);
+      sum += weight * sSum[at].y;
+      value[0] += weight * x.x;
+      value[1] += weight * x.y;
+      value[2] += weight * x.z;
+      value[3] += weight * x.w;
+    }
+    const RowResult result = finish_row<typename C::Query>(top, sum, row, task, p);
+    const PagedRow<C> to(row, task, p);
+    const float times = result.inverse * factor * poison;
+    to.store(column, value[0] * times, value[1] * times, p);
+    to.store(column + 2, value[2] * times, value[3] * times, p);
+    if (column == 0) to.store_lse(result.lse * poison);
+  }
+}
+
+// Sets row `row` of all of a tensor's tokens to one value: the row of one token and head.
+__device__ __forceinline__ void fill_row(int64_t out, int64_t lse, uint32_t value, float lse_value,
+                                         const PagedParams& p) {
+  uint16_t* const to = static_cast<uint16_t*>(p.out) + out;
+  for (int i = threadIdx.x; i < p.head_dim_v; i += blockDim.x) {
+    to[i] = static_cast<uint16_t>(value);
+  }
+  if (p.lse && threadIdx.x == 0) p.lse[lse] = lse_value;
+}
+
+// Sets the rows of a task whose lengths are wrong to NaN.
+template <class C>
+__device__ __forceinline__ void store_nan(const PagedTask& task, const PagedParams& p) {
+  for (int row = 0; row < task.rows; ++row) {
+    fill_row(row_offset(row, p.out_strides, task, p), row_offset(row, p.lse_strides, task, p),
+             C::Query::kNan, NAN, p);
+  }
+}
+
+// Rows after the last sequence: 0, and an LSE of -inf. Where cumulative lengths fall nobody knows
+// whose rows are whose, and all of them are NaN.
+template <class T>
+__device__ __forceinline__ void store_rest(bool broken, const PagedParams& p) {
+  if (!p.cu_seqlens_q) return;
+  int64_t first = 0;
+  if (!broken && p.batch > 0) {
+    first = max(read_length(p.cu_seqlens_q, p.batch * p.cu_stride, p.cu_is_int64), int64_t{0});
+  }
+  const int64_t rows = (p.tokens_q - first) * p.heads_q;
+  for (int64_t i = blockIdx.x; i < rows; i += gridDim.x) {
+    const int64_t token = first + i / p.heads_q, head = i % p.heads_q;
+    fill_row(token * p.out_strides.row + head * p.out_strides.head,
+             token * p.lse_strides.row + head * p.lse_strides.head, broken ? T::kNan : 0,
+             broken ? NAN : -INFINITY, p);
+  }
+}
+
+}  // namespace flashmoe::cuda

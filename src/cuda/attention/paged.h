@@ -1,0 +1,96 @@
+// Attention over the pages of a cache: what its kernels are given, and what distinguishes them.
+// Read by nvcc and by the host compiler. The rows of a tile are pairs (query, head of the group), a
+// query's heads side by side: one pass over the keys serves the whole group, of whatever size.
+#pragma once
+
+#include "cuda/attention/params.h"
+
+namespace flashmoe::cuda {
+
+// Rows of a tile in which several teams of warps go over keys of their own: what one new token and
+// its group need. A sequence with more rows has tiles of block_q.
+inline constexpr int kDecodeRows = 16;
+
+// Shared memory for the work before each thread's sequences, and for the task.
+inline constexpr int kPagedTaskBytes = 128;
+
+// What the combining kernel is told of a sequence.
+struct alignas(16) PagedSequence {
+  int64_t token_q;  // its first query
+  int32_t len_q;
+  int32_t splits;  // of its keys; 1: there is nothing to combine
+};
+
+struct PagedParams : AttentionFwdParams {
+  // query, out: (tokens_q, heads, D); lse: (tokens_q, heads_q). key, value: (blocks, page, heads_k,
+  // D), whose strides' `row` steps over the rows of a page. len_q and len_k are bounds.
+  int64_t key_block, value_block;    // strides from one block to the next
+  int64_t key_column, value_column;  // and from one number of a row to the next
+  // Whether rows of K and V are chunks of 16 bytes, aligned and nothing but these: copies go 16
+  // bytes at a time then, else number by number.
+  int32_t whole_chunks;
+  int64_t tokens_q;
+  int32_t heads_q, heads_k;
+  int32_t blocks, page;
+
+  const void* block_table;          // (batch, blocks of a sequence), int64 or int32
+  int64_t table_row, table_column;  // its strides
+  const void* seq_lens;             // (batch)
+  const void* cu_seqlens_q;         // (batch + 1); null: one query each
+  int64_t seq_lens_stride, cu_stride;
+  int32_t table_is_int64, seq_lens_are_int64, cu_is_int64;
+
+  // Of an fp8 cache: keys and values are these times what is stored; null: 1.
+  const float *k_scale, *v_scale;          // () or (heads_k)
+  int64_t k_scale_stride, v_scale_stride;  // 0: one for all heads
+  const void* sinks;                       // (heads_q), fp32 or the query's dtype; or null
+  int64_t sinks_stride;
+  int32_t sinks_are_fp32;
+
+  // Splits of a sequence's keys follow from its own lengths and from these: see paged_work.cuh.
+  int32_t most_splits, least_keys;
+  int32_t cost_keys;         // keys that count as one, where work is shared out
+  int32_t partial_rows;      // queries x splits of one sequence at most
+  int32_t chunk_queries;     // from so many on a sequence has a kernel of its own; 0: none has
+  PagedSequence* sequences;  // (batch)
+  // partial_out: (batch, partial_rows, heads_q, dim); partial_lse: (batch, partial_rows, heads_q).
+};
+
+struct PagedTile {
+  int head_dim;
+  int block_q, block_k;  // of a tile with many rows; warps that share rows share out the columns
+  int warps;
+  int teams, team_keys;  // of a tile with few rows: teams of warps, and keys of a team's tile
+  int stages;            // tiles of K and V in shared memory
+  int ctas;              // that an SM's registers are to hold
+  int cache_bytes;       // of a number of the cache
+
+  constexpr int threads() const { return warps * 32; }
+  constexpr int row_columns() const { return warps * 16 / block_q; }  // warps that share rows
+  // Q, the stages of K and V or what teams make of them at the end, a factor for each row where the
+  // cache is fp8, the work before each thread's sequences, and the task.
+  constexpr int stage_bytes() const {
+    const int keys = block_k > teams * team_keys ? block_k : teams * team_keys;
+    return 2 * keys * head_dim * cache_bytes;
+  }
+  constexpr int merge_bytes() const {
+    return teams == 1 ? 0 : teams * kDecodeRows * (head_dim + 8 + 2) * 4;
+  }
+  constexpr int query_bytes() const {
+    return (block_q > kDecodeRows ? block_q : kDecodeRows) * head_dim * 2;
+  }
+  constexpr int body_bytes() const {
+    const int loop = stages * stage_bytes();
+    return query_bytes() + (loop > merge_bytes() ? loop : merge_bytes());
+  }
+  constexpr int factor_bytes() const { return cache_bytes == 1 ? query_bytes() / head_dim * 2 : 0; }
+  constexpr int work_bytes() const { return ((threads() + 1 + warps) * 4 + 15) / 16 * 16; }
+  constexpr int shared_bytes() const {
+    return body_bytes() + factor_bytes() + work_bytes() + kPagedTaskBytes;
+  }
+};
+
+// The combining kernel: a warp for each head of a query.
+inline constexpr int kPagedCombineThreads = 128;
+
+}  // namespace flashmoe::cuda

@@ -1,0 +1,29 @@
+// What the kernel for chunks of queries over pages is given. Read by nvcc and by the host compiler.
+#pragma once
+
+#include "cuda/attention/paged.h"
+#include "cuda/attention/sm90/params.h"
+#include "cuda/attention/sm90/tiles.h"
+
+namespace flashmoe::cuda {
+
+// Tensor maps of K and V are (blocks, page, heads, D), and a box has box_keys rows of a page.
+// `blocks` is not null, which says that tokens of all sequences lie one after the other; nobody
+// reads it.
+struct Sm90PagedParams : Sm90FwdParams {
+  PagedParams pages;
+  int32_t box_keys;  // divides the page and a tile's keys, and is a multiple of 8
+};
+
+// Shared memory beside that of the forward kernel: the work before each thread's sequences.
+constexpr int paged_work_bytes(int threads) { return (threads + 1 + threads / 32) * 4; }
+inline constexpr int kLeastBoxKeys = 8;  // rows in which the swizzle repeats
+
+struct Sm90ChunkTile : Sm90FwdTile {
+  static constexpr bool kCountsTasks = false;
+  constexpr int shared_bytes() const {
+    return Sm90FwdTile::shared_bytes() + paged_work_bytes(threads());
+  }
+};
+
+}  // namespace flashmoe::cuda

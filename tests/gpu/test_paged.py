@@ -1,0 +1,224 @@
+"""Attention over the pages of a cache, and writing to one: the problems of the CPU's tests.
+
+And what only a GPU can get wrong: lengths that change in a captured graph, lengths and blocks that
+cannot be, splits of long sequences, tiles of many and of few rows in one call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import nan
+
+import pytest
+import torch
+from families import forced
+from helpers import DEVICE, integers, normal, on_a_gpu
+
+import flashmoe_science as fm
+import oracle
+import pages
+from oracle import same_bits
+from pages import FLOAT8, Problem
+
+pytestmark = pytest.mark.kernels(role="attention_paged")
+
+CHUNK = 100  # random problems in one test
+
+
+def taken(problem: Problem) -> bool:
+    """Whether CUDA kernels take the problem's dtype."""
+    dtypes = ("float16",) if forced() == "sm75" else ("float16", "bfloat16")
+    return problem.dtype in dtypes
+
+
+def accept(problem: Problem) -> None:
+    found = pages.complaints(pages.build(problem, DEVICE))
+    assert not found, "\n  ".join([str(problem), *found])
+
+
+def random_problem(seed: int) -> Problem:
+    problem = pages.seeded(seed)
+    dtype = "float16" if forced() == "sm75" or seed % 2 else "bfloat16"
+    sinks = None if problem.sinks is None else "float32" if seed % 3 else dtype
+    return replace(problem, dtype=dtype, sinks=sinks)
+
+
+@pytest.mark.parametrize("first", range(0, 2000, CHUNK))
+def test_random_problems(first):
+    """Against the oracle, and each sequence alone bit by bit."""
+    failures = []
+    for seed in range(first, first + CHUNK):
+        problem = random_problem(seed)
+        if found := pages.complaints(pages.build(problem, DEVICE)):
+            failures.append("\n  ".join([f"seed {seed}: {problem}", *found]))
+    assert not failures, "\n".join([f"{len(failures)} of {CHUNK} failed", *failures[:5]])
+
+
+BASE = Problem(
+    seed=1,
+    dtype="float16",
+    float8=False,
+    heads_q=8,
+    heads_k=2,
+    head_dim=128,
+    head_dim_v=128,
+    page=16,
+    lengths=((1, 300), (1, 1), (1, 4097), (1, 0)),
+    decode=True,
+)
+
+
+@pytest.mark.parametrize("float8", [False, True], ids=["16 bits", "fp8"])
+@pytest.mark.parametrize("d", [64, 80, 128, 256, 512])
+@pytest.mark.parametrize("group", [1, 4, 5, 7, 16, 17, 71])
+def test_groups_and_head_dims(group, d, float8):
+    accept(
+        replace(BASE, heads_q=2 * group, head_dim=d, head_dim_v=d, float8=float8, sinks="float32")
+    )
+
+
+@pytest.mark.parametrize("page", [1, 8, 16, 24, 64, 256])
+@pytest.mark.parametrize("layout", pages.CACHE_LAYOUTS)
+def test_long_sequences(page, layout):
+    lengths = ((1, 20_011), (1, 7_919), (1, 255), (1, 257))
+    accept(replace(BASE, page=page, lengths=lengths, layouts=("contiguous", layout, "contiguous")))
+
+
+@pytest.mark.parametrize("window", [None, (100, 0), (700, 64)])
+@pytest.mark.parametrize("page", [1, 16, 64])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_chunks_beside_decodes(d, page, window):
+    """Few queries, some, and many: each has a shape of tile of its own."""
+    lengths = ((1, 3000), (130, 1000), (4, 515), (0, 40), (16, 900), (257, 257), (64, 64), (65, 9))
+    problem = replace(BASE, decode=False, lengths=lengths, page=page, window=window, rest=3)
+    accept(replace(problem, head_dim=d, head_dim_v=d))
+
+
+def test_nan_behind_a_mask():
+    """In V at the last key, which only the last query of a chunk sees."""
+    for queries in (3, 40, 200):
+        problem = replace(BASE, decode=False, lengths=((queries, 300), (1, 70)))
+        made = pages.build(problem, DEVICE)
+        table = made.tensors["block_table"]
+        made.tensors["v_cache"][table[0, 299 // 16], 299 % 16, 0, 5] = nan
+        out = pages.ours(made)["out"]
+        hit = torch.isnan(out[:queries])
+        group = problem.heads_q // problem.heads_k
+        assert hit[-1, :group, 5].all() and hit.sum() == group
+
+
+def call(made, **changes):
+    return fm.flash_attention_paged(**{**made.tensors, **made.options, **changes}, return_lse=True)
+
+
+@pytest.mark.parametrize("queries", [1, 5, 100], ids=["decode", "few", "chunk"])
+@pytest.mark.parametrize("wrong", ["too long", "negative", "block", "negative block"])
+def test_what_cannot_be_is_nan_for_its_sequence(queries, wrong):
+    problem = replace(BASE, decode=False, lengths=((1, 600), (queries, 700), (2, 50)), slack=0)
+    made = pages.build(problem, DEVICE)
+    right = call(made)
+    if "block" in wrong:
+        blocks = made.tensors["k_cache"].shape[0]
+        made.tensors["block_table"][1, 3] = -1 if "negative" in wrong else blocks
+    else:
+        made.tensors["seq_lens"][1] = -1 if wrong == "negative" else 100_000
+    for x, want in zip(call(made), right, strict=True):
+        assert torch.isnan(x[1 : 1 + queries]).all()
+        assert same_bits(x[:1], want[:1]) and same_bits(x[1 + queries :], want[1 + queries :])
+
+
+def test_cumulative_lengths_that_fall_are_nan():
+    problem = replace(BASE, decode=False, lengths=((3, 60), (5, 70), (2, 50)))
+    made = pages.build(problem, DEVICE)
+    made.options["cu_seqlens_q"] = integers(0, 8, 3, 10)
+    out, lse = call(made)
+    assert torch.isnan(out).all() and torch.isnan(lse).all()
+
+
+@on_a_gpu
+@pytest.mark.parametrize("float8", [False, True], ids=["16 bits", "fp8"])
+def test_a_captured_graph_serves_other_lengths(float8):
+    """Captured with the bounds; then lengths shrink, requests become padding, and grow again."""
+    lengths = ((1, 5000), (100, 3000), (1, 2000), (1, 1))
+    problem = replace(BASE, decode=False, lengths=lengths, float8=float8, slack=0)
+    made = pages.build(problem, DEVICE)
+    memory = (made.results["out"], made.results["lse"])
+    lens, cu = made.tensors["seq_lens"], made.options["cu_seqlens_q"]
+    options = {**made.tensors, **made.options, "out": memory, "return_lse": True}
+    fm.flash_attention_paged(**options)  # loads the kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fm.flash_attention_paged(**options)
+    for keys, queries in (
+        ((5000, 3000, 2000, 1), (1, 100, 1, 1)),
+        ((17, 200, 2000, 1), (1, 3, 0, 0)),
+        ((0, 0, 0, 0), (0, 0, 0, 0)),
+        ((4999, 64, 1, 0), (1, 64, 1, 0)),
+    ):
+        lens.copy_(torch.tensor(keys))
+        cu.copy_(torch.tensor([0, *queries]).cumsum(0))
+        for x in memory:
+            x.fill_(nan)
+        graph.replay()
+        got = [x.clone() for x in memory]
+        want = call(made)
+        assert all(same_bits(a, b) for a, b in zip(got, want, strict=True)), (keys, queries)
+
+
+# Writing to a cache.
+
+APPENDED = ("float32", "float16", "bfloat16")
+
+
+@pytest.mark.parametrize("layout", pages.CACHE_LAYOUTS)
+@pytest.mark.parametrize("dtype", APPENDED)
+@pytest.mark.parametrize("float8", [False, True], ids=["as it is", "fp8"])
+@pytest.mark.parametrize("d", [128, 64, 20, 3])
+def test_append_writes_what_the_cpu_writes(d, float8, dtype, layout):
+    dtype, heads, page, blocks, tokens = getattr(torch, dtype), 3, 5, 40, 130
+    k, v = (normal(tokens, heads, size, dtype=dtype, std=100) for size in (d, d + 4))
+    k[0, 0, 0], v[1, 0, 0], k[2, 0, 0] = nan, 1e4, -1e4
+    slots = torch.randperm(blocks * page)[:tokens]
+    slots[::7] = -1
+    slots[3::11] = blocks * page + slots[3::11]
+    scales = {}
+    if float8:
+        scales = {"k_scale": torch.rand(heads) + 0.5, "v_scale": torch.tensor(0.3)}
+    results = []
+    for device in (DEVICE, "cpu"):
+        cache = pages.empty_caches(
+            layout, blocks, page, heads, (d, d + 4), FLOAT8 if float8 else dtype, device
+        )
+        fm.kv_cache_append(
+            k.to(device),
+            v.to(device),
+            *cache,
+            slots.to(device),
+            **{name: x.to(device) for name, x in scales.items()},
+        )
+        results.append([x.cpu().view(torch.uint8) if float8 else x.cpu() for x in cache])
+    for got, want in zip(*results, strict=True):
+        if float8:  # a NaN has either sign
+            got, want = (
+                (x & 0x7F == 0x7F, torch.where(x & 0x7F == 0x7F, 0, x)) for x in (got, want)
+            )
+            assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+        else:
+            assert same_bits(got, want)
+
+
+@on_a_gpu
+def test_append_then_attend():
+    """What was appended is what is read: the oracle of the dense call on the same numbers."""
+    heads, d, page, keys = 2, 128, 16, 100
+    k, v = (normal(keys, heads, d) for _ in "kv")
+    cache = pages.empty_caches("halves", 12, page, heads, (d, d), torch.float16, DEVICE)
+    table = torch.randperm(12, device=DEVICE)[: -(-keys // page)].int()
+    at = torch.arange(keys, device=DEVICE)
+    fm.kv_cache_append(k, v, *cache, table[at // page] * page + at % page)
+    q = normal(1, 4 * heads, d)
+    out = fm.flash_attention_paged(q, *cache, table[None], integers(keys))
+    want = oracle.Case(
+        q, k, v, torch.zeros_like(q), cu_q=integers(0, 1), cu_k=integers(0, keys), needs=""
+    )
+    assert not oracle.compare(want, {"out": out})

@@ -1,0 +1,116 @@
+"""Plans of attention over pages and of writing to a cache, for every chip. No GPU."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import flashmoe_science as fm
+from catalogue import CATALOGUE, FAMILIES, TORCH_DTYPES, needs_all_families, report
+from test_plans import PLANNED, can_run, runs, told
+
+pytestmark = needs_all_families
+CHIPS = report.CHIPS
+
+
+def problem(batch=4, tokens=None, hq=32, hk=8, d=128, page=16, keys=8192, dtype="bf16", fp8=False):
+    """Meta tensors and options of a call."""
+    query = TORCH_DTYPES[dtype]
+    cache = torch.float8_e4m3fn if fp8 else query
+    meta = {"device": "meta"}
+    caches = [torch.empty(1000, page, hk, d, dtype=cache, **meta) for _ in "kv"]
+    table = torch.empty(batch, -(-keys // page), dtype=torch.int32, **meta)
+    lens = torch.empty(batch, dtype=torch.int32, **meta)
+    q = torch.empty(tokens or batch, hq, d, dtype=query, **meta)
+    options = {"max_seqlen_k": keys}
+    if tokens:
+        cu = torch.empty(batch + 1, dtype=torch.int32, **meta)
+        options |= {"cu_seqlens_q": cu, "max_seqlen_q": tokens}
+    return [q, *caches, table, lens], options
+
+
+def plan(chip, **sizes) -> tuple[dict, str]:
+    tensors, options = problem(**sizes)
+    text = fm.explain_paged(*tensors, **options, device=chip)
+    found = re.search(r"^ +splits +the keys, in up to (\d+)$", text, re.M)
+    return told(text) | {"splits": int(found[1]) if found else 1}, text
+
+
+def workspace(text: str) -> str:
+    return re.search(r"^ +workspace +(.*)$", text, re.M)[1]
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["16 bits", "fp8"])
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+@pytest.mark.parametrize("chip", PLANNED)
+def test_every_head_dim_has_a_kernel_that_fits(chip, dtype, fp8):
+    if not runs(chip, dtype):
+        with pytest.raises(RuntimeError, match=rf"(?is){chip}.*cpu"):
+            plan(chip, dtype=dtype, fp8=fp8)
+        return
+    for d in (16, 64, 72, 128, 192, 256, 512):
+        told_plan, _ = plan(chip, dtype=dtype, fp8=fp8, d=d)
+        kernel = CATALOGUE[told_plan["kernel"]]
+        assert kernel["role"] == "attention_paged" and ("_fp8_" in kernel["name"]) == fp8
+        assert kernel["head_dim"] == min(x for x in (64, 128, 256, 512) if x >= d)
+        assert can_run(FAMILIES[kernel["family"]], chip)
+        for name in (told_plan["kernel"], *told_plan["before"], *told_plan["after"]):
+            assert CATALOGUE[name]["shared_bytes"] <= CHIPS[chip].block_shared_bytes
+            assert CATALOGUE[name]["family"] == kernel["family"]
+
+
+@pytest.mark.parametrize("chip", PLANNED)
+def test_splits_do_not_depend_on_the_batch(chip):
+    """Nor does anything else that decides which numbers are added up when."""
+    alone, _ = plan(chip, batch=1, dtype="fp16")
+    for batch in (2, 16, 256):
+        crowd, _ = plan(chip, batch=batch, dtype="fp16")
+        assert crowd["splits"] == alone["splits"] and crowd["kernel"] == alone["kernel"]
+    assert alone["splits"] > 1
+
+
+def test_short_sequences_are_not_combined():
+    told_plan, _ = plan("sm_90", keys=256)
+    assert told_plan["splits"] == 1 and told_plan["after"] == []
+    told_plan, _ = plan("sm_90", keys=257)
+    assert told_plan["splits"] == 2
+    assert told_plan["after"] == ["sm90_attention_paged_combine_bf16_d128_64x64"]
+
+
+def test_the_grid_is_what_the_chip_holds():
+    """However long sequences may be: CTAs find their work themselves."""
+    for batch, keys in ((256, 131_072), (64, 1 << 20)):
+        for fp8 in (False, True):
+            assert plan("sm_90", batch=batch, keys=keys, fp8=fp8)[0]["grid"] == (2 * 132, 1, 1)
+            assert plan("sm_80", batch=batch, keys=keys, fp8=fp8)[0]["grid"] == (2 * 108, 1, 1)
+
+
+def test_chunks_have_a_kernel_of_their_own_on_hopper():
+    chunk = "sm90_attention_paged_chunk_bf16_d128_128x128"
+    assert plan("sm_90", tokens=512)[0]["before"] == [chunk]
+    assert plan("sm_90", tokens=63)[0]["before"] == []
+    assert plan("sm_90", tokens=512, page=1)[0]["before"] == []  # TMA loads 8 rows at least
+    assert plan("sm_90", tokens=512, page=24)[0]["before"] == [chunk]
+    assert plan("sm_90", tokens=512, fp8=True)[0]["before"] == []
+    assert plan("sm_80", tokens=512)[0]["before"] == []
+
+
+def test_the_workspace_stays_small():
+    """Of 256 decodes over 128k keys 34 GB a layer, of which this is nothing."""
+    _, text = plan("sm_90", batch=256, keys=131_072)
+    assert workspace(text).endswith("MiB") and float(workspace(text).split()[0]) < 80
+
+
+def test_explain_says_that_splits_are_a_bound():
+    _, text = plan("sm_90")
+    assert "the keys split in up to 16 to fill the chip" in text
+
+
+def test_what_cuda_kernels_lack_is_named():
+    tensors, options = problem()
+    tensors[0] = tensors[0].double()
+    tensors[1], tensors[2] = tensors[1].double(), tensors[2].double()
+    with pytest.raises(RuntimeError, match="query is float64; CUDA kernels take"):
+        fm.explain_paged(*tensors, **options, device="sm_90")

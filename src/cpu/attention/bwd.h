@@ -137,9 +137,11 @@ void load_row_numbers(const Geometry& g, const HeadTensors& x, const QueryBlock<
         sum += load<Vec<A>>(out.data + d) * load<Vec<A>>(grad.data + d);
       }
     }
-    A delta = -grad_lse;
-    for (int d = 0; d < kLanes<A>; ++d) delta += sum[d];
-    t.delta[i] = delta;
+    A product = 0;
+    for (int d = 0; d < kLanes<A>; ++d) product += sum[d];
+    // A row that sees the sink alone: its out is 0 whatever its gradient is.
+    if (lse == static_cast<A>(x.sink) && !(product - product == 0)) product = 0;
+    t.delta[i] = product - grad_lse;
   }
 }
 

@@ -27,6 +27,7 @@ enum class Role {
   kBackwardDq,  // after it: dQ
   kBackwardBiasDq,
   kBiasSum,  // the gradient of a bias that was broadcast
+  kSinkSum,  // the gradient of the sinks
 };
 const char* role_name(Role role);
 

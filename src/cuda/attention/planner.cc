@@ -21,7 +21,6 @@ std::string missing_everywhere(const AttentionPlan& plan) {
   if (p.query.dtype != DType::kFloat16 && p.query.dtype != DType::kBFloat16) {
     return text("query is ", dtype_name(p.query.dtype), "; CUDA kernels take float16 and bfloat16");
   }
-  if (p.sinks) return "sinks are given, which CUDA kernels do not take yet";
   if (plan.len_q > kMaxLength || plan.len_k > kMaxLength) {
     return text("sequences are longer than ", kMaxLength);
   }

@@ -230,6 +230,7 @@ def test_rows_that_a_bias_hides_may_hold_anything(poison, dtype):
         assert check_containment(clean, replace(clean, **{name: dirty})) == 0
 
 
+@on_a_gpu
 def test_lengths_that_are_wrong_make_the_gradient_nan(dtype):
     """It is a sum over all sequences; of these only the wrong one is NaN."""
     case = with_sinks(dense(66, 88, lead=(3,), dtype=dtype, key_lengths=integers(7, 89, 88)))

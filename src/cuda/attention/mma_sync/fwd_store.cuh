@@ -27,7 +27,7 @@ __device__ __forceinline__ void store_output(const FwdState<C>& t, uint32_t smem
     const float sink = sink_of<typename C::Type>(p, task.head, min(r, seq.len_q - 1));
     const RowEnd end = end_row(quad_sum(t.rows[m].sum[half]), t.rows[m].reference[half], sink);
     if (gLse && lane % 4 == 0 && r < seq.len_q) gLse[r * p.lse_strides.row] = end.lse;
-    return end.share / end.sum;
+    return end.share * (1.f / end.sum);
   };
   const char* gO = rows_of(p.out, p, p.out_strides, task.batch, task.head, seq.token_q);
   store_rows<C>(t.o, inverse, smem, const_cast<char*>(gO), p.out_strides, p.head_dim_v, task);

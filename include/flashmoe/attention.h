@@ -161,6 +161,8 @@ enum class Given {
   kBiasFromHeads,  // the gradient of such a copy, and where it belongs
   kBiasSum,        // as kCall, for the gradient of a shared bias
   kBiasSumLast,    // the same, for what adds up the parts of that sum
+  kSinkSum,        // as kCall, for the gradient of the sinks
+  kSinkSumLast,    // the same, for what adds up the parts of that sum
 };
 
 struct AttentionLaunch : LaunchStep {

@@ -68,6 +68,58 @@ TEST(every_option_has_a_plan) {
   }
 }
 
+// A call with sinks runs the kernels of one without; their gradient has launches of its own, last.
+TEST(sinks_have_plans) {
+  if (!all_families()) return;
+  const Sizes sizes[] = {{},
+                         {.batch = 1, .len_q = 1, .len_k = 5000},   // split
+                         {.batch = 300, .len_q = 31, .len_k = 32},  // short
+                         {.batch = 0},
+                         {.len_q = 0},
+                         {.len_k = 0},
+                         {.batch = 9, .len_q = 2048, .len_k = 512}};
+  for (int chip : {75, 80, 90, 100}) {
+    for (const Sizes& s : sizes) {
+      for (bool ragged : {false, true}) {
+        for (Pass pass : {Pass::kForward, Pass::kBackward}) {
+          const Note note("sm_", chip, " batch ", s.batch, ", ", s.len_q, " x ", s.len_k,
+                          ragged ? " ragged" : "");
+          AttentionProblem p = cuda_problem(chip, pass, DType::kFloat16, 64, 64, s, ragged);
+          const AttentionPlan without = plan_of(p);
+          for (DType dtype : {DType::kFloat16, DType::kFloat32}) {
+            p.sinks = contiguous(dtype, {s.heads_q});
+            p.grad_sinks.reset();
+            const AttentionPlan with = plan_of(p);
+            CHECK(with.launches == without.launches, with.kernel, "and not", without.kernel);
+            CHECK_EQ(with.workspace_bytes, without.workspace_bytes);
+            CHECK_CONTAINS(flashmoe::explain(p), ", sinks in ");
+            if (pass == Pass::kForward) continue;
+            p.grad_sinks = p.sinks;
+            const AttentionPlan sums = plan_of(p);
+            const int64_t parts = std::clamp<int64_t>(ceil_div(s.batch * s.len_q, 512), 1, 170);
+            CHECK_EQ(sums.launches.size(), without.launches.size() + (parts > 1 ? 2 : 1));
+            for (size_t i = 0; i < sums.launches.size(); ++i) {
+              const flashmoe::AttentionLaunch& step = sums.launches[i];
+              if (i < without.launches.size()) {
+                CHECK(step == without.launches[i]);
+                continue;
+              }
+              CHECK_EQ(step.role, "attention_bwd_sinks");
+              check_helper(sums, step.kernel, "attention_bwd_sinks");
+              const bool last = i > without.launches.size();
+              CHECK_EQ(int64_t{step.grid[0]}, last ? 1 : parts);
+              CHECK_EQ(int64_t{step.grid[1]}, s.heads_q);
+              CHECK(!step.per_slice && !step.overlaps);
+            }
+            const size_t room = parts > 1 ? ceil_div(s.heads_q * parts * 4, 256) * 256 : 0;
+            CHECK_EQ(sums.workspace_bytes, without.workspace_bytes + room);
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST(nothing_to_do_is_planned) {
   if (!all_families()) return;
   for (const Sizes& s : {Sizes{.batch = 0}, Sizes{.len_q = 0}, Sizes{.len_k = 0}}) {

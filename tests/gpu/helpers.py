@@ -77,7 +77,7 @@ def skip_if_refused(*tensors, **options) -> None:
 
 def explained(case: Case) -> tuple[list, dict]:
     """The tensors and options that explain() takes of a case."""
-    tensors = {"bias": case.bias, "key_lengths": case.key_lengths}
+    tensors = {"bias": case.bias, "sinks": case.sinks, "key_lengths": case.key_lengths}
     if case.cu_q is not None:
         tensors |= {"cu_seqlens_q": case.cu_q, "cu_seqlens_k": case.cu_k}
         tensors |= {"max_seqlen_q": case.max_q, "max_seqlen_k": case.max_k}
@@ -173,6 +173,13 @@ def with_packed_bias(case: Case, heads: int, dtype=None, layout=None) -> Case:
     pairs = sum((q1 - q0) * (k1 - k0) for (q0, q1), (k0, k1) in spans)
     bias = normal(pairs, heads, dtype=case.q.dtype if dtype is None else dtype)
     return replace(case, bias=layout(bias) if layout else bias, needs=case.needs + "b")
+
+
+def with_sinks(case: Case, dtype=torch.float32, layout=None) -> Case:
+    """The case with a sink for each head, wanted with their gradient."""
+    heads = case.q.shape[-3 if case.cu_q is None else -2]
+    sinks = normal(heads, dtype=dtype, std=2.0)
+    return replace(case, sinks=layout(sinks) if layout else sinks, needs=case.needs + "s")
 
 
 @contextmanager
@@ -277,7 +284,7 @@ def results(case: Case) -> dict[str, torch.Tensor]:
 def unsteady(case: Case, got: dict[str, torch.Tensor]) -> list[str]:
     """Results that a second run gives other bits, of those that promise the same ones."""
     again = oracle.ours(case)
-    promised = again if case.deterministic else again.keys() & {"out", "lse", "dbias"}
+    promised = again if case.deterministic else again.keys() & {"out", "lse", "dbias", "dsinks"}
     return [name for name in promised if not same_bits(got[name], again[name])]
 
 

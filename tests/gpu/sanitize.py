@@ -89,8 +89,9 @@ class Call:
     key_lengths: tuple[int, ...] = ()
     ragged: tuple[tuple[int, int], ...] = ()
     layout: object = as_it_is
-    needs: str = "qkvb"
+    needs: str = "qkvbs"
     bias: Bias | None = None
+    sinks: torch.dtype | None = None
     options: dict = field(default_factory=dict)
 
     def case(self, dtype: torch.dtype, deterministic: bool) -> oracle.Case:
@@ -124,12 +125,15 @@ class Call:
                 size if dim in self.bias.own else (1,) * len(size) for dim, size in full.items()
             )
             case.bias = self.bias.values(sum(sizes, ()), dtype)
+        if self.sinks:
+            case.sinks = torch.randn(hq).to(self.sinks)
         return case
 
     def __str__(self) -> str:
         what = f"ragged {self.ragged}" if self.ragged else f"{self.lengths[0]} x {self.lengths[1]}"
         dims = f"d{self.d}" + (f"/{self.dv}" if self.dv else "")
-        return f"{dims} {what} {self.options or ''} {self.layout.__name__} {self.bias or ''}"
+        more = f"{self.bias or ''} {'sinks' if self.sinks else ''}"
+        return f"{dims} {what} {self.options or ''} {self.layout.__name__} {more}"
 
 
 CAUSAL = {"causal": True}
@@ -216,6 +220,12 @@ CALLS = [
     Call(128, (2, 2), ragged=((65, 72), (2, 3), (8, 8)), bias=Bias("h", wide=True)),
     Call(20, (2, 1), ragged=MIXED, bias=Bias("", layout=rows_apart), options={"softcap": 5.0}),
     Call(256, (2, 1), ragged=((5, 40), (33, 7)), bias=Bias("h", layout=transposed), needs="qkv"),
+    # Sinks: rows without keys, one query's heads as rows, split keys, sums in parts.
+    Call(64, (4, 2), (90, 30), options=CAUSAL, sinks=torch.float32),
+    Call(128, (8, 2), (1, 1025), sinks=torch.float32),
+    Call(32, (2, 1), (3, 1500), lead=(3,), key_lengths=(0, 70, 1500), sinks=torch.float32),
+    Call(16, (3, 3), (70, 33), lead=(20,), bias=Bias(masked=True), sinks=torch.float32),
+    Call(48, (4, 2), ragged=MIXED, sinks=torch.float32, needs="s"),
     # Many short sequences, which have tiles of their own.
     Call(64, (2, 2), (31, 17), lead=(270,), options=CAUSAL),
     Call(32, (2, 2), (20, 31), lead=(270,), bias=Bias(masked=True)),
@@ -258,6 +268,10 @@ SM90_CALLS = [
     Call(128, (4, 2), (65, 300), lead=(2,), bias=Bias(masked=True)),
     Call(64, (2, 1), (130, 200), bias=Bias(), needs="qkv"),
     Call(64, (2, 1), (130, 200), bias=Bias(), needs="b"),
+    # Sinks, also where heads share a tile, and after the last sequence.
+    Call(128, (16, 2), (5, 300), options=CAUSAL, sinks=torch.float32),
+    Call(64, (2, 1), ragged=SEQUENCES, sinks=torch.float32),
+    Call(16, (6, 6), ragged=SHORT, sinks=torch.float32),
     # Many short sequences, packed.
     Call(16, (6, 6), ragged=SHORT),
     Call(32, (2, 2), ragged=SHORT, options={"window": (9, 3)}),
@@ -358,9 +372,9 @@ def on_device(call: Call, case: oracle.Case) -> oracle.Case:
     )
     if call.bias:
         moved.bias = call.bias.layout(case.bias)
-    for name in ("key_lengths", "cu_q", "cu_k"):
-        lengths = getattr(case, name)
-        setattr(moved, name, None if lengths is None else lengths.to(DEVICE))
+    for name in ("sinks", "key_lengths", "cu_q", "cu_k"):
+        tensor = getattr(case, name)
+        setattr(moved, name, None if tensor is None else tensor.to(DEVICE))
     return moved
 
 

@@ -17,7 +17,7 @@ from families import COMPLETE, DTYPES, FAMILIES
 from helpers import DEVICE, explained, refused, results, unsteady
 
 import oracle
-from problems import Bias, Problem, Seeded, build, draw_bias_shape
+from problems import Bias, Problem, Seeded, build, draw_bias_shape, draw_sinks
 
 CASES = int(os.environ.get("FLASHMOE_RANDOM_CASES", 1500))  # of each family
 CHUNK = 100  # cases in one test, so that progress is seen
@@ -128,7 +128,11 @@ def draw(seed: int, family: str) -> Problem:
         needs="qkv" if not pick.chance(0.2) else pick.choice(("q", "k", "v", "qk", "kv", "")),
         **shape,
     )
-    return with_bias(pick, problem) if pick.chance(0.45) else problem
+    problem = with_bias(pick, problem) if pick.chance(0.45) else problem
+    if sinks := draw_sinks(pick, problem.dtype):  # four in five want their gradient
+        wanted = "s" if pick.chance(0.8) else ""
+        problem = replace(problem, sinks=sinks, needs=problem.needs + wanted)
+    return problem
 
 
 def with_bias(pick: Seeded, problem: Problem) -> Problem:
@@ -216,6 +220,12 @@ def test_the_draw_reaches_everything():
         assert sum(p.head_dim != p.head_dim_v for p in kind) > 50
         assert sum(p.head_dim % 8 > 0 for p in kind) > 50
         assert {len({p.layouts[i] for p in kind}) for i in range(4)} == {len(set(LAYOUTS))}
+        with_sinks = [p for p in kind if p.sinks is not None]
+        assert 0.2 * len(kind) < len(with_sinks) < 0.4 * len(kind)
+        assert {p.sinks.dtype == "float32" for p in with_sinks} == {False, True}
+        assert {p.sinks.offset for p in with_sinks} > {0.0, 500.0}
+        assert {"s" in p.needs for p in with_sinks} == {False, True}
+        assert sum(p.bias is not None for p in with_sinks) > 20
         biased = [p for p in kind if p.bias is not None]
         assert len(biased) < 0.6 * len(kind), "there are kernels without a bias too"
         assert {p.bias.layout for p in biased} == set(BIAS_LAYOUTS)

@@ -43,6 +43,7 @@ ROWS = {
     "attention_bias_transpose": 4,
     "attention_combine": 4,
     "attention_bwd_preprocess": 4,
+    "attention_bwd_sinks": 4,
 }
 HOPPER_ROWS = {
     "attention_ragged_blocks": 32,
@@ -51,6 +52,7 @@ HOPPER_ROWS = {
     "attention_bwd_preprocess": 4,
     "attention_bwd_packed_preprocess": 32,
     "attention_bwd_dq": 4,
+    "attention_bwd_sinks": 4,
 }
 MOE_ROWS = {
     "moe_sort": 32,
@@ -74,6 +76,7 @@ BY_ROWS = re.compile("_bias_(?:rows|float)_")
 # Products of experts that gather rows by token.
 GATHERED = ("moe_up", "moe_bwd_act", "moe_bwd_weights")
 WITH_PRODUCTS = FORWARD | BACKWARD | PAGED | {BIAS_SUM, *sum(MOE_PRODUCTS.values(), ())}
+SINGLE_NUMBERS = ("attention_combine", "attention_bwd_sinks", BIAS_SUM)  # what they write
 # What several blocks do to the same memory in any order: only where grad_query is added up.
 SHARED_SUMS = r"(?:RED|ATOM)[GS]?\."
 # What the other dtype looks like: in the name of a symbol, in PTX, in machine code. A product of
@@ -356,6 +359,7 @@ def test_every_tile_has_all_that_its_pass_needs():
             assert f"{family}_attention_combine_{dtype}" in CATALOGUE
         elif kernel["role"] in BACKWARD:
             assert f"{family}_attention_bwd_preprocess_{dtype}" in CATALOGUE
+            assert f"{family}_attention_bwd_sinks_{dtype}" in CATALOGUE
             assert beside(kernel["name"], "dq") in CATALOGUE
             assert kernel["role"] == "attention_bwd" or bias_sum(kernel["name"]) in CATALOGUE
 
@@ -473,8 +477,8 @@ def strange_code(kernel: str, chip: str, opcodes: Counter[str]) -> list[str]:
         wanted += [r"STG\.E\.128"] if role == "attention_bias_align" else []
     elif "paged" in role:  # rows leave in pairs of columns
         wanted += []
-    elif role not in ("attention_combine", BIAS_SUM, *MOE_ROWS) or role == "moe_combine":
-        wanted.append(r"STG\.E\.128")  # the others write single numbers
+    elif role not in (*SINGLE_NUMBERS, *MOE_ROWS) or role == "moe_combine":
+        wanted.append(r"STG\.E\.128")
     if hopper and products:  # tickets are integers; only a backward pass adds numbers
         adds = role in BACKWARD and not packed
         found += [f"has {x}" for x in some(SHARED_SUMS + r".*F32") if not adds]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -112,6 +113,18 @@ def test_rows_that_see_nothing_but_the_sink(dtype):
     case.use_out, case.grad_out = False, torch.zeros_like(case.grad_out)
     want = case.grad_lse.double().sum((0, 2))
     torch.testing.assert_close(oracle.check(case)["dsinks"], want.float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_see_nothing_but_the_sink_may_hold_anything(dtype):
+    case = build(dense(dtype, causal=True, len_q=60, len_k=20))
+    want = oracle.ours(case)
+    for value in (math.nan, math.inf):
+        for name in ("q", "grad_out"):
+            dirty = replace(case, **{name: getattr(case, name).clone()})
+            getattr(dirty, name)[..., 13, :] = value
+            got = oracle.ours(dirty)
+            assert all(same_bits(got[x], want[x]) for x in want), name
 
 
 def test_tokens_of_no_sequence_have_no_sink():

@@ -134,6 +134,11 @@ void fill_problem(AttentionParams& p, const Call& call, size_t aligned_bias) {
     p.lengths_are_int64 = problem.key_lengths->dtype == DType::kInt64;
   }
   fill_bias(p, call, aligned_bias);
+  if (problem.sinks) {
+    p.sinks = t.sinks;
+    p.sink_head = problem.sinks->stride[0];
+    p.sinks_are_fp32 = problem.sinks->dtype == DType::kFloat32;
+  }
   p.group = static_cast<int32_t>(plan.heads_q / plan.heads_k);
   p.len_q = static_cast<int32_t>(plan.len_q);
   p.len_k = static_cast<int32_t>(plan.len_k);
@@ -246,6 +251,8 @@ void fill_forward(AttentionFwdParams& p, const Call& call) {
       s->row = s->head;
       s->head *= p.group;
     }
+    p.sink_row = p.sink_head;
+    p.sink_head *= p.group;
     p.group = 1;
   }
   merge_batch(
@@ -374,6 +381,16 @@ void enter_bias_sum(AttentionBwdParams& p, const Call& call, const AttentionLaun
   p.bias_sum_splits = static_cast<int32_t>(call.plan.bias_splits);
   p.bias_sum_last = step.given == Given::kBiasSumLast;
   p.first_batch = static_cast<int32_t>(step.first_batch);
+}
+
+AttentionBwdParams sink_sum(AttentionBwdParams p, const Call& call, const AttentionLaunch& step) {
+  p.grad_sinks = call.tensors.grad_sinks;
+  p.grad_sink_step = call.plan.problem.grad_sinks->stride[0];
+  p.sink_sums = at<float>(call, call.backward.sink_sums);
+  p.sink_rows = sink_rows(call.plan);
+  p.sink_parts = static_cast<int32_t>(sink_parts(call.plan));
+  p.sink_sum_last = step.given == Given::kSinkSumLast;
+  return p;
 }
 
 BiasTransposeParams bias_transpose(const Call& call, const Slice& slice, bool gradient) {

@@ -42,6 +42,8 @@ void enter_slice(AttentionFwdParams& p, const Call& call, const Slice& slice);
 void enter_slice(AttentionBwdParams& p, const Call& call, const Slice& slice);
 // Turns them to the sum of a shared bias's gradient.
 void enter_bias_sum(AttentionBwdParams& p, const Call& call, const AttentionLaunch& step);
+// What the sum of the sinks' gradient is given.
+AttentionBwdParams sink_sum(AttentionBwdParams p, const Call& call, const AttentionLaunch& step);
 
 BiasTransposeParams bias_transpose(const Call& call, const Slice& slice, bool gradient);
 
@@ -70,6 +72,10 @@ Status run_step(const Call& call, Params& p, const SideParams& side, const Atten
     case Given::kBiasSumLast:
       if constexpr (requires { enter_bias_sum(p, call, step); }) enter_bias_sum(p, call, step);
       return launch(p);
+    case Given::kSinkSum:
+    case Given::kSinkSumLast:
+      if constexpr (requires { sink_sum(p, call, step); }) return launch(sink_sum(p, call, step));
+      break;
   }
   return {};
 }

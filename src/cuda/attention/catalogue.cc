@@ -165,7 +165,7 @@ std::vector<Kernel> list_kernels() {
   list.add("sm90", both, Role::kBiasSum, "bwd_bias_sum", "bwd_bias", sm90::kBiasSum);
   list.add_small("sm90", both,
                  {Role::kRaggedBlocks, Role::kRowBounds, Role::kBiasAlign, Role::kPreprocess,
-                  Role::kPackedPreprocess, Role::kBackwardDq});
+                  Role::kPackedPreprocess, Role::kBackwardDq, Role::kSinkSum});
 
   const auto add_mma_sync = [&](const char* family, const std::initializer_list<DType>& dtypes,
                                 const auto& fwd, const auto& fwd_bias, const auto& bwd,
@@ -179,7 +179,7 @@ std::vector<Kernel> list_kernels() {
     list.add(family, dtypes, Role::kBiasSum, "bwd_bias_sum", "bwd_bias", bias_sum);
     list.add_small(family, dtypes,
                    {Role::kCombine, Role::kPreprocess, Role::kRaggedBlocks, Role::kBiasAlign,
-                    Role::kBiasTranspose});
+                    Role::kBiasTranspose, Role::kSinkSum});
   };
   const auto add_paged = [&](const char* family, const std::initializer_list<DType>& dtypes,
                              const auto& paged, const auto& paged_fp8) {
@@ -226,6 +226,8 @@ const char* role_name(Role role) {
       return "attention_bwd_bias";
     case Role::kBiasSum:
       return "attention_bwd_bias_sum";
+    case Role::kSinkSum:
+      return "attention_bwd_sinks";
     case Role::kBackwardDq:
       return "attention_bwd_dq";
     case Role::kBackwardBiasDq:

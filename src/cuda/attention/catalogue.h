@@ -27,6 +27,7 @@ enum class Role {
   kBackwardDq,  // after it: dQ
   kBackwardBiasDq,
   kBiasSum,     // the gradient of a bias that was broadcast
+  kSinkSum,     // the gradient of the sinks
   kPaged,       // a forward pass over the pages of a cache
   kPagedChunk,  // the same for sequences with many queries, where they have a kernel of their own
   kPagedCombine,

@@ -122,6 +122,15 @@ void add_bias_sum(AttentionPlan& plan, const Kernel& bias_sum) {
   }
 }
 
+void add_sink_sum(AttentionPlan& plan) {
+  if (!plan.problem.grad_sinks) return;
+  const Kernel& kernel = small_kernel(plan, Role::kSinkSum);
+  const int64_t parts = sink_parts(plan);
+  plan.launches.push_back(once(kernel, grid_of(parts, plan.heads_q), Given::kSinkSum));
+  if (parts == 1) return;
+  plan.launches.push_back(once(kernel, grid_of(1, plan.heads_q), Given::kSinkSumLast));
+}
+
 const Kernel* find_bias_sum(const AttentionPlan& plan) {
   if (!plan.problem.grad_bias || !shares_bias(plan)) return nullptr;
   return find_kernel(Role::kBiasSum, main_kernel(plan));

@@ -27,6 +27,9 @@ void add_bias_transpose(AttentionPlan& plan, Given given);
 // The sum of a shared bias's gradient, which comes last.
 void add_bias_sum(AttentionPlan& plan, const Kernel& bias_sum);
 
+// The gradient of the sinks, if it is wanted.
+void add_sink_sum(AttentionPlan& plan);
+
 // The kernel of the plan that sums a shared bias's gradient; null where no such gradient is wanted.
 const Kernel* find_bias_sum(const AttentionPlan& plan);
 

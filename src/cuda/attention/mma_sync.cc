@@ -81,6 +81,7 @@ void lay_out_backward(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu)
     add_bias_transpose(plan, Given::kBiasFromHeads);
   }
   if (bias_sum) add_bias_sum(plan, *bias_sum);
+  add_sink_sum(plan);
 }
 
 }  // namespace

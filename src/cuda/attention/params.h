@@ -117,6 +117,11 @@ struct AttentionParams {
   float scale_log2;
   float softcap_scale;  // 0: no softcap
   float scale;          // of q.k, in the gradient
+
+  // Rows have a stride too: they may be heads, see one_query.
+  const void* sinks;  // (heads_q), in the inputs' dtype or fp32; null: none
+  int64_t sink_head, sink_row;
+  int32_t sinks_are_fp32;  // whether they are fp32
 };
 
 // Of the kernel that copies a bias to rows of whole 16-byte chunks: 16-bit, (batch, heads, len_q,
@@ -175,6 +180,13 @@ struct AttentionBwdParams : AttentionParams {
   float* bias_sums;  // (tiles of the gradient, splits, tile)
   int32_t bias_sum_splits, bias_sum_last;
   const RaggedBlock* sum_blocks;  // ragged: blocks of keys
+
+  // The gradient of the sinks, summed in parts, which a last launch adds up.
+  void* grad_sinks;  // (heads_q), in sinks's dtype
+  int64_t grad_sink_step;
+  float* sink_sums;   // (heads_q, parts)
+  int64_t sink_rows;  // of a head, all sequences
+  int32_t sink_parts, sink_sum_last;
 
   // Ragged: the blocks of queries, for the kernels before and after.
   const RaggedBlock* query_blocks;

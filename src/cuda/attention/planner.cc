@@ -31,7 +31,6 @@ std::string missing_everywhere(const AttentionPlan& plan) {
     return text("bias is a boolean mask, which CUDA kernels do not read yet; pass 0 and -inf in ",
                 dtype_name(p.query.dtype));
   }
-  if (p.sinks && !p.paged) return "sinks are given, which CUDA kernels do not take yet";
   if (p.paged) {
     if (std::string missing = missing_over_pages(plan); !missing.empty()) return missing;
   } else if (plan.len_q > kMaxLength || plan.len_k > kMaxLength) {

@@ -32,6 +32,7 @@ struct Sequence {
   // False where lengths on the device contradict what the host was told. The host cannot hear of it
   // without waiting for the device, so the sequence's results become NaN.
   bool valid = true;
+  bool rest = false;  // where kernels take rows after the last sequence for one of no keys
 
   // Row `row` sees the keys [begin, end), none where begin >= end.
   __device__ __forceinline__ int begin(int row, const AttentionParams& p) const {

@@ -271,6 +271,7 @@ void lay_out_packed_backward(AttentionPlan& plan, const Kernel& kernel, const Gp
   plan.launches.push_back(
       once(*preprocess, grid_of(2 * packed_bounds_ctas(plan) + of_rows), Given::kCall));
   add_packed_launch(plan, kernel, gpu);
+  add_sink_sum(plan);
   plan.workspace_bytes = backward_workspace(plan, nullptr).bytes;
 }
 
@@ -316,6 +317,7 @@ void lay_out_backward(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu)
     plan.launches.push_back(dq);
   }
   if (bias_sum) add_bias_sum(plan, *bias_sum);
+  add_sink_sum(plan);
 }
 
 Status fill_maps(Sm90FwdParams& p, const Call& call) {

@@ -46,6 +46,30 @@ struct RowState {
   }
 };
 
+// What the sink of a head adds to the softmax of a row, as a score; -inf where there is none.
+template <class T>
+__device__ __forceinline__ float sink_of(const AttentionParams& p, int head, int row = 0) {
+  if (!p.sinks) return -INFINITY;
+  const int64_t at = head * p.sink_head + row * p.sink_row;
+  if (p.sinks_are_fp32) return static_cast<const float*>(p.sinks)[at];
+  return T::unpack(static_cast<const typename T::Storage*>(p.sinks)[at]);
+}
+
+// The end of a row: O is multiplied by share / sum.
+struct RowEnd {
+  float share, sum;
+  float lse;  // natural
+};
+// From the sum of 2^(score - reference), and a sink: one key more, whose value is 0. Without a sink
+// the numbers are as if there were none of this.
+__device__ __forceinline__ RowEnd end_row(float sum, float reference, float sink) {
+  if (sum == 0) return {0.f, 1.f, sink};  // no key allowed; a NaN is not 0
+  const float sink_log2 = sink * kLog2e, top = fmaxf(reference, sink_log2);
+  const float share = ptx::ex2_approx_ftz(reference - top);
+  const float all = sum * share + ptx::ex2_approx_ftz(sink_log2 - top);
+  return {share, all, (top + __log2f(all)) * kLn2};
+}
+
 // The largest score of each of the two rows, over the quad.
 template <int kTiles>
 __device__ __forceinline__ void row_maxima(float (&top)[2], const float (&s)[kTiles][4],

@@ -48,6 +48,17 @@ Slice slice_of(const AttentionPlan& plan, int64_t index) {
   return {0, heads, first, std::min(of_slice, plan.batch - first)};
 }
 
+int64_t sink_rows(const AttentionPlan& plan) {
+  const AttentionProblem& p = plan.problem;
+  return p.ragged ? p.query.shape[0] : plan.batch * plan.len_q;
+}
+
+int64_t sink_parts(const AttentionPlan& plan) {
+  constexpr int64_t kRowsOfPart = 512, kCtas = 1024;
+  const int64_t most = std::max<int64_t>(kCtas / plan.heads_q, 1);
+  return std::clamp<int64_t>(ceil_div(sink_rows(plan), kRowsOfPart), 1, most);
+}
+
 ForwardWorkspace forward_workspace(const AttentionPlan& plan) {
   const AttentionProblem& p = plan.problem;
   ForwardWorkspace w;
@@ -83,6 +94,8 @@ BackwardWorkspace backward_workspace(const AttentionPlan& plan, const Kernel* bi
     w.bytes += static_cast<size_t>(round_up(bytes, kAlignment));
     return at;
   };
+  const bool sums_sinks = p.grad_sinks && sink_parts(plan) > 1;
+  w.sink_sums = place(sums_sinks ? plan.heads_q * sink_parts(plan) * sizeof(float) : 0);
   if (kernel.packed) {
     // A stage of queries may begin with the last one.
     w.rows = round_up(p.query.shape[0], block) + plan.block_k;

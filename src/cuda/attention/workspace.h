@@ -41,6 +41,12 @@ Slice slice_of(const AttentionPlan& plan, int64_t index);
 // Sequences of a dense batch in one full slice.
 int64_t slice_batch(const AttentionPlan& plan);
 
+// Rows of a head in all sequences, and in how many parts they are summed for the gradient of its
+// sink: as many CTAs as fill any chip, each with a few hundred rows. No number of a chip is asked
+// for, so the bits of the sum are the same on all.
+int64_t sink_rows(const AttentionPlan& plan);
+int64_t sink_parts(const AttentionPlan& plan);
+
 // Offsets are in bytes; a buffer that a call has no use for has no bytes.
 struct ForwardWorkspace {
   size_t aligned_bias = 0;     // (batch, heads, len_q, pitch), as the bias has them
@@ -67,6 +73,7 @@ struct BackwardWorkspace {
   size_t query_bounds = 0, key_bounds = 0;  // packed: RowBounds (tokens in whole tiles)
   size_t key_blocks = 0, query_blocks = 0, sum_blocks = 0;  // ragged: RaggedBlock (slots)
   size_t aligned_bias = 0, transposed_bias = 0;
+  size_t sink_sums = 0;  // float (heads_q, sink_parts)
   size_t bytes = 0;
 };
 // bias_sum: the kernel that sums a shared bias's gradient, or null.

@@ -7,6 +7,7 @@
 #include "cuda/attention/params.h"
 #include "cuda/attention/score.cuh"
 #include "cuda/attention/sequence.cuh"
+#include "cuda/attention/softmax.cuh"
 #include "cuda/attention/tiles.h"
 #include "cuda/tile/dtype.cuh"
 
@@ -75,13 +76,15 @@ __device__ __forceinline__ void attention_bwd_preprocess(const AttentionBwdParam
     }
     if (grad_lse) delta -= grad_lse[at(p.grad_lse_strides, row, head)];
     const float natural = lse[at(p.lse_strides, row, head)];
-    // A row that sees no key has probabilities 2^(s - inf) = 0. Where its LSE and delta do not show
-    // that its Q is not finite, delta becomes NaN, so that bwd_guard.cuh sees it.
+    // A row that sees no key has probabilities 2^(s - inf) = 0, or a mask makes them 0 where its
+    // LSE is that of the sink alone. Where LSE and delta do not show that its Q is not finite,
+    // delta becomes NaN, so that bwd_guard.cuh sees it.
     float2 lse_delta = {natural == -INFINITY ? INFINITY : natural * kLog2e, delta};
-    if (__any_sync(0xffffffffu, natural == -INFINITY)) {
+    const bool may_see_none = natural == sink_of<T>(p, first_head + head);
+    if (__any_sync(0xffffffffu, may_see_none)) {
       const char* q = gQ + at(p.query_strides, row, head) * T::kBytes;
       const float square = row_product<T>(q, q, p.head_dim, lane, lanes);
-      if (natural == -INFINITY && !(square < INFINITY)) lse_delta.y = NAN;
+      if (may_see_none && !(square < INFINITY)) lse_delta.y = NAN;
     }
     if (natural == INFINITY) lse_delta.y = NAN;
     if (first + r >= seq.len_q) lse_delta = {INFINITY, 0};

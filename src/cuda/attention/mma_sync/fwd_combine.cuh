@@ -1,5 +1,6 @@
 // The kernel after a split forward pass: makes one result of those that the splits left in the
-// workspace, O = sum of 2^(LSE_s - LSE) O_s. It goes row by row and is bound by memory.
+// workspace, O = sum of 2^(LSE_s - LSE) O_s; the sink joins LSE here. It goes row by row and is
+// bound by memory.
 #pragma once
 
 #include "cuda/attention/params.h"
@@ -22,17 +23,21 @@ __device__ __forceinline__ void attention_combine(const AttentionFwdParams& p) {
   const int64_t rows = int64_t{p.batch} * gridDim.y * p.len_q;  // of one split
   const int64_t mine = (int64_t{batch} * gridDim.y + head) * p.len_q + row;
   const float* lses = p.partial_lse + mine;
+  const float sink = sink_of<T>(p, head, row);
 
   float top = -INFINITY, sum = 0;
   for (int s = lane; s < p.splits; s += 32) top = fmaxf(top, lses[s * rows]);
-  top = warp_max(top);
+  top = fmaxf(warp_max(top), sink * kLog2e);
   const float reference = top == -INFINITY ? 0.f : top;
   for (int s = lane; s < p.splits; s += 32) sum += ptx::ex2_approx_ftz(lses[s * rows] - reference);
   sum = warp_sum(sum);
-  const float lse = sum == 0 ? -INFINITY : reference + __log2f(sum);
+  const float all = sum + ptx::ex2_approx_ftz(sink * kLog2e - reference);
+  const float lse = all == 0 ? -INFINITY : reference + __log2f(all);
   if (p.lse && threadIdx.x == 0) {
-    p.lse[offset(p, p.lse_strides, batch, head, 0) + row * p.lse_strides.row] =
-        seq.valid ? lse * kLn2 : NAN;
+    p.lse[offset(p, p.lse_strides, batch, head, 0) + row * p.lse_strides.row] = !seq.valid ? NAN
+                                                                                : sum == 0
+                                                                                    ? sink
+                                                                                    : lse * kLn2;
   }
 
   const char* to =

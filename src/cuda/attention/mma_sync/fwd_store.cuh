@@ -14,17 +14,6 @@ struct FwdState {
   RowState rows[C::kRowTiles];
 };
 
-// What a row's sum and reference make of its accumulators.
-struct RowResult {
-  float inverse;  // 1 / sum
-  float lse;      // in base 2
-};
-__device__ __forceinline__ RowResult row_result(const RowState& state, int half) {
-  const float sum = quad_sum(state.sum[half]);
-  if (sum == 0) return {0.f, -INFINITY};  // no key allowed; a NaN is not 0
-  return {1.f / sum, state.reference[half] + __log2f(sum)};
-}
-
 // Stores O / sum, and the LSE.
 template <class C>
 __device__ __forceinline__ void store_output(const FwdState<C>& t, uint32_t smem,
@@ -34,16 +23,18 @@ __device__ __forceinline__ void store_output(const FwdState<C>& t, uint32_t smem
   float* gLse =
       p.lse ? p.lse + offset(p, p.lse_strides, task.batch, task.head, seq.token_q) : nullptr;
   const auto inverse = [&](int m, int half) {
-    const RowResult result = row_result(t.rows[m], half);
     const int r = task.first_row + warp_row<C>() + 16 * m + 8 * half + lane / 4;
-    if (gLse && lane % 4 == 0 && r < seq.len_q) gLse[r * p.lse_strides.row] = result.lse * kLn2;
-    return result.inverse;
+    const float sink = sink_of<typename C::Type>(p, task.head, min(r, seq.len_q - 1));
+    const RowEnd end = end_row(quad_sum(t.rows[m].sum[half]), t.rows[m].reference[half], sink);
+    if (gLse && lane % 4 == 0 && r < seq.len_q) gLse[r * p.lse_strides.row] = end.lse;
+    return end.share * (1.f / end.sum);
   };
   const char* gO = rows_of(p.out, p, p.out_strides, task.batch, task.head, seq.token_q);
   store_rows<C>(t.o, inverse, smem, const_cast<char*>(gO), p.out_strides, p.head_dim_v, task);
 }
 
-// Stores the result of one split, in fp32, where fwd_combine.cuh looks for it.
+// Stores the result of one split, in fp32, where fwd_combine.cuh looks for it. The sink is left to
+// that.
 template <class C>
 __device__ __forceinline__ void store_partial(FwdState<C>& t, const FwdTask& task,
                                               const AttentionFwdParams& p) {
@@ -54,16 +45,18 @@ __device__ __forceinline__ void store_partial(FwdState<C>& t, const FwdTask& tas
   for (int m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const RowResult result = row_result(t.rows[m], half);
+      const float sum = quad_sum(t.rows[m].sum[half]);
+      const float inverse = sum == 0 ? 0.f : 1.f / sum;  // 0: no key allowed; a NaN is not 0
       const int r = task.first_row + warp_row<C>() + 16 * m + 8 * half + lane / 4;
       if (r >= task.seq.len_q) continue;
       float2* to = reinterpret_cast<float2*>(p.partial_out + (first + r) * C::kDim) + lane % 4;
 #pragma unroll
       for (int d = 0; d < C::kDimTiles; ++d) {
-        to[4 * d] = {t.o[m][d][2 * half] * result.inverse,
-                     t.o[m][d][2 * half + 1] * result.inverse};
+        to[4 * d] = {t.o[m][d][2 * half] * inverse, t.o[m][d][2 * half + 1] * inverse};
       }
-      if (lane % 4 == 0) p.partial_lse[first + r] = result.lse;
+      if (lane % 4 == 0) {
+        p.partial_lse[first + r] = sum == 0 ? -INFINITY : t.rows[m].reference[half] + __log2f(sum);
+      }
     }
   }
 }

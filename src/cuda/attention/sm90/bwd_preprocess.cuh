@@ -142,13 +142,15 @@ __device__ __forceinline__ void attention_bwd_preprocess(const Sm90BwdParams& p)
       float delta = deltas[j];
       if (grad_lse) delta -= number_at(grad_lse, p.grad_lse_strides, row, r);
       const float natural = natural_lse[j];
-      // A row that sees no key has probabilities 2^(s - inf) = 0. Where lse and delta would not
-      // show that its Q is not finite, a NaN does.
+      // A row that sees no key has probabilities 2^(s - inf) = 0, or a mask makes them 0 where its
+      // lse is that of the sink alone. Where lse and delta would not show that its Q is not finite,
+      // a NaN does.
       float2 row_lse_delta = {natural == -INFINITY ? INFINITY : natural * kLog2e, delta};
-      if (__any_sync(0xffffffffu, natural == -INFINITY)) {
+      const bool may_see_none = natural == sink_of<T>(p, first_head + head_of(r));
+      if (__any_sync(0xffffffffu, may_see_none)) {
         const char* q = at(gQ, p.query_strides, row, r);
         const float square = row_product<T>(q, q, p.head_dim, lane, lanes);
-        if (natural == -INFINITY && !(square < INFINITY)) row_lse_delta.y = NAN;
+        if (may_see_none && !(square < INFINITY)) row_lse_delta.y = NAN;
       }
       if (natural == INFINITY) row_lse_delta.y = NAN;
       const bool past = row_of(r) >= seq.len_q;

@@ -25,9 +25,10 @@ class FwdEpilogue {
     float inverse[2], lse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float sum = quad_sum(rows.sum[half]);
-      inverse[half] = sum == 0 ? 0.f : __fdividef(1.f, sum);  // 0: no key allowed
-      lse[half] = sum == 0 ? -INFINITY : (rows.reference[half] + __log2f(sum)) * kLn2;
+      const RowEnd end = end_row(quad_sum(rows.sum[half]), rows.reference[half],
+                                 sink_of_row(wg_.fragment_row(half)));
+      inverse[half] = __fdividef(end.share, end.sum);
+      lse[half] = end.lse;
     }
     const uint32_t sO = wg_.smem + offsetof(Smem, sO);
     const int r = wg_.index * kWarpgroupRows + warpgroup_warp() * 16 + lane() % 16;
@@ -108,6 +109,12 @@ class FwdEpilogue {
     p_.lse[wg_.task().lse + head * p_.lse_strides.head + wg_.query(row) * p_.lse_strides.row] = lse;
   }
 
+  // Rows of no sequence have none.
+  __device__ __forceinline__ float sink_of_row(int row) const {
+    if (!p_.sinks || wg_.task().seq.rest) return -INFINITY;
+    return sink_of<Type>(p_, wg_.head(row));
+  }
+
   // A probability of 0 times a hidden NaN is NaN: rows of O that are not finite are recomputed
   // where there is a mask. Lengths that are wrong give NaN.
   __device__ __forceinline__ void guard_rows(const float (&rO)[C::kDim / 2]) const {
@@ -182,8 +189,8 @@ class FwdEpilogue {
           o[j] = o[j] * correction + weight * number(v, lane() + 32 * j, p_.head_dim_v);
         }
       }
-      float inverse = sum == 0 ? 0.f : __fdividef(1.f, sum);
-      float lse = sum == 0 ? -INFINITY : (reference + __log2f(sum)) * kLn2;
+      const RowEnd row_end = end_row(sum, reference, sink_of_row(r));
+      float inverse = __fdividef(row_end.share, row_end.sum), lse = row_end.lse;
       if (!task.seq.valid) inverse = lse = NAN;
       if (lane() == 0) write_lse(r, lse);
 #pragma unroll

@@ -234,9 +234,10 @@ class PackedConsumer {
       float inverse[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float sum = quad_sum(rows_[h].sum[half]);
-        inverse[half] = sum == 0 ? 0.f : __fdividef(1.f, sum);  // 0: no key allowed
-        lse[h][half] = sum == 0 ? -INFINITY : (rows_[h].reference[half] + __log2f(sum)) * kLn2;
+        const RowEnd end = end_row(quad_sum(rows_[h].sum[half]), rows_[h].reference[half],
+                                   sink_of_row(fragment_bounds(half), head_of(box, h)));
+        inverse[half] = __fdividef(end.share, end.sum);
+        lse[h][half] = end.lse;
         if (!fragment_bounds(half).valid()) inverse[half] = lse[h][half] = NAN;
       }
 #pragma unroll
@@ -270,6 +271,11 @@ class PackedConsumer {
   }
 
   __device__ __forceinline__ int head_of(int box, int h) const { return box * C::kHeads + h; }
+  // Tokens of no sequence have none; nor have heads of a box that there are not.
+  __device__ __forceinline__ float sink_of_row(const RowBounds& bounds, int head) const {
+    if (!p_.sinks || bounds.is_rest() || head >= p_.heads) return -INFINITY;
+    return sink_of<Type>(p_, head);
+  }
   __device__ __forceinline__ void write_lse(int token, int head, float lse) const {
     if (!p_.lse || token >= p_.ragged.query.tokens || head >= p_.heads) return;
     p_.lse[token * p_.lse_strides.row + head * p_.lse_strides.head] = lse;
@@ -341,10 +347,9 @@ class PackedConsumer {
         o[j] = o[j] * correction + weight * number(v, lane() + 32 * j, p_.head_dim_v);
       }
     }
-    const float inverse = sum == 0 ? 0.f : __fdividef(1.f, sum);
-    if (lane() == 0) {
-      write_lse(token, head, sum == 0 ? -INFINITY : (reference + __log2f(sum)) * kLn2);
-    }
+    const RowEnd end = end_row(sum, reference, sink_of_row(bounds, head));
+    const float inverse = __fdividef(end.share, end.sum);
+    if (lane() == 0) write_lse(token, head, end.lse);
     uint16_t* const out = const_cast<uint16_t*>(row_of(p_.out, p_.out_strides, token, head));
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {

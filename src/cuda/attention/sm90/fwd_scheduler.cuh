@@ -59,7 +59,7 @@ struct FwdScheduler {
       first_row = block.block * C::kBlockQ;
       seq = find_sequence(block);
       if (block.kind == RaggedKind::kRest) {  // rows that see nothing
-        seq.valid = true;
+        seq.valid = seq.rest = true;
         seq.len_k = 0;
       }
     } else if constexpr (C::kBiasStays) {

@@ -63,6 +63,9 @@ struct FwdWarpgroup {
   }
   // The query of a row: 2^pack heads may share a tile.
   __device__ __forceinline__ int query(int row) const { return row >> p.pack; }
+  __device__ __forceinline__ int head(int row) const {
+    return (task().head << p.pack) + (row & ((1 << p.pack) - 1));
+  }
   __device__ __forceinline__ bool needs_mask() const {
     return block >= reload(task().unmasked_end[index]) ||
            block < reload(task().unmasked_begin[index]);
@@ -106,8 +109,7 @@ struct FwdWarpgroup {
   // Where a row of the task begins in a tensor, in elements.
   __device__ __forceinline__ int64_t row_offset(const Strides& strides, int row) const {
     const FwdTask& task = this->task();
-    const int head = (task.head << p.pack) + (row & ((1 << p.pack) - 1));
-    return offset(p, strides, task.batch, head, task.seq.token_q) + query(row) * strides.row;
+    return offset(p, strides, task.batch, head(row), task.seq.token_q) + query(row) * strides.row;
   }
 };
 

@@ -27,8 +27,9 @@ struct Sm90FwdParams : AttentionFwdParams {
 
 // The keys that a query of a ragged batch sees, as positions in K: those of its own sequence, and
 // of these what the mask leaves. Neither number falls from one query to the next, so the keys of a
-// tile of queries are those from its first query's first to its last query's last. The other way
-// round, for a backward pass: the queries that see a key.
+// tile of queries are those from its first query's first to its last query's last. A token of no
+// sequence begins after its end. The other way round, for a backward pass: the queries that see a
+// key.
 struct alignas(8) RowBounds {
   uint32_t first;  // and kInvalid
   int32_t end;
@@ -37,6 +38,8 @@ struct alignas(8) RowBounds {
 #if defined(__CUDACC__)
   __device__ __forceinline__ int begin() const { return static_cast<int>(first & ~kInvalid); }
   __device__ __forceinline__ bool valid() const { return !(first & kInvalid); }
+  // Of a token of no sequence.
+  __device__ __forceinline__ bool is_rest() const { return begin() > end; }
 #endif
 };
 

@@ -35,7 +35,7 @@ __device__ __forceinline__ RowBounds row_bounds(const PackedSequence& s, int row
                                                 const AttentionParams& p) {
   const uint32_t first = static_cast<uint32_t>(s.other_token);
   if (s.other_len == PackedSequence::kInvalid) return {first | RowBounds::kInvalid, s.other_token};
-  if (s.other_len == PackedSequence::kRest) return {first, s.other_token};
+  if (s.other_len == PackedSequence::kRest) return {first + 1, s.other_token};
   const int position = row + s.other_len - s.len;
   const int begin = max(position - (keys ? p.right : p.left), 0);
   const int end = min(position + (keys ? p.left : p.right) + 1, s.other_len);

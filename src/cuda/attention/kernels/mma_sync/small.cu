@@ -3,6 +3,7 @@
 #include "cuda/attention/mma_sync/bias_align.cuh"
 #include "cuda/attention/mma_sync/bias_transpose.cuh"
 #include "cuda/attention/mma_sync/bwd_preprocess.cuh"
+#include "cuda/attention/mma_sync/bwd_sinks.cuh"
 #include "cuda/attention/mma_sync/fwd_combine.cuh"
 #include "cuda/attention/ragged.cuh"
 
@@ -31,4 +32,9 @@ extern "C" __global__ void __launch_bounds__(kRowThreads)
 extern "C" __global__ void __launch_bounds__(kRowThreads)
     FLASHMOE_KERNEL(attention_bias_transpose)(const __grid_constant__ BiasTransposeParams p) {
   attention_bias_transpose(p);
+}
+
+extern "C" __global__ void __launch_bounds__(kRowThreads)
+    FLASHMOE_KERNEL(attention_bwd_sinks)(const __grid_constant__ AttentionBwdParams p) {
+  attention_bwd_sinks<family::KernelType>(p);
 }

@@ -1,6 +1,7 @@
 // Kernels without a tile: what goes row by row before and after a pass.
 #include "cuda/attention/kernels/instantiate.cuh"
 #include "cuda/attention/mma_sync/bias_align.cuh"
+#include "cuda/attention/mma_sync/bwd_sinks.cuh"
 #include "cuda/attention/ragged.cuh"
 #include "cuda/attention/sm90/bwd_convert_dq.cuh"
 #include "cuda/attention/sm90/bwd_packed_preprocess.cuh"
@@ -37,4 +38,9 @@ extern "C" __global__ void __launch_bounds__(kRaggedThreads) FLASHMOE_KERNEL(
 extern "C" __global__ void __launch_bounds__(sm90::kConvertDqThreads)
     FLASHMOE_KERNEL(attention_bwd_dq)(const __grid_constant__ Sm90BwdParams p) {
   sm90::attention_bwd_dq<family::KernelType>(p);
+}
+
+extern "C" __global__ void __launch_bounds__(kRowThreads)
+    FLASHMOE_KERNEL(attention_bwd_sinks)(const __grid_constant__ AttentionBwdParams p) {
+  attention_bwd_sinks<family::KernelType>(p);
 }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -203,7 +205,9 @@ from transformers.modeling_utils import AttentionInterface
 for interface in (ExpertsInterface(), AttentionInterface()):
     assert not [name for name in interface if "flashmoe" in name or name.startswith("fm_")]
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    package = str(Path(fm.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": package}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
 def test_without_transformers_it_says_what_to_install(monkeypatch):

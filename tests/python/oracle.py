@@ -26,7 +26,6 @@ class Case:
     grad_out: torch.Tensor
     grad_lse: torch.Tensor | None = None  # None: lse takes no part in the loss
     bias: torch.Tensor | None = None  # bool: a mask, which has no gradient
-    sinks: torch.Tensor | None = None
     key_lengths: torch.Tensor | None = None
     cu_q: torch.Tensor | None = None
     cu_k: torch.Tensor | None = None
@@ -38,6 +37,7 @@ class Case:
     use_out: bool = True  # False: out takes no part in the loss, and grad_out is 0
     dropout: dict[str, Any] = field(default_factory=dict)  # dropout_p and seed, and of these:
     kept: Any = None  # what each weight is multiplied by, (..., Hq, Sq, Sk); ragged: a list of them
+    sinks: torch.Tensor | None = None
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """What has a gradient."""

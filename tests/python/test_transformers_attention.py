@@ -262,6 +262,19 @@ def test_masks_that_are_no_band_arrive_whole(overlay):
     assert got.dtype == torch.bool and torch.equal(got, want)
 
 
+def test_a_model_that_works_on_its_masks_gets_them_whole():
+    seen = padding("left").bool()
+    for q in (4, 17):
+        skip = {"attention_mask": seen, "allow_is_causal_skip": False}
+        want = theirs.sdpa_mask(3, q, 17, 17 - q, 0, **skip)
+        assert torch.equal(prepare(mask=seen, q=q, allow_is_causal_skip=False), want)
+    skip = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": True}  # an encoder's
+    both = theirs.bidirectional_mask_function
+    assert isinstance(prepare(both, seen, **skip), masks.Mask)
+    skip["allow_is_bidirectional_skip"] = False
+    assert isinstance(prepare(both, seen, **skip), torch.Tensor)
+
+
 class Layer(nn.Module):
     is_causal = True
 

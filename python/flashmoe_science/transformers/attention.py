@@ -100,7 +100,7 @@ def _attend(
         mask = Mask(bias=_as_bias(mask, query.dtype))
     elif mask.ragged is not None and position_bias is None:
         return _attend_ragged(query, key, value, mask, options), None
-    elif mask.ragged is not None and mask.bias is None:
+    elif mask.is_packed:
         _refuse(module, "position_bias over packed sequences", "pad them instead")
     lengths = None if mask.key_lengths is None else mask.key_lengths.to(query.device)
     bias = _sum(query, position_bias, mask.bias)

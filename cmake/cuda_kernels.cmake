@@ -49,6 +49,7 @@ target_sources(flashmoe PRIVATE
   src/cuda/attention/families.cc src/cuda/attention/lay_out.cc src/cuda/attention/mma_sync.cc
   src/cuda/attention/planner.cc src/cuda/attention/sm90.cc src/cuda/attention/tile_choice.cc
   src/cuda/attention/workspace.cc
+  src/cuda/cache/planner.cc
   src/cuda/moe/call.cc src/cuda/moe/catalogue.cc src/cuda/moe/planner.cc src/cuda/moe/workspace.cc)
 target_link_libraries(flashmoe PRIVATE ${CMAKE_DL_LIBS})
 

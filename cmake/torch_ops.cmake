@@ -15,6 +15,9 @@ add_library(flashmoe_torch MODULE
   src/torch/attention_backward.cc
   src/torch/attention_tangent.cc
   src/torch/explain.cc
+  src/torch/paged_forward.cc
+  src/torch/paged_explain.cc
+  src/torch/cache_append.cc
   src/torch/moe_forward.cc
   src/torch/moe_backward.cc
   src/torch/moe_explain.cc
@@ -22,6 +25,8 @@ add_library(flashmoe_torch MODULE
   src/torch/build_info.cc
   src/torch/arguments.cc
   src/torch/call.cc
+  src/torch/paged_arguments.cc
+  src/torch/paged_call.cc
   src/torch/moe_arguments.cc
   src/torch/moe_call.cc
   src/torch/convert.cc

@@ -83,6 +83,18 @@ def experts(meta: Maker, activation: str = "swiglu", bias: bool = False) -> Call
     }
 
 
+def paged(meta: Maker, dim: int = 64, cache: str | None = None, **options) -> list[Call]:
+    """A decode, and a chunk of 48 tokens, of 2 sequences over 64 keys in pages of 16."""
+    caches = {"k_cache": meta(8, 16, 2, dim), "v_cache": meta(8, 16, 2, dim)}
+    if cache is not None:
+        caches = {name: meta(8, 16, 2, dim, dtype=cache) for name in caches}
+        caches |= {name: meta(dtype="float32") for name in ("k_scale", "v_scale")}
+    table = {"block_table": meta(2, 4, dtype="int32"), "seq_lens": meta(2, dtype="int32")}
+    call = {"ask": "explain_paged", **caches, **table, **options}
+    chunk = {"cu_seqlens_q": meta(3, dtype="int32"), "max_seqlen_q": 48}
+    return [{**call, "q": meta(2, 4, dim)}, {**call, **chunk, "q": meta(80, 4, dim)}]
+
+
 ACTIVATIONS = ("swiglu", "geglu", "reglu", "silu", "gelu", "relu")
 
 # What a row of the table asks: every call must be possible for a tick.
@@ -101,6 +113,13 @@ OPTIONS: dict[str, Callable[[Maker], list[Call]]] = {
         dense(m) | {"bias": m(*size)} for size in ((2, 4, 48, 64), (4, 48, 64), (2, 1, 1, 64))
     ],
     "`bias` in fp32": lambda m: [dense(m) | {"bias": m(2, 4, 48, 64, dtype="float32")}],
+    "`bias` in bool: a mask": lambda m: [dense(m) | {"bias": m(4, 48, 64, dtype="bool")}],
+    "`dropout_p`": lambda m: [dense(m) | {"dropout_p": 0.1}, ragged(m) | {"dropout_p": 0.1}],
+    "`sinks` and their gradient": lambda m: [
+        call | {"sinks": sinks}
+        for call in (dense(m), ragged(m), dense(m) | {"bias": m(4, 48, 64)})
+        for sinks in (m(4), m(4, dtype="float32"))
+    ],
     "ragged": lambda m: [ragged(m), ragged(m) | {"causal": True}],
     "ragged with a packed `bias`": lambda m: [ragged(m) | {"bias": m(48 * 64 + 32 * 36, 4)}],
     "`deterministic=True`": lambda m: [dense(m) | {"deterministic": True}],
@@ -109,6 +128,18 @@ OPTIONS: dict[str, Callable[[Maker], list[Call]]] = {
         for call in (dense(m) | {"bias": m(4, 48, 64)}, ragged(m))
         for name in ("tangent", "second")
     ],
+    "pages of a cache": lambda m: [
+        *paged(m, window=(8, 0)),
+        *paged(m, softcap=20.0),
+        *paged(m, sinks=m(4, dtype="float32")),
+    ],
+    "pages, head dims 64 to 512": lambda m: [
+        call for dim in (64, 96, 128, 192, 256, 512) for call in paged(m, dim=dim)
+    ],
+    "pages, head dims 1 to 33": lambda m: [
+        call for dim in (1, 8, 20, 24, 33) for call in paged(m, dim=dim)
+    ],
+    "pages in fp8 (e4m3)": lambda m: paged(m, cache="float8_e4m3fn"),
     "`moe`, every activation": lambda m: [experts(m, name) for name in ACTIVATIONS],
     "`moe` with biases": lambda m: [experts(m, name, bias=True) for name in ("swiglu", "gelu")],
 }
@@ -121,13 +152,14 @@ def can_run(make_calls: Callable[[Maker], list[Call]], dtype: str, device: str, 
     import flashmoe_science
 
     def meta(*size: int, dtype: str = dtype) -> torch.Tensor:
-        return torch.empty(*size, dtype=getattr(torch, dtype), device="meta")
+        return torch.empty(size, dtype=getattr(torch, dtype), device="meta")
 
     try:
         for call in make_calls(meta):
-            ask = getattr(flashmoe_science, call.pop("ask", "explain"))
-            passes = {} if "derivative" in call else {"backward": back}
-            ask(**call, **passes, device=device)
+            name = call.pop("ask", "explain")
+            if name != "explain_paged" and "derivative" not in call:  # these have no two passes
+                call["backward"] = back
+            getattr(flashmoe_science, name)(**call, device=device)
     except RuntimeError:
         return False
     return True
@@ -147,9 +179,9 @@ def support_table() -> str:
         cells = [support_cell(make_calls, dtype, device) for device, dtype in columns]
         lines.append(markdown_row([name, *cells]))
     legend = (
-        f"{YES} forward and backward, {NO} refused with an error that says so. sm_75 is T4, sm_80 "
-        "A100 (8.6 and 8.9, RTX 30 and 40 and L4, answer alike), sm_90 H100 and H200. "
-        "`python -m flashmoe_science explain` answers for any other call."
+        f"{YES} forward and backward (of pages forward, all there is), {NO} refused with an error "
+        "that says so. sm_75 is T4, sm_80 A100 (8.6 and 8.9, RTX 30 and 40 and L4, answer alike), "
+        "sm_90 H100 and H200. `python -m flashmoe_science explain` answers for any other call."
     )
     return "\n".join([*lines, "", legend])
 

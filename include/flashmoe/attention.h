@@ -1,7 +1,7 @@
 // Attention: problem -> plan -> run.
 //
 //   out = softmax(softcap(scale * q k^T) + bias, over the allowed keys) v
-//   lse = natural log of the softmax denominator
+//   lse = natural log of the softmax denominator, which sinks add to
 //
 //   flashmoe::AttentionProblem problem;       // what is asked: shapes, strides, dtypes, options
 //   problem.query = flashmoe::contiguous(flashmoe::DType::kFloat16, {batch, heads, rows, dim});
@@ -39,6 +39,22 @@ struct Ragged {
   bool operator==(const Ragged&) const = default;
 };
 
+// Keys and values in the pages of a cache, as serving engines keep them. Of N sequences, sequence i
+// has seq_lens[i] keys, and key j is row j % page of block block_table[i, j / page]; its queries
+// sit at its last positions. Forward only. Entries of the table past a sequence's last key are not
+// read.
+struct Paged {
+  TensorSpec block_table;                  // (N, blocks of a sequence at most), int32 or int64
+  TensorSpec seq_lens;                     // (N), int32 or int64
+  std::optional<TensorSpec> cu_seqlens_q;  // (N + 1), int32 or int64; absent: one query each
+  int64_t max_seqlen_q = 0;                // at least the longest; a bound, so that one plan serves
+  int64_t max_seqlen_k = 0;                // every call below it
+  std::optional<TensorSpec> k_scale;  // fp32, () or (Hk): what numbers of an fp8 cache are times of
+  std::optional<TensorSpec> v_scale;
+
+  bool operator==(const Paged&) const = default;
+};
+
 // Row i of Sq queries sits at key position p = i + L - Sq, L being the number of keys.
 struct AttentionOptions {
   bool causal = false;          // key j is allowed when j <= p
@@ -47,6 +63,7 @@ struct AttentionOptions {
   std::optional<double> scale;  // 1 / sqrt(D) unless given
   double softcap = 0;           // c * tanh(x / c) for c > 0; 0 = off
   bool deterministic = false;   // ask for a bitwise reproducible backward pass
+  double dropout_p = 0;         // share of the pairs (query, key) to drop after the softmax, 0 to 1
 
   bool operator==(const AttentionOptions&) const = default;
 };
@@ -60,11 +77,19 @@ struct AttentionProblem {
   TensorSpec query;                       // (..., Hq, Sq, D)        (Tq, Hq, D)
   TensorSpec key;                         // (..., Hk, Sk, D)        (Tk, Hk, D)
   TensorSpec value;                       // (..., Hk, Sk, Dv)       (Tk, Hk, Dv)
+                                          // paged: query as ragged; key and value are
+                                          // (blocks, page, Hk, D), under 16-bit queries also e4m3
   std::optional<TensorSpec> bias;         // broadcasts to           (sum n_i * m_i, Hq or 1)
                                           // (..., Hq, Sq, Sk)
-                                          // in the inputs' dtype or fp32
+                                          // in the inputs' dtype or fp32; bool: a mask,
+                                          // true = may look, without a gradient
   std::optional<TensorSpec> key_lengths;  // broadcasts to (...)     -
+  std::optional<TensorSpec> sinks;        // (Hq), fp32 or query's dtype: exp(sink) joins the
+                                          // denominator of every row of a head, and lse counts it
   std::optional<Ragged> ragged;
+  std::optional<Paged> paged;      // at most one of the two
+  std::optional<TensorSpec> seed;  // one int64: which pairs are dropped; needed with dropout. In
+                                   // memory of the device, so that graphs can be given another
 
   // Results of the forward pass, inputs of all others.
   TensorSpec out;                 // (..., Hq, Sq, Dv)       (Tq, Hq, Dv)
@@ -78,12 +103,14 @@ struct AttentionProblem {
   std::optional<TensorSpec> grad_key;
   std::optional<TensorSpec> grad_value;
   std::optional<TensorSpec> grad_bias;  // the bias's own shape and dtype
+  std::optional<TensorSpec> grad_sinks;
 
   // Tangent and second pass: the inputs move along their tangents.
   std::optional<TensorSpec> tangent_query;  // like query, in its dtype; absent = zero
   std::optional<TensorSpec> tangent_key;
   std::optional<TensorSpec> tangent_value;
   std::optional<TensorSpec> tangent_bias;
+  std::optional<TensorSpec> tangent_sinks;
   std::optional<TensorSpec> tangent_out;  // like out; a result of the tangent pass, which the
   std::optional<TensorSpec> tangent_lse;  // second pass needs; like lse
 
@@ -101,6 +128,12 @@ struct AttentionTensors {
   const void* key_lengths = nullptr;
   const void* cu_seqlens_q = nullptr;
   const void* cu_seqlens_k = nullptr;
+  const void* sinks = nullptr;
+  const void* block_table = nullptr;
+  const void* seq_lens = nullptr;
+  const void* k_scale = nullptr;
+  const void* v_scale = nullptr;
+  const void* seed = nullptr;
   void* out = nullptr;  // written forward, else read
   void* lse = nullptr;
   const void* grad_out = nullptr;
@@ -109,10 +142,12 @@ struct AttentionTensors {
   void* grad_key = nullptr;
   void* grad_value = nullptr;
   void* grad_bias = nullptr;
+  void* grad_sinks = nullptr;
   const void* tangent_query = nullptr;
   const void* tangent_key = nullptr;
   const void* tangent_value = nullptr;
   const void* tangent_bias = nullptr;
+  const void* tangent_sinks = nullptr;
   void* tangent_out = nullptr;  // written by the tangent pass, read by the second
   void* tangent_lse = nullptr;
 };

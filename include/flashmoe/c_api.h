@@ -1,5 +1,5 @@
-/* Attention, and below it a mixture of experts, from C and from whatever calls C: Fortran, Julia,
- * Rust, ...
+/* Attention, below it attention over the pages of a cache and a mixture of experts, from C and from
+ * whatever calls C: Fortran, Julia, Rust, ...
  *
  *   out = softmax(softcap(scale * q k^T) + bias, over the allowed keys) v
  *   lse = natural log of the softmax denominator
@@ -142,6 +142,122 @@ FLASHMOE_C_API const char* flash_attention_last_error(void);
 
 /* "0.1.0" */
 FLASHMOE_C_API const char* flash_attention_version(void);
+
+/* Attention over the pages of a cache, forward only. Of the sequences, sequence i has seq_lens[i]
+ * keys; key j is row j % page of block block_table[i, j / page]. Its queries sit at its last
+ * positions.
+ *
+ *   flash_attention_paged_args args;
+ *   flash_attention_paged_args_init(&args, sizeof args);
+ *   args.sequences = args.tokens = 3;  args.heads_q = 8;  args.heads_k = 2;
+ *   args.head_dim = args.head_dim_v = 64;
+ *   args.blocks = 100;  args.page = 16;  args.blocks_of_sequence = 20;  args.max_seqlen_k = 320;
+ *   args.query.data = q;  args.k_cache.data = k;  args.v_cache.data = v;  args.out.data = out;
+ *   args.block_table.data = table;  args.seq_lens.data = lengths;
+ *   if (flash_attention_paged_forward_bf16(&args) != 0) puts(flash_attention_last_error());
+ *
+ * On the host a length or an entry of the table that is wrong is an error, with nothing computed;
+ * on a CUDA device that sequence is NaN. Entries of the table for keys that no query sees are not
+ * read. */
+
+enum { FLASH_ATTENTION_INT32 = 0, FLASH_ATTENTION_INT64 = 1 };
+enum { FLASH_ATTENTION_CACHE_LIKE_INPUT = 0, FLASH_ATTENTION_CACHE_E4M3 = 1 };
+
+typedef struct flash_attention_paged_args {
+  uint64_t struct_size; /* set by flash_attention_paged_args_init() */
+
+  int64_t sequences;
+  int64_t tokens; /* of all sequences; those after the last one's give 0 */
+  int64_t heads_q;
+  int64_t heads_k;
+  int64_t head_dim;   /* of query and keys, 1 to 512 */
+  int64_t head_dim_v; /* of values and out, 1 to 512 */
+  int64_t blocks;
+  int64_t page;               /* keys of a block */
+  int64_t blocks_of_sequence; /* entries of the table for each sequence */
+  int64_t max_seqlen_q;       /* no sequence has more queries; not used without cu_seqlens_q */
+  int64_t max_seqlen_k;       /* no sequence has more keys */
+
+  /* Inputs. Strides past a tensor's last dimension are not used. */
+  flash_attention_tensor query;        /* (tokens, heads_q, head_dim) */
+  flash_attention_tensor k_cache;      /* (blocks, page, heads_k, head_dim) */
+  flash_attention_tensor v_cache;      /* (blocks, page, heads_k, head_dim_v) */
+  flash_attention_tensor block_table;  /* integers, (sequences, blocks_of_sequence) */
+  flash_attention_tensor seq_lens;     /* integers, (sequences) */
+  flash_attention_tensor cu_seqlens_q; /* integers, (sequences + 1): sequence i has the queries
+                                          cu_seqlens_q[i] .. cu_seqlens_q[i + 1]. NULL: one each */
+  flash_attention_tensor sinks;        /* float, (heads_q): exp(sink) joins the denominator of every
+                                          row of a head. NULL: none */
+  int32_t cache_dtype; /* FLASH_ATTENTION_CACHE_LIKE_INPUT (default) or _CACHE_E4M3 */
+  int32_t int_dtype;   /* of all integers: FLASH_ATTENTION_INT32 (default) or _INT64 */
+
+  /* What numbers of an e4m3 cache are times of: one float, or one for each key head. NULL: 1 */
+  const float* k_scale;
+  const float* v_scale;
+  int32_t k_scale_per_head; /* not 0: (heads_k). Default 0 */
+  int32_t v_scale_per_head;
+
+  /* Options, as those of flash_attention_args. */
+  int64_t window_left;
+  int64_t window_right;
+  double scale;
+  double softcap;
+  int32_t has_scale;
+  int32_t causal;
+
+  flash_attention_tensor out; /* (tokens, heads_q, head_dim_v) */
+  flash_attention_tensor lse; /* float, (tokens, heads_q). NULL if not wanted */
+
+  /* As those of flash_attention_args. */
+  void* workspace;
+  uint64_t workspace_bytes;
+  int64_t device;
+  void* stream;
+} flash_attention_paged_args;
+
+FLASHMOE_C_API int flash_attention_paged_args_init(flash_attention_paged_args* args,
+                                                   size_t struct_size);
+FLASHMOE_C_API int flash_attention_paged_forward_fp16(const flash_attention_paged_args* args);
+FLASHMOE_C_API int flash_attention_paged_forward_bf16(const flash_attention_paged_args* args);
+/* How much workspace this call needs; reads no tensor. */
+FLASHMOE_C_API int flash_attention_paged_workspace_bytes(const flash_attention_paged_args* args,
+                                                         int dtype, uint64_t* bytes);
+
+/* Writes keys and values to a cache: token t to row slot_mapping[t] % page of block
+ * slot_mapping[t] / page. A negative slot is padding and one past the cache is skipped. No two
+ * tokens have the same slot. */
+typedef struct flash_kv_cache_append_args {
+  uint64_t struct_size; /* set by flash_kv_cache_append_args_init() */
+
+  int64_t tokens;
+  int64_t heads;
+  int64_t head_dim;
+  int64_t head_dim_v;
+  int64_t blocks;
+  int64_t page;
+
+  flash_attention_tensor key;          /* (tokens, heads, head_dim) */
+  flash_attention_tensor value;        /* (tokens, heads, head_dim_v) */
+  flash_attention_tensor slot_mapping; /* integers, (tokens) */
+  flash_attention_tensor k_cache;      /* (blocks, page, heads, head_dim): written */
+  flash_attention_tensor v_cache;      /* (blocks, page, heads, head_dim_v) */
+  int32_t cache_dtype;                 /* as those of flash_attention_paged_args */
+  int32_t int_dtype;
+
+  /* For e4m3: key / k_scale is stored, rounded to nearest even and held within +-448. */
+  const float* k_scale;
+  const float* v_scale;
+  int32_t k_scale_per_head;
+  int32_t v_scale_per_head;
+
+  int64_t device;
+  void* stream;
+} flash_kv_cache_append_args;
+
+FLASHMOE_C_API int flash_kv_cache_append_args_init(flash_kv_cache_append_args* args,
+                                                   size_t struct_size);
+FLASHMOE_C_API int flash_kv_cache_append_fp16(const flash_kv_cache_append_args* args);
+FLASHMOE_C_API int flash_kv_cache_append_bf16(const flash_kv_cache_append_args* args);
 
 /* A mixture of experts.
  *

@@ -7,7 +7,16 @@
 
 namespace flashmoe {
 
-enum class DType : uint8_t { kFloat64, kFloat32, kFloat16, kBFloat16, kInt32, kInt64 };
+enum class DType : uint8_t {
+  kFloat64,
+  kFloat32,
+  kFloat16,
+  kBFloat16,
+  kInt32,
+  kInt64,
+  kFloat8E4M3,  // no infinity: 448 is the largest (OCP's E4M3, torch.float8_e4m3fn)
+  kBool,        // a byte, 0 = false
+};
 
 inline constexpr int kMaxRank = 8;
 
@@ -48,6 +57,9 @@ constexpr int64_t dtype_bytes(DType dtype) {
     case DType::kFloat16:
     case DType::kBFloat16:
       return 2;
+    case DType::kFloat8E4M3:
+    case DType::kBool:
+      return 1;
   }
   return 0;
 }
@@ -66,6 +78,10 @@ constexpr const char* dtype_name(DType dtype) {
       return "int32";
     case DType::kInt64:
       return "int64";
+    case DType::kFloat8E4M3:
+      return "float8_e4m3fn";
+    case DType::kBool:
+      return "bool";
   }
   return "?";
 }

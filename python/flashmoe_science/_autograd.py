@@ -1,6 +1,7 @@
 """What torch's transforms can ask of attention: first and second derivatives, forward mode, vmap.
 
-Four ops, of which each is the derivative of another, with x for query, key, value and bias:
+Four ops, of which each is the derivative of another, with x for query, key, value, bias and
+sinks:
 
     attention           out, lse of x
     attention_tangent   how they move along a tangent of x: forward mode
@@ -14,7 +15,7 @@ time: all of them follow from x, and derivatives by x count what comes through t
 from __future__ import annotations
 
 import torch
-from torch import Tensor, is_grad_enabled, library
+from torch import Tensor, is_grad_enabled, library, stack
 from torch._C import _AutoDispatchBelowAutograd, _is_fwd_grad_enabled
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import Function
@@ -40,13 +41,13 @@ _FORWARD_TWICE = (
     "and jacfwd of jacfwd ask for. Second derivatives are there: torch.func.hessian, jvp of grad, "
     f"grad of jvp, grad of grad. {_INSTEAD}"
 )
-_INPUTS = 4  # x: query, key, value, bias
+_INPUTS = 5  # x: query, key, value, bias, sinks
 _NOTHING = (None,) * _INPUTS
 
 
 def _split(args) -> tuple[tuple, tuple]:
     """The tensors of an op, from query to cu_seqlens_k, and what comes after them."""
-    return args[:7], args[7:]
+    return args[:8], args[8:]
 
 
 def _only(wanted, results) -> tuple:
@@ -59,19 +60,19 @@ def _sum(a, b):
 
 
 class _Attention(Function):
-    """Differentiable in query, key, value and bias; both results have gradients.
+    """Differentiable in query, key, value, bias and sinks; both results have gradients.
 
     Host time is counted in microseconds here: what needs no gradient comes in one tuple, and lse is
     a result only where it is asked for.
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, bias, rest):
+    def forward(ctx, query, key, value, bias, sinks, rest):
         run, lengths, ctx.options, return_lse = rest
-        out, lse = run(query, key, value, bias, *lengths, *ctx.options)
-        ctx.save_for_backward(out, lse, query, key, value, bias, *lengths)
+        out, lse = run(query, key, value, bias, sinks, *lengths, *ctx.options)
+        ctx.save_for_backward(out, lse, query, key, value, bias, sinks, *lengths)
         if in_forward_mode():
-            ctx.save_for_forward(out, lse, query, key, value, bias, *lengths)
+            ctx.save_for_forward(out, lse, query, key, value, bias, sinks, *lengths)
             ctx.set_materialize_grads(False)
             ctx.return_lse = return_lse
         if not return_lse:
@@ -103,7 +104,7 @@ def attend(run, tensors, options, return_lse):
 
     Without one it is called directly: autograd costs half as much again.
     """
-    q, k, v, bias = tensors[:_INPUTS]
+    q, k, v, bias, sinks = tensors[:_INPUTS]
     if (
         is_grad_enabled()
         and (
@@ -111,9 +112,10 @@ def attend(run, tensors, options, return_lse):
             or k.requires_grad
             or v.requires_grad
             or (bias is not None and bias.requires_grad)
+            or (sinks is not None and sinks.requires_grad)
         )
-    ) or (in_forward_mode() and has_tangent((q, k, v, bias))):
-        return _apply(q, k, v, bias, (run, tensors[4:], options, return_lse))
+    ) or (in_forward_mode() and has_tangent((q, k, v, bias, sinks))):
+        return _apply(q, k, v, bias, sinks, (run, tensors[_INPUTS:], options, return_lse))
     out, lse = run(*tensors, *options)
     return (out, lse) if return_lse else out
 
@@ -259,7 +261,8 @@ def _attention_autograd(*args):
 
 
 def _tangent_autograd(*args):
-    tangents, (out, lse), (tensors, options) = args[:4], args[4:6], _split(args[6:])
+    tangents, (out, lse), call = args[:_INPUTS], args[_INPUTS : _INPUTS + 2], args[_INPUTS + 2 :]
+    tensors, options = _split(call)
     inputs, lengths = (*tangents, *tensors[:_INPUTS]), tensors[_INPUTS:]
     return _recorded(_Tangent, _library.tangent, (out, lse, lengths, options), inputs, args)
 
@@ -278,12 +281,13 @@ def _gradients_autograd(*args):
 
 
 def _second_autograd(*args):
-    inputs, rest = _gradient_arguments(args[6:])
+    tangents, moved = args[:_INPUTS], args[_INPUTS : _INPUTS + 2]
+    inputs, rest = _gradient_arguments(args[_INPUTS + 2 :])
     inputs = tuple(
         None if x is None else _recorded(_AtMostTwice, torch.ops.aten.alias.default, (), (x,), (x,))
         for x in inputs
     )
-    return _recorded(_Second, _library.second, (args[4:6], *rest), (*args[:4], *inputs), args)
+    return _recorded(_Second, _library.second, (moved, *rest), (*tangents, *inputs), args)
 
 
 give_autograd("attention", _attention_autograd)
@@ -309,64 +313,119 @@ def _stack_all(info, dims, tensors) -> tuple:
 
 
 def _stack_inputs(info, dims, tensors) -> tuple:
-    (q, k, v, bias, key_lengths, cu_q, _), size = tensors, info.batch_size
-    if cu_q is not None:
+    (q, k, v, bias, sinks, key_lengths, _, _), size = tensors, info.batch_size
+    _refuse_ragged(tensors)
+    q, k, v = _stack_all(info, dims, (q, k, v))
+    bias = _stack(bias, dims[3], size, q.dim())
+    return q, k, v, bias, sinks, _stack(key_lengths, dims[5], size, q.dim() - 3), None, None
+
+
+def _refuse_ragged(tensors) -> None:
+    *_, cu_seqlens_q, _ = tensors
+    if cu_seqlens_q is not None:
         raise NotImplementedError(
             "flashmoe_science attention over ragged batches has no vmap yet, which torch.func.vmap "
             "and jacrev ask for. Pack the sequences of all samples into one call, or map over "
             "flash_attention."
         )
-    q, k, v = _stack_all(info, dims, (q, k, v))
-    bias = _stack(bias, dims[3], size, q.dim())
-    return q, k, v, bias, _stack(key_lengths, dims[4], size, q.dim() - 3), None, None
+
+
+def _has_sink_gradient(args) -> bool:
+    """Whether the sinks' gradient is wanted, by the arguments from grad_out on."""
+    (*_, sinks, _, _, _), (*_, needed) = _split(args[4:])
+    return needed and sinks is not None
+
+
+def _one_by_one(op, info, dims, args, first):
+    """For samples with sinks of their own, or gradients of them: a call has one sink for a head.
+
+    ``first``: where query is among the arguments.
+    """
+    _refuse_ragged(_split(args[first:])[0])
+    results = [
+        op(*(x if dim is None else x.select(dim, i) for x, dim in zip(args, dims, strict=True)))
+        for i in range(info.batch_size)
+    ]
+    return tuple(stack(parts) for parts in zip(*results, strict=True)), (0,) * len(results[0])
 
 
 def _stack_tangents(info, dims, tangents, rank: int) -> tuple:
     bias = _stack(tangents[3], dims[3], info.batch_size, rank)
-    return *_stack_all(info, dims, tangents[:3]), bias
+    return *_stack_all(info, dims, tangents[:3]), bias, tangents[4]
+
+
+def _refuse_dropout(options) -> None:
+    """Which pairs are dropped depends on where they are in the batch, which vmap would change.
+
+    ``options``: up to dropout_p and the seed.
+    """
+    *_, dropout_p, _ = options
+    if dropout_p != 0:
+        raise NotImplementedError(
+            "flashmoe_science attention with dropout has no vmap, which torch.func.vmap and jacrev "
+            "ask for. Leading dimensions of q, k and v may hold the samples instead."
+        )
 
 
 @library.register_vmap("flashmoe::attention")
 def _attention_vmap(info, dims, *args):
     tensors, options = _split(args)
-    return _library.attention(*_stack_inputs(info, dims, tensors), *options), (0, 0)
+    _refuse_dropout(options)
+    stacked = _stack_inputs(info, dims, tensors)
+    if dims[4] is not None:
+        return _one_by_one(_library.attention, info, dims, args, 0)
+    return _library.attention(*stacked, *options), (0, 0)
 
 
 @library.register_vmap("flashmoe::explain")
 def _explain_vmap(info, dims, *args):
     tensors, rest = _split(args)
-    return _library.explain(*_stack_inputs(info, dims, tensors), *rest), None
+    stacked = list(_stack_inputs(info, dims, tensors))
+    if dims[4] is not None:
+        stacked[4] = stacked[4].select(dims[4], 0)
+    return _library.explain(*stacked, *rest), None
 
 
 def _stacked_gradients(run, first, info, dims, args):
     """``run`` on ``first`` and the arguments from grad_out on."""
     tensors, rest = _split(args[4:])
-    inputs = _stack_inputs(info, dims[4:], tensors)
+    _refuse_dropout(rest[:-_INPUTS])
+    inputs, needs = _stack_inputs(info, dims[4:], tensors), rest[-_INPUTS:]
+    wanted = [need and x is not None for x, need in zip(inputs[:_INPUTS], needs, strict=True)]
     results = _stack_all(info, dims, args[:4])
     grads = run(*first(inputs[0].dim()), *results, *inputs, *rest)
-    needs = rest[-_INPUTS:]
-    wanted = (*needs[:3], needs[3] and inputs[3] is not None)
     return grads, tuple(0 if want else None for want in wanted)
 
 
 @library.register_vmap("flashmoe::attention_gradients")
 def _attention_gradients_vmap(info, dims, *args):
+    if _has_sink_gradient(args):
+        return _one_by_one(_library.gradients, info, dims, args, 4)
+    args = (*args[:8], None, *args[9:])  # sinks are in out and lse; only their gradient asks
     return _stacked_gradients(_library.gradients, lambda rank: (), info, dims, args)
 
 
 @library.register_vmap("flashmoe::attention_tangent")
 def _attention_tangent_vmap(info, dims, *args):
-    tensors, options = _split(args[6:])
-    inputs = _stack_inputs(info, dims[6:], tensors)
-    tangents = _stack_tangents(info, dims, args[:4], inputs[0].dim())
-    results = _stack_all(info, dims[4:], args[4:6])
+    first, results = _INPUTS, _INPUTS + 2
+    if dims[first - 1] is not None or dims[results + 4] is not None:
+        return _one_by_one(_library.tangent, info, dims, args, results)
+    tensors, options = _split(args[results:])
+    _refuse_dropout(options)
+    inputs = _stack_inputs(info, dims[results:], tensors)
+    tangents = _stack_tangents(info, dims, args[:first], inputs[0].dim())
+    results = _stack_all(info, dims[first:], args[first:results])
     return _library.tangent(*tangents, *results, *inputs, *options), (0, 0)
 
 
 @library.register_vmap("flashmoe::attention_second")
 def _attention_second_vmap(info, dims, *args):
-    def first(rank):
-        tangents = _stack_tangents(info, dims, args[:4], rank)
-        return *tangents, *_stack_all(info, dims[4:], args[4:6])
+    moved, call = _INPUTS, _INPUTS + 2
+    if dims[moved - 1] is not None or dims[call + 8] is not None or _has_sink_gradient(args[call:]):
+        return _one_by_one(_library.second, info, dims, args, call + 4)
 
-    return _stacked_gradients(_library.second, first, info, dims[6:], args[6:])
+    def first(rank):
+        tangents = _stack_tangents(info, dims, args[:moved], rank)
+        return *tangents, *_stack_all(info, dims[moved:], args[moved:call])
+
+    return _stacked_gradients(_library.second, first, info, dims[call:], args[call:])

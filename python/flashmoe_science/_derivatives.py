@@ -131,3 +131,8 @@ def without_autograd(*ops: str) -> None:
     """
     for op in ops:
         _fragment.impl(op, torch.library.fallthrough_kernel, "Autograd")
+
+
+def at_key(op: str, key: str, kernel: Callable) -> None:
+    """What an op does where the dispatcher comes by that key; the kernel is given those to come."""
+    _fragment.impl(op, kernel, key, with_keyset=True)

@@ -50,15 +50,12 @@ def _gradients(likes, wanted) -> tuple[torch.Tensor, ...]:
     )
 
 
-def _check_attention_devices(query, key, value, bias, key_lengths, cu_q, cu_k, **more) -> None:
+def _check_attention_devices(q, k, v, bias, sinks, key_lengths, cu_q, cu_k, **more) -> None:
     lengths = {"key_lengths": key_lengths, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
-    _check_devices("query", query, key=key, value=value, bias=bias, **lengths, **more)
+    _check_devices("query", q, key=k, value=v, bias=bias, sinks=sinks, **lengths, **more)
 
 
-@torch.library.register_fake("flashmoe::attention")
-@torch.library.register_fake("flashmoe::attention_forward")
-def _attention_fake(query, key, value, bias, key_lengths, cu_q, cu_k, *options):
-    _check_attention_devices(query, key, value, bias, key_lengths, cu_q, cu_k)
+def _attention_results(query, value) -> tuple[torch.Tensor, torch.Tensor]:
     if query.shape[-1] == value.shape[-1]:
         out = torch.empty_like(query)
     else:
@@ -66,36 +63,74 @@ def _attention_fake(query, key, value, bias, key_lengths, cu_q, cu_k, *options):
     return out, query.new_empty(query.shape[:-1], dtype=_wide(query.dtype))
 
 
+@torch.library.register_fake("flashmoe::attention")
+@torch.library.register_fake("flashmoe::attention_forward")
+def _attention_fake(query, key, value, bias, sinks, key_lengths, cu_q, cu_k, *options):
+    seed = options[-1]
+    _check_attention_devices(query, key, value, bias, sinks, key_lengths, cu_q, cu_k, seed=seed)
+    return _attention_results(query, value)
+
+
 @torch.library.register_fake("flashmoe::attention_backward")
 @torch.library.register_fake("flashmoe::attention_gradients")
 def _attention_backward_fake(
-    grad_out, grad_lse, out, lse, query, key, value, bias, key_lengths, cu_q, cu_k, *rest
+    grad_out, grad_lse, out, lse, query, key, value, bias, sinks, key_lengths, cu_q, cu_k, *rest
 ):
     results = {"out": out, "lse": lse, "grad_out": grad_out, "grad_lse": grad_lse}
-    _check_attention_devices(query, key, value, bias, key_lengths, cu_q, cu_k, **results)
-    needs = rest[-4:]
-    likes = (query, key, value, query if bias is None else bias)
-    wanted = (*needs[:3], needs[3] and bias is not None)
-    return _gradients(likes, wanted)
+    _check_attention_devices(query, key, value, bias, sinks, key_lengths, cu_q, cu_k, **results)
+    inputs, needs, (*_, seed) = (query, key, value, bias, sinks), rest[-5:], rest[:-5]
+    _check_devices("query", query, seed=seed)
+    return _gradients(
+        (query if x is None else x for x in inputs),
+        (need and x is not None for x, need in zip(inputs, needs, strict=True)),
+    )
 
 
-_TANGENTS = ("tangent_query", "tangent_key", "tangent_value", "tangent_bias")
+def _check_paged_devices(query, *arguments, **results) -> None:
+    names = ("k_cache", "v_cache", "block_table", "seq_lens", "cu_seqlens_q", "sinks", "k_scale")
+    tensors = dict(zip((*names, "v_scale"), arguments, strict=False))
+    _check_devices("query", query, **tensors, **results)
+
+
+@torch.library.register_fake("flashmoe::attention_paged")
+@torch.library.register_fake("flashmoe::attention_paged_unchecked")
+def _attention_paged_fake(query, k_cache, v_cache, *rest):
+    _check_paged_devices(query, k_cache, v_cache, *rest)
+    out, lse = _attention_results(query, v_cache)
+    return out, lse if rest[-1] else query.new_empty((0,), dtype=torch.float32)
+
+
+@torch.library.register_fake("flashmoe::attention_paged_out")
+@torch.library.register_fake("flashmoe::attention_paged_out_unchecked")
+def _attention_paged_out_fake(*arguments):
+    *inputs, out, lse = arguments
+    _check_paged_devices(*inputs, out=out, lse=lse)
+
+
+@torch.library.register_fake("flashmoe::cache_append")
+@torch.library.register_fake("flashmoe::cache_append_unchecked")
+def _cache_append_fake(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale):
+    caches = {"k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slot_mapping}
+    _check_devices("key", key, value=value, **caches, k_scale=k_scale, v_scale=v_scale)
+
+
+_TANGENTS = ("tangent_query", "tangent_key", "tangent_value", "tangent_bias", "tangent_sinks")
 
 
 @torch.library.register_fake("flashmoe::attention_tangent")
 def _attention_tangent_fake(*args):
-    query = args[6]
     names = (*_TANGENTS, "out", "lse")
-    _check_devices("query", query, **dict(zip(names, args[:6], strict=True)))
-    return _attention_fake(*args[6:])
+    first, call = args[: len(names)], args[len(names) :]
+    _check_devices("query", call[0], **dict(zip(names, first, strict=True)))
+    return _attention_fake(*call)
 
 
 @torch.library.register_fake("flashmoe::attention_second")
 def _attention_second_fake(*args):
-    query = args[10]
     names = (*_TANGENTS, "tangent_out", "tangent_lse")
-    _check_devices("query", query, **dict(zip(names, args[:6], strict=True)))
-    return _attention_backward_fake(*args[6:])
+    first, call = args[: len(names)], args[len(names) :]
+    _check_devices("query", call[4], **dict(zip(names, first, strict=True)))
+    return _attention_backward_fake(*call)
 
 
 GATED = ("swiglu", "geglu", "reglu")
@@ -156,6 +191,8 @@ tangent = torch.ops.flashmoe.attention_tangent.default
 second = torch.ops.flashmoe.attention_second.default
 attention = torch.ops.flashmoe.attention.default
 explain = torch.ops.flashmoe.explain.default
+
+explain_paged = torch.ops.flashmoe.explain_paged.default
 
 moe_forward = torch.ops.flashmoe.moe_forward.default
 moe_backward = torch.ops.flashmoe.moe_backward.default

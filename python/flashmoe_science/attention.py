@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+from operator import index
+
 # By name: an attribute of torch costs 50 ns, and host time is counted.
-from torch import Tensor, are_deterministic_algorithms_enabled
+from torch import Tensor, are_deterministic_algorithms_enabled, float32, full, int64, randint
 from torch._C import _are_functorch_transforms_active
 from torch.compiler import is_compiling
 
-from . import _autograd, _library
+from . import _autograd, _library, _nested
+from ._autocast import any_autocast, cast
 
 __all__ = ["flash_attention", "flash_attention_varlen"]
 
 
+def _in_autocast(tensors: tuple) -> tuple:
+    """query, key, value, bias and sinks as torch.autocast wants them; sinks may stay float32."""
+    q, k, v, bias, sinks, *lengths = tensors
+    if sinks is not None and sinks.dtype == float32:
+        return *cast((q, k, v, bias)), sinks, *lengths
+    return *cast((q, k, v, bias, sinks)), *lengths
+
+
 def _attend(tensors, options, return_lse):
+    traced = is_compiling()
+    if traced or any_autocast():
+        tensors = _in_autocast(tensors)
     # What traces or transforms a call needs an op to look at.
-    if is_compiling() or _are_functorch_transforms_active():
+    if traced or _are_functorch_transforms_active():
         out, lse = _library.attention(*tensors, *options)
         return (out, lse) if return_lse else out
     return _autograd.attend(_library.forward, tensors, options, return_lse)
@@ -42,8 +56,26 @@ def _window(window) -> tuple[int, int]:
     return left, right
 
 
-def _options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, deterministic) -> tuple:
-    """What the ops take after their tensors, in the order of their schema: only here.
+def _seed(dropout_p, seed, device) -> Tensor:
+    """A number in the device's memory: a captured graph draws a new one in each replay."""
+    _check_numbers(dropout_p=dropout_p)
+    if not 0 <= dropout_p <= 1:  # before anything is drawn
+        raise ValueError(f"dropout_p is {dropout_p}; it must be from 0 to 1")
+    if seed is None:
+        return randint(2**63 - 1, (), dtype=int64, device=device)
+    if isinstance(seed, Tensor):
+        return seed
+    try:
+        number = index(seed)
+    except TypeError:
+        raise TypeError(f"seed must be an int or an int64 tensor, not {seed!r}") from None
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"seed is {number}; it must fit 64 bits")
+    return full((), number, dtype=int64, device=device)
+
+
+def _score_options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap) -> tuple:
+    """What all ops take after their tensors, in the order of their schema: only here.
 
     A plain tuple, which nobody takes apart; a NamedTuple costs 0.3 us more a call.
     """
@@ -61,8 +93,25 @@ def _options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, determi
         *((-1, -1) if window is None else _window(window)),
         scale,
         0.0 if softcap is None else softcap,
-        are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
     )
+
+
+def _options(
+    max_seqlen_q,
+    max_seqlen_k,
+    causal,
+    window,
+    scale,
+    softcap,
+    deterministic,
+    dropout_p=0,
+    seed=None,
+) -> tuple:
+    """The same for ops that have a gradient."""
+    if deterministic is None:
+        deterministic = are_deterministic_algorithms_enabled()
+    scores = _score_options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap)
+    return (*scores, deterministic, dropout_p, seed)
 
 
 def flash_attention(
@@ -77,6 +126,10 @@ def flash_attention(
     key_lengths: Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
+    *,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0,  # torch.compile would make an input of 0.0
+    seed: int | Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``softmax(softcap(scale * q @ k^T) + bias, over the allowed keys) @ v``.
 
@@ -89,6 +142,7 @@ def flash_attention(
         v: ``(..., Hk, Sk, Dv)``.
         bias: anything that broadcasts to ``(..., Hq, Sq, Sk)``, in q's dtype or float32. Added to
             the scores; ``-inf`` masks. Its gradient has its own shape and is bitwise reproducible.
+            Or a mask in bool, ``True`` where a key may be looked at: read as it is, byte by byte.
         causal: row ``i`` sees the keys ``j <= i + L - Sq``, ``L`` being the number of keys: the
             bottom right corners meet, so one new query over a cache of keys sees all of them.
         window: ``(left, right)``: row ``i`` sees ``p - left <= j <= p + right`` around its position
@@ -101,16 +155,40 @@ def flash_attention(
             float32 (float64 for float64 inputs); it is differentiable too.
         deterministic: bitwise reproducible gradients. ``None`` follows
             :func:`torch.use_deterministic_algorithms`. On the CPU they always are.
+        sinks: ``(Hq,)``, in q's dtype or float32: ``exp(sink)`` joins the denominator of every row
+            of a head, as the score of a key whose value is 0. ``lse`` counts it; ``-inf`` is none.
+            Their gradient is bitwise reproducible.
+        dropout_p: the share of weights that is dropped after the softmax, in any mode; the others
+            are multiplied by ``1 / (1 - dropout_p)``. ``lse`` does not know of it.
+        seed: which weights are dropped: an int, or one number in an int64 tensor on q's device.
+            The same seed drops the same on every device, forward and backward. ``None`` draws it
+            from torch's default generator of the device, which :func:`torch.manual_seed` sets.
+
+    Under :class:`torch.autocast` q, k, v and bias are cast to its dtype (float64 is left alone), as
+    for SDPA; gradients have the dtypes of the inputs.
+
+    Jagged nested tensors ``(B, H, j, D)`` are ragged batches: q has lengths of its own, k and v
+    share theirs; a bias and key_lengths are refused; the results are nested as q is.
 
     Returns:
         ``out`` of shape ``(..., Hq, Sq, Dv)``, or ``(out, lse)``. A row that may see no key is 0,
-        with ``lse = -inf``.
+        with ``lse = -inf``, or its sink.
     """
-    required = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
-    if not required or bias is not None or key_lengths is not None:
-        _check_tensors(("bias", "key_lengths"), q=q, k=k, v=v, bias=bias, key_lengths=key_lengths)
-    tensors = (q, k, v, bias, key_lengths, None, None)
-    options = _options(0, 0, causal, window, scale, softcap, deterministic)
+    # isinstance() costs 70 ns a tensor.
+    plain = type(q) is type(k) is type(v) is Tensor
+    if not plain or bias is not None or key_lengths is not None or sinks is not None:
+        optional = {"bias": bias, "key_lengths": key_lengths, "sinks": sinks}
+        _check_tensors(tuple(optional), q=q, k=k, v=v, **optional)
+        if not plain and _nested.any_nested(q, k, v):
+            ragged = _nested.as_ragged(q, k, v, bias=bias, key_lengths=key_lengths)
+            options = (None, causal, window, scale, softcap, True, deterministic)
+            more = {"sinks": sinks, "dropout_p": dropout_p, "seed": seed}
+            out, lse = flash_attention_varlen(*ragged, *options, **more)
+            out = _nested.like(q, out)
+            return (out, _nested.like(q, lse)) if return_lse else out
+    tensors = (q, k, v, bias, sinks, key_lengths, None, None)
+    seed = None if dropout_p == 0 else _seed(dropout_p, seed, q.device)
+    options = _options(0, 0, causal, window, scale, softcap, deterministic, dropout_p, seed)
     return _attend(tensors, options, return_lse)
 
 
@@ -129,6 +207,10 @@ def flash_attention_varlen(
     softcap: float | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
+    *,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0,
+    seed: int | Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`flash_attention` over a ragged batch: sequences packed one after the other, unpadded.
 
@@ -142,14 +224,18 @@ def flash_attention_varlen(
         max_seqlen_q: at least the length of the longest sequence of queries.
         max_seqlen_k: at least the length of the longest sequence of keys.
         bias: packed, ``(sum of n_i * m_i, Hq or 1)``: for each sequence its ``n_i x m_i`` scores,
-            row after row, in q's dtype or float32. Its gradient has the same shape.
+            row after row, in q's dtype or float32. Its gradient has the same shape. Or a mask in
+            bool.
 
     The other arguments and the results are those of :func:`flash_attention`; ``lse`` is
     ``(Tq, Hq)``.
     """
     offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    _check_tensors(("bias",), q=q, k=k, v=v, **offsets, bias=bias)
-    tensors = (q, k, v, bias, None, cu_seqlens_q, cu_seqlens_k)
+    _check_tensors(("bias", "sinks"), q=q, k=k, v=v, **offsets, bias=bias, sinks=sinks)
+    if not type(q) is type(k) is type(v) is Tensor:
+        _nested.refuse("flash_attention_varlen", q, k, v)
+    tensors = (q, k, v, bias, sinks, None, cu_seqlens_q, cu_seqlens_k)
+    seed = None if dropout_p == 0 else _seed(dropout_p, seed, q.device)
     lengths = (max_seqlen_q, max_seqlen_k)
-    options = _options(*lengths, causal, window, scale, softcap, deterministic)
+    options = _options(*lengths, causal, window, scale, softcap, deterministic, dropout_p, seed)
     return _attend(tensors, options, return_lse)

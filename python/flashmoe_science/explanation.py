@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, empty, int64
 
-from . import _library
-from .attention import _check_tensors, _options
+from . import _library, _nested
+from .attention import _check_tensors, _in_autocast, _options
 
 __all__ = ["explain"]
 
@@ -22,6 +22,8 @@ def explain(
     key_lengths: Tensor | None = None,
     deterministic: bool = False,
     *,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int = 0,
@@ -44,18 +46,23 @@ def explain(
     Raises:
         RuntimeError: nothing can run the call; the message says why and what would work.
     """
-    tensors = {"q": q, "k": k, "v": v, "bias": bias, "key_lengths": key_lengths}
     if derivative not in (None, "tangent", "second"):
         raise ValueError(f'derivative must be "tangent" or "second", got {derivative!r}')
     if derivative is not None and backward:
         raise ValueError("backward and derivative ask about different passes; give one of them")
-    optional = ("bias", "key_lengths", "cu_seqlens_q", "cu_seqlens_k")
-    _check_tensors(optional, **tensors, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    tensors = {"q": q, "k": k, "v": v, "bias": bias, "sinks": sinks, "key_lengths": key_lengths}
+    tensors |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    _check_tensors(("bias", "sinks", "key_lengths", "cu_seqlens_q", "cu_seqlens_k"), **tensors)
+    if _nested.any_nested(q, k, v):
+        ragged = _nested.as_ragged(q, k, v, bias=bias, key_lengths=key_lengths)
+        (*qkv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) = ragged
+        cumulative = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        tensors |= dict(zip("qkv", qkv, strict=True)) | cumulative
+    seed = None if dropout_p == 0 else empty((), dtype=int64, device=q.device)
+    lengths = (max_seqlen_q, max_seqlen_k)
     return _library.explain(
-        *tensors.values(),
-        cu_seqlens_q,
-        cu_seqlens_k,
-        *_options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap, deterministic),
+        *_in_autocast(tuple(tensors.values())),
+        *_options(*lengths, causal, window, scale, softcap, deterministic, dropout_p, seed),
         derivative or ("backward" if backward else "forward"),
         device or "",
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 # By name: an attribute of torch costs 50 ns, and host time is counted.
-from torch import Tensor, float32, float64, get_autocast_dtype, is_autocast_enabled
-from torch._C import _are_functorch_transforms_active, _is_any_autocast_enabled
+from torch import Tensor, float32, float64
+from torch._C import _are_functorch_transforms_active
 from torch.compiler import is_compiling
 
 from . import _library, _moe_autograd
+from ._autocast import any_autocast, cast
 from .attention import _check_numbers, _check_tensors
 
 __all__ = ["explain_moe", "moe", "route"]
@@ -45,18 +46,6 @@ def _in_wide(name: str, tensor: Tensor, like: Tensor) -> Tensor:
     return tensor.to(wide)
 
 
-def _autocast(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """As torch.autocast does for F.linear: all in its dtype, but for float64."""
-    device = tensors[0].device.type
-    if device not in ("cpu", "cuda") or not is_autocast_enabled(device):
-        return tensors
-    dtype = get_autocast_dtype(device)
-    return tuple(
-        x.to(dtype) if x is not None and x.is_floating_point() and x.dtype != float64 else x
-        for x in tensors
-    )
-
-
 def _arguments(x, gate_up, down, ids, weights, up_bias, down_bias) -> tuple:
     """The tensors of the ops, in the order of their schema; x, ids and weights as rows."""
     required = isinstance(x, Tensor) and isinstance(gate_up, Tensor) and isinstance(down, Tensor)
@@ -83,8 +72,8 @@ def _arguments(x, gate_up, down, ids, weights, up_bias, down_bias) -> tuple:
         x, ids = _rows(x), _rows(ids)
         weights = None if weights is None else _rows(weights)
     experts = (x, gate_up, down, up_bias, down_bias)
-    if is_compiling() or _is_any_autocast_enabled():
-        experts = _autocast(experts)
+    if is_compiling() or any_autocast():
+        experts = cast(experts)
     if weights is not None:
         weights = _in_wide("weights", weights, experts[0])
     return *experts, ids, weights

@@ -29,11 +29,6 @@ def _attend(
     enable_gqa: bool = False,
 ) -> Tensor:
     """``F.scaled_dot_product_attention`` in our terms."""
-    if dropout_p:
-        raise NotImplementedError(
-            f"dropout_p={dropout_p}: flashmoe_science has no dropout; call the model in eval mode, "
-            "set dropout_p=0, or leave enable_sdpa()"
-        )
     if is_causal and attn_mask is not None:
         raise RuntimeError("attn_mask must be None when is_causal=True, as in PyTorch")
     rank = query.dim()
@@ -43,17 +38,14 @@ def _attend(
         # PyTorch's (S, D) and (N, S, D) have one head.
         query, key, value = (t[(None,) * max(4 - t.dim(), 0)] for t in (query, key, value))
         query, key, value = _broadcast(query, key, value, keep)
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.where(attn_mask, 0.0, float("-inf")).to(query.dtype)
     window = None
     if is_causal and query.shape[-2] != key.shape[-2]:
         # PyTorch aligns the top left corners: row i sees j <= i. Keys past the last row are unseen.
         rows, keys = query.shape[-2], key.shape[-2]
         key, value = key[..., :rows, :], value[..., :rows, :]
         is_causal, window = False, (-1, rows - min(rows, keys))
-    out = flash_attention(
-        query, key, value, bias=attn_mask, causal=is_causal, window=window, scale=scale
-    )
+    options = {"causal": is_causal, "window": window, "scale": scale, "dropout_p": dropout_p}
+    out = flash_attention(query, key, value, bias=attn_mask, **options)
     return out.reshape(out.shape[out.dim() - rank :]) if rank < 4 else out
 
 
@@ -95,9 +87,9 @@ def _deactivate(previous: str | None) -> None:
 def enable_sdpa() -> Iterator[None]:
     """Inside this context ``F.scaled_dot_product_attention`` is ours, gradients of masks included.
 
-    Process-wide while it lasts. What we do not have (dropout, third derivatives) is refused
-    rather than handed back to PyTorch in silence. Only ``torch.func.vmap`` takes
-    PyTorch's attention apart before it comes to us; map over ``flash_attention`` there.
+    Process-wide while it lasts. What we do not have (third derivatives, dropout on CUDA) is refused
+    rather than handed back to PyTorch in silence. Only ``torch.func.vmap`` and nested tensors are
+    taken apart by PyTorch before they come to us; call ``flash_attention`` there.
     """
     previous = registry.current_flash_attention_impl()
     if previous == NAME:  # nested: the outermost context takes it back

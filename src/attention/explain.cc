@@ -18,9 +18,16 @@ std::string options_text(const AttentionProblem& p, const Geometry& g) {
     line += ", " + window_text(g);
   }
   if (g.softcap > 0) line += text(", softcap ", g.softcap);
-  if (p.bias) line += ", bias " + spec_text(*p.bias);
+  if (p.options.dropout_p > 0) line += text(", dropout ", p.options.dropout_p);
+  if (p.bias) line += (p.bias->dtype == DType::kBool ? ", mask " : ", bias ") + spec_text(*p.bias);
+  if (p.sinks) line += text(", sinks in ", dtype_name(p.sinks->dtype));
   if (p.key_lengths) line += ", key lengths";
   if (p.ragged) line += text(", ragged batch of ", g.batch);
+  if (p.paged) {
+    line += text(", pages of ", g.page);
+    if (p.key.dtype != p.query.dtype) line += text(" in ", dtype_name(p.key.dtype));
+    if (p.paged->k_scale || p.paged->v_scale) line += ", scaled";
+  }
   return line;
 }
 

@@ -1,6 +1,8 @@
 #include "attention/lengths.h"
 
+#include "attention/problem.h"
 #include "core/check.h"
+#include "core/numbers.h"
 #include "core/text.h"
 
 namespace flashmoe {
@@ -71,6 +73,40 @@ Status check_packed_bias(const AttentionProblem& problem, const AttentionTensors
   return {};
 }
 
+// A sequence has as many keys as the maximum and its row of the table allow, and the blocks of
+// those that its queries see exist. Entries of the table for other keys may be anything.
+Status check_pages(const AttentionProblem& problem, const AttentionTensors& tensors) {
+  const Paged& paged = *problem.paged;
+  const Geometry g = geometry(problem);
+  const int64_t blocks = problem.key.size(0), entries = paged.block_table.size(1);
+  if (g.batch > 0 && !tensors.seq_lens) return invalid("seq_lens is a null pointer");
+  for (int64_t i = 0; i < g.batch; ++i) {
+    const int64_t keys = read_int(paged.seq_lens, tensors.seq_lens, i);
+    if (keys < 0 || keys > g.len_k) {
+      return invalid("seq_lens[", i, "] is ", keys, "; it must be from 0 to max_seqlen_k, ",
+                     g.len_k);
+    }
+    if (ceil_div(keys, g.page) > entries) {
+      return invalid("seq_lens[", i, "] is ", keys, "; block_table has ", entries,
+                     " entries for a sequence, blocks of ", g.page, " keys each");
+    }
+    const int64_t rows = paged_rows(paged, tensors.cu_seqlens_q, i);
+    if (rows == 0) continue;
+    const KeyRange seen = {allowed_keys(0, rows, keys, g.left, g.right).begin,
+                           allowed_keys(rows - 1, rows, keys, g.left, g.right).end};
+    if (seen.begin >= seen.end) continue;
+    if (!tensors.block_table) return invalid("block_table is a null pointer");
+    for (int64_t n = seen.begin / g.page; n < ceil_div(seen.end, g.page); ++n) {
+      const int64_t block = read_int(paged.block_table, tensors.block_table, i * entries + n);
+      if (block < 0 || block >= blocks) {
+        return invalid("block_table[", i, ", ", n, "] is ", block, "; the cache has ", blocks,
+                       " blocks, and sequence ", i, " of ", keys, " keys needs this one");
+      }
+    }
+  }
+  return {};
+}
+
 }  // namespace
 
 int64_t read_int(const TensorSpec& spec, const void* data, int64_t index) {
@@ -83,9 +119,23 @@ int64_t read_int(const TensorSpec& spec, const void* data, int64_t index) {
                                      : static_cast<const int64_t*>(data)[offset];
 }
 
+int64_t paged_rows(const Paged& paged, const void* cu_seqlens_q, int64_t sequence) {
+  if (!paged.cu_seqlens_q) return 1;
+  return read_int(*paged.cu_seqlens_q, cu_seqlens_q, sequence + 1) -
+         read_int(*paged.cu_seqlens_q, cu_seqlens_q, sequence);
+}
+
 Status check_lengths(const AttentionProblem& problem, const AttentionTensors& tensors) {
   if (problem.key_lengths) {
     if (Status s = check_key_lengths(problem, tensors.key_lengths); !s.ok()) return s;
+  }
+  if (problem.paged) {
+    const Paged& paged = *problem.paged;
+    if (paged.cu_seqlens_q) {
+      FLASHMOE_RETURN_IF_ERROR(check_cu_seqlens('q', *paged.cu_seqlens_q, tensors.cu_seqlens_q,
+                                                problem.query.size(0), paged.max_seqlen_q));
+    }
+    return check_pages(problem, tensors);
   }
   if (!problem.ragged) return {};
   const Ragged& ragged = *problem.ragged;

@@ -2,6 +2,8 @@
 
 #include <cmath>
 
+#include "attention/dropout.h"
+#include "attention/pages.h"
 #include "core/check.h"
 #include "core/text.h"
 
@@ -116,9 +118,9 @@ bool broadcasts(const TensorSpec& spec, const int64_t* sizes, int num_sizes) {
 Status check_bias(const AttentionProblem& p) {
   const TensorSpec& bias = *p.bias;
   FLASHMOE_RETURN_IF_ERROR(check_extent("bias", bias));
-  if (bias.dtype != p.query.dtype && bias.dtype != DType::kFloat32) {
+  if (bias.dtype != p.query.dtype && bias.dtype != DType::kFloat32 && bias.dtype != DType::kBool) {
     return invalid("bias is ", dtype_name(bias.dtype), "; it must be ", dtype_name(p.query.dtype),
-                   " like query, or float32");
+                   " like query, float32, or bool for a mask");
   }
   TensorSpec want = p.query;
   if (p.ragged) {
@@ -133,6 +135,19 @@ Status check_bias(const AttentionProblem& p) {
                  shape_text(want), ", (..., query heads, query length, key length)");
 }
 
+Status check_sinks(const AttentionProblem& p) {
+  const TensorSpec& sinks = *p.sinks;
+  FLASHMOE_RETURN_IF_ERROR(check_extent("sinks", sinks));
+  if (sinks.dtype != p.query.dtype && sinks.dtype != DType::kFloat32) {
+    return invalid("sinks is ", dtype_name(sinks.dtype), "; it must be ", dtype_name(p.query.dtype),
+                   " like query, or float32");
+  }
+  const int64_t heads = p.query.size(p.ragged || p.paged ? -2 : -3);
+  if (sinks.rank == 1 && sinks.shape[0] == heads) return {};
+  return invalid("sinks has shape ", shape_text(sinks), ", expected (", heads,
+                 ",), one for each query head");
+}
+
 Status check_options(const AttentionOptions& o) {
   if (o.window_left < -1 || o.window_right < -1) {
     return invalid("window is (", o.window_left, ", ", o.window_right,
@@ -142,6 +157,23 @@ Status check_options(const AttentionOptions& o) {
     return invalid("scale is ", *o.scale, "; it must be finite");
   if (!std::isfinite(o.softcap) || o.softcap < 0) {
     return invalid("softcap is ", o.softcap, "; it must be positive, or 0 for none");
+  }
+  if (!(o.dropout_p >= 0 && o.dropout_p <= 1)) {
+    return invalid("dropout_p is ", o.dropout_p, "; it must be from 0 to 1");
+  }
+  return {};
+}
+
+Status check_seed(const AttentionProblem& p) {
+  if (!p.seed) {
+    if (p.options.dropout_p == 0) return {};
+    return invalid("seed is missing; dropout_p is ", p.options.dropout_p,
+                   ", and dropout needs one");
+  }
+  FLASHMOE_RETURN_IF_ERROR(check_extent("seed", *p.seed));
+  FLASHMOE_RETURN_IF_ERROR(check_dtype("seed", *p.seed, DType::kInt64, "for dropout"));
+  if (element_count(*p.seed) != 1) {
+    return invalid("seed has shape ", shape_text(*p.seed), "; it must be one number");
   }
   return {};
 }
@@ -163,6 +195,9 @@ Status check_results(const AttentionProblem& p) {
 }
 
 Status check_backward(const AttentionProblem& p) {
+  if (p.grad_bias && p.bias && p.bias->dtype == DType::kBool) {
+    return invalid("grad_bias is asked for, but bias is bool: a mask has no gradient");
+  }
   return check_gradients({
       {"grad_out", &p.grad_out, &p.out, false},
       {"grad_lse", &p.grad_lse, &*p.lse, false},
@@ -170,16 +205,22 @@ Status check_backward(const AttentionProblem& p) {
       {"grad_key", &p.grad_key, &p.key},
       {"grad_value", &p.grad_value, &p.value},
       {"grad_bias", &p.grad_bias, if_any(p.bias)},
+      {"grad_sinks", &p.grad_sinks, if_any(p.sinks)},
   });
 }
 
 Status check_tangents(const AttentionProblem& p) {
+  if (p.options.dropout_p > 0) {
+    return unsupported("dropout has no forward-mode and no second derivatives yet; with ",
+                       "dropout_p=0 they are there");
+  }
   const bool results = p.pass == Pass::kTangent;
   FLASHMOE_RETURN_IF_ERROR(check_gradients({
       {"tangent_query", &p.tangent_query, &p.query, false},
       {"tangent_key", &p.tangent_key, &p.key, false},
       {"tangent_value", &p.tangent_value, &p.value, false},
       {"tangent_bias", &p.tangent_bias, if_any(p.bias), false},
+      {"tangent_sinks", &p.tangent_sinks, if_any(p.sinks), false},
       {"tangent_out", &p.tangent_out, &p.out, results},
       {"tangent_lse", &p.tangent_lse, &*p.lse, results},
   }));
@@ -197,9 +238,10 @@ Status check_tangents(const AttentionProblem& p) {
 }  // namespace
 
 Status check(const AttentionProblem& p) {
-  FLASHMOE_RETURN_IF_ERROR(check_query_key_value(p));
+  FLASHMOE_RETURN_IF_ERROR(p.paged ? check_paged(p) : check_query_key_value(p));
   if (p.ragged) FLASHMOE_RETURN_IF_ERROR(check_ragged(p));
   if (p.bias) FLASHMOE_RETURN_IF_ERROR(check_bias(p));
+  if (p.sinks) FLASHMOE_RETURN_IF_ERROR(check_sinks(p));
   if (p.key_lengths) {
     const TensorSpec& lengths = *p.key_lengths;
     FLASHMOE_RETURN_IF_ERROR(check_extent("key_lengths", lengths));
@@ -214,6 +256,7 @@ Status check(const AttentionProblem& p) {
     }
   }
   FLASHMOE_RETURN_IF_ERROR(check_options(p.options));
+  FLASHMOE_RETURN_IF_ERROR(check_seed(p));
   FLASHMOE_RETURN_IF_ERROR(check_results(p));
   if (p.pass == Pass::kForward) return {};
   if (!p.lse) return invalid("lse is missing; this pass needs the one of the forward pass");
@@ -224,8 +267,14 @@ Status check(const AttentionProblem& p) {
 Geometry geometry(const AttentionProblem& p) {
   Geometry g;
   g.ragged = p.ragged.has_value();
-  const int head = g.ragged ? -2 : -3;
-  if (g.ragged) {
+  g.paged = p.paged.has_value();
+  const int head = g.packed() ? -2 : -3;
+  if (g.paged) {
+    g.batch = p.paged->block_table.shape[0];
+    g.len_q = p.paged->cu_seqlens_q ? p.paged->max_seqlen_q : 1;
+    g.len_k = p.paged->max_seqlen_k;
+    g.page = p.key.size(1);
+  } else if (g.ragged) {
     g.batch = p.ragged->cu_seqlens_q.shape[0] - 1;
     g.len_q = p.ragged->max_seqlen_q;
     g.len_k = p.ragged->max_seqlen_k;
@@ -245,6 +294,8 @@ Geometry geometry(const AttentionProblem& p) {
   g.right = o.causal ? 0 : o.window_right;
   g.scale = o.scale ? *o.scale : 1 / std::sqrt(static_cast<double>(g.head_dim));
   g.softcap = o.softcap;
+  g.dropped = dropout::dropped_of(o.dropout_p);
+  g.kept_scale = dropout::kept_scale(g.dropped);
   return g;
 }
 

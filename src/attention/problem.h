@@ -9,6 +9,7 @@
 namespace flashmoe {
 
 inline constexpr int64_t kMaxHeadDim = 256;
+inline constexpr int64_t kMaxPagedHeadDim = 512;
 inline constexpr int kMaxLead =
     kMaxRank - 3;  // leading dimensions before (heads, length, head_dim)
 
@@ -17,14 +18,21 @@ inline constexpr int kMaxLead =
 struct Geometry {
   int num_lead = 0;
   int64_t lead[kMaxLead] = {};
-  int64_t batch = 1;  // product of lead; ragged: the number of sequences
+  int64_t batch = 1;  // product of lead; ragged and paged: the number of sequences
   int64_t heads_q = 0, heads_k = 0, group = 1;
-  int64_t len_q = 0, len_k = 0;  // ragged: the stated maxima
+  int64_t len_q = 0, len_k = 0;  // ragged and paged: the stated maxima
   int64_t head_dim = 0, head_dim_v = 0;
   int64_t left = -1, right = -1;  // the window, with causal folded in; -1 = no limit
   double scale = 1;
   double softcap = 0;
+  uint32_t dropped = 0;   // of 65,536 pairs: dropout.h; 0 = no dropout
+  double kept_scale = 1;  // what the others are multiplied by
   bool ragged = false;
+  bool paged = false;
+  int64_t page = 0;  // keys of a block
+
+  // Queries are tokens of all sequences, (T, Hq, D).
+  bool packed() const { return ragged || paged; }
 };
 
 // Passes that give rows of queries something go by queries; those that give gradients go by keys.

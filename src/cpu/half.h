@@ -1,5 +1,6 @@
-// float16 and bfloat16 to and from double, in portable C++ and rounded once to nearest even. For
-// the oracle and the tests, where plainness counts; the kernels have instructions for this.
+// float16, bfloat16 and float8_e4m3fn to and from double, in portable C++ and rounded once to
+// nearest even. For the oracle and the tests, where plainness counts; the kernels have instructions
+// for this.
 #pragma once
 
 #include <algorithm>
@@ -48,5 +49,31 @@ struct SmallFloat {
 
 using Float16 = SmallFloat<5, 10>;
 using BFloat16 = SmallFloat<8, 7>;
+
+// 4 bits of exponent and 3 of mantissa, as in OCP's FP8: the exponent field that would be infinity
+// has finite numbers up to 448, and NaN where all bits are set.
+struct Float8E4M3 {
+  static constexpr int kBias = 7, kMinExponent = 1 - kBias;
+  static constexpr double kLargest = 448;
+  static constexpr uint8_t kNan = 0x7f;
+
+  static double to_double(uint8_t bits) {
+    const int magnitude = bits & 0x7f, field = magnitude >> 3, mantissa = magnitude & 7;
+    double x = field == 0 ? std::ldexp(mantissa, kMinExponent - 3)
+                          : std::ldexp(8 + mantissa, field - kBias - 3);
+    if (magnitude == kNan) x = std::numeric_limits<double>::quiet_NaN();
+    return bits & 0x80 ? -x : x;
+  }
+
+  // Held within +-448, infinity too.
+  static uint8_t from_double(double x) {
+    const uint8_t sign = std::signbit(x) ? 0x80 : 0;
+    if (std::isnan(x)) return sign | kNan;
+    x = std::min(std::fabs(x), kLargest);
+    const int exponent = std::max(std::ilogb(x), kMinExponent);  // ilogb(0) is far below
+    const int units = static_cast<int>(std::nearbyint(std::ldexp(x, 3 - exponent)));
+    return static_cast<uint8_t>(sign | (((exponent - kMinExponent) << 3) + units));
+  }
+};
 
 }  // namespace flashmoe::cpu

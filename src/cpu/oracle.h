@@ -25,10 +25,14 @@ inline double read(DType dtype, const void* data, int64_t offset) {
       return Float16::to_double(static_cast<const uint16_t*>(data)[offset]);
     case DType::kBFloat16:
       return BFloat16::to_double(static_cast<const uint16_t*>(data)[offset]);
+    case DType::kFloat8E4M3:
+      return Float8E4M3::to_double(static_cast<const uint8_t*>(data)[offset]);
     case DType::kInt32:
       return static_cast<const int32_t*>(data)[offset];
     case DType::kInt64:
       return static_cast<double>(static_cast<const int64_t*>(data)[offset]);
+    case DType::kBool:
+      return static_cast<const uint8_t*>(data)[offset] != 0;
   }
   return 0;
 }
@@ -47,11 +51,17 @@ inline void write(DType dtype, void* data, int64_t offset, double x) {
     case DType::kBFloat16:
       static_cast<uint16_t*>(data)[offset] = BFloat16::from_double(x);
       break;
+    case DType::kFloat8E4M3:
+      static_cast<uint8_t*>(data)[offset] = Float8E4M3::from_double(x);
+      break;
     case DType::kInt32:
       static_cast<int32_t*>(data)[offset] = static_cast<int32_t>(x);
       break;
     case DType::kInt64:
       static_cast<int64_t*>(data)[offset] = static_cast<int64_t>(x);
+      break;
+    case DType::kBool:
+      static_cast<uint8_t*>(data)[offset] = x != 0;
       break;
   }
 }

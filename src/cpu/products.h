@@ -3,6 +3,7 @@
 //
 //   rows(x)         A = x                 a tensor's rows against the depth
 //   transposed(x)   B = x^T               a tensor's rows become the columns of the result
+//   narrow(x)       B = x^T               the same, where x may have but a few rows
 //   plain(x)        B = x                 a tensor's rows lie along the depth
 //   block(b)        B = b                 the same, from accumulators in scratch
 //   tile(t)         A = t                 a tile of scores (keys x queries) in scratch
@@ -13,6 +14,7 @@
 //   multiply        C = A B, or C += A B, in the accumulator's type
 #pragma once
 
+#include "cpu/dots.h"
 #include "cpu/product.h"
 #include "cpu/product_amx.h"
 #include "cpu/product_bfmmla.h"
@@ -46,7 +48,12 @@ struct ExactProducts {
     int64_t ld;
     Order order;
   };
-  using Element = A;  // what left() and right() take without converting it
+  using Element = A;                         // what left() and right() take without converting it
+  static constexpr int64_t kFewColumns = 8;  // from there on whole vectors of columns are as fast
+  struct Narrow {
+    Right right;
+    int64_t few = 0;  // rows of x, as they are; 0: columns of the result, as transposed() has them
+  };
 
   // Scratch for an operand of this size, whichever way it lies.
   static int64_t operand_bytes(int64_t rows, int64_t cols) {
@@ -64,6 +71,18 @@ struct ExactProducts {
     const int64_t ld = round_up(rows, kLanes<A>);
     transpose(block.data, block.ld, rows, depth, static_cast<A*>(scratch), ld);
     return {static_cast<A*>(scratch), ld};
+  }
+  // Always a copy.
+  static Narrow narrow(const Matrix& m, int64_t first, int64_t rows, int64_t depth, void* scratch,
+                       A* line) {
+    if (rows > kFewColumns) return {transposed(m, first, rows, depth, scratch, line)};
+    const int64_t ld = round_up(depth, kLanes<A>);
+    auto* const copy = static_cast<A*>(scratch);
+    for (int64_t i = 0; i < rows; ++i) {
+      load_row(m.dtype, element(m, first + i, 0), m.col, depth, copy + i * ld);
+      for (int64_t k = depth; k < ld; ++k) copy[i * ld + k] = 0;
+    }
+    return {{copy, ld}, rows};
   }
   static Right plain(const Matrix& m, int64_t first, int64_t depth, int64_t cols, void* scratch) {
     return load_block(m, first, depth, cols, static_cast<A*>(scratch));
@@ -164,6 +183,15 @@ struct ExactProducts {
       k += kDepth;
     } while (k < depth);
   }
+  // Columns past the few are zeros.
+  static void multiply(const Rows& a, const Narrow& b, int64_t rows, int64_t cols, int64_t depth,
+                       A* c, int64_t ldc) {
+    if (b.few == 0) return multiply(a, b.right, rows, cols, depth, c, ldc, false);
+    dots(rows, b.few, depth, a.data, a.ld, b.right.data, b.right.ld, c, ldc);
+    for (int64_t i = 0; i < rows; ++i) {
+      for (int64_t j = b.few; j < cols; ++j) c[i * ldc + j] = 0;
+    }
+  }
   static void multiply(const Rows& a, const Right& b, int64_t rows, int64_t cols, int64_t depth,
                        A* c, int64_t ldc, bool accumulate) {
     product<Order::kRowMajor>(rows, cols, depth, a.data, a.ld, Panels<A>{b.data, b.ld}, c, ldc,
@@ -186,6 +214,7 @@ struct Bf16Products {
   using Packed = const uint16_t*;
   using Rows = Packed;
   using Right = Packed;
+  using Narrow = Packed;
   using Element = uint16_t;
 
   static int64_t operand_bytes(int64_t rows, int64_t cols) {
@@ -201,6 +230,10 @@ struct Bf16Products {
                            void* scratch, A*) {
     pack_rows<Side::kRight>(m, first, rows, depth, static_cast<uint16_t*>(scratch));
     return static_cast<Packed>(scratch);
+  }
+  static Packed narrow(const Matrix& m, int64_t first, int64_t rows, int64_t depth, void* scratch,
+                       A* line) {
+    return transposed(m, first, rows, depth, scratch, line);
   }
   static Packed plain(const Matrix& m, int64_t first, int64_t depth, int64_t cols, void* scratch) {
     pack_cols<Side::kRight>(m, first, depth, cols, static_cast<uint16_t*>(scratch));
@@ -241,7 +274,7 @@ struct Bf16Products {
   }
 
   static void multiply(Packed a, Packed b, int64_t rows, int64_t cols, int64_t depth, A* c,
-                       int64_t ldc, bool accumulate) {
+                       int64_t ldc, bool accumulate = false) {
     product_bf16(rows, cols, depth, a, b, c, ldc, accumulate);
   }
 };

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 #include <utility>
 
 #if defined(__ARM_NEON)
@@ -216,19 +217,20 @@ inline void narrow_bf16(uint16_t* p, Vec<float> v) {
 #endif
 }
 
-inline Vec<float> widen_fp16(const uint16_t* p) {
+inline Vec<float> widen_fp16(HalfVec h) {
 #if defined(__ARM_NEON)
-  return vcvt_f32_f16(load<float16x4_t>(p));
+  return vcvt_f32_f16(bits_as<float16x4_t>(h));
 #elif defined(__AVX512F__)
-  return _mm512_cvtph_ps(load<__m256i>(p));
+  return _mm512_cvtph_ps(bits_as<__m256i>(h));
 #elif defined(__F16C__)
-  return _mm256_cvtph_ps(load<__m128i>(p));
+  return _mm256_cvtph_ps(bits_as<__m128i>(h));
 #else
   Vec<float> v;
-  for (int i = 0; i < kLanes<float>; ++i) v[i] = from_fp16(p[i]);
+  for (int i = 0; i < kLanes<float>; ++i) v[i] = from_fp16(h[i]);
   return v;
 #endif
 }
+inline Vec<float> widen_fp16(const uint16_t* p) { return widen_fp16(load<HalfVec>(p)); }
 inline void narrow_fp16(uint16_t* p, Vec<float> v) {
 #if defined(__ARM_NEON)
   store(p, vcvt_f16_f32(v));
@@ -238,6 +240,85 @@ inline void narrow_fp16(uint16_t* p, Vec<float> v) {
   store(p, _mm256_cvtps_ph(v, 0));
 #else
   for (int i = 0; i < kLanes<float>; ++i) p[i] = to_fp16(v[i]);
+#endif
+}
+
+// float8_e4m3fn: sign, 4 bits of exponent (bias 7), 3 of mantissa; no infinity, all bits set is
+// NaN. Every number is one of fp16 and of bf16, so widening is exact. Narrowing rounds to nearest
+// even and holds within +-448; NaN stays NaN.
+constexpr int kSmallestNormalE4m3 = 8;  // 2^-6; below it units of 2^-9
+constexpr int kNanE4m3 = 0x7f;
+
+inline float from_e4m3(uint8_t b) {
+  const uint32_t magnitude = b & 0x7f, sign = static_cast<uint32_t>(b & 0x80) << 24;
+  uint32_t bits = (magnitude << 20) + (120u << 23);
+  if (magnitude < kSmallestNormalE4m3) bits = bits_as<uint32_t>(magnitude * 0x1p-9f);
+  if (magnitude == kNanE4m3) bits = 0x7fc00000;
+  return bits_as<float>(bits | sign);
+}
+
+template <class A>
+inline uint8_t to_e4m3(A x) {
+  // A's mantissa has this many bits more than three. Adding a number whose last place is 2^-9 lets
+  // the adder round what is below the smallest normal.
+  constexpr int kRest = (sizeof(A) == sizeof(float) ? 23 : 52) - 3;
+  constexpr A kAdd = sizeof(A) == sizeof(float) ? A(0x1p14) : A(0x1p43);
+  using U = std::conditional_t<sizeof(A) == sizeof(float), uint32_t, uint64_t>;
+  const uint8_t sign = __builtin_signbit(x) ? 0x80 : 0;
+  if (x != x) return sign | kNanE4m3;
+  A size = x < 0 ? -x : x;
+  size = size > 448 ? 448 : size;
+  if (size < A(0x1p-6)) {
+    return static_cast<uint8_t>(sign | (bits_as<U>(size + kAdd) - bits_as<U>(kAdd)));
+  }
+  const U u = bits_as<U>(size), bias = sizeof(A) == sizeof(float) ? 120 : 1016;
+  const U even = u >> kRest & 1;
+  return static_cast<uint8_t>(sign |
+                              (((u + (U(1) << (kRest - 1)) - 1 + even) >> kRest) - bias * 8));
+}
+
+// Two vectors of floats from as many bytes. As fp16 with the same bits of exponent a number is 2^-8
+// of itself: one shift brings the bits to their place, the sign of which is then in two.
+inline void widen_e4m3(const uint8_t* p, Vec<float>* low, Vec<float>* high) {
+  constexpr int n = 2 * kLanes<float>;
+  using Halves = VectorOf<uint16_t, n>::type;
+  using Signed = VectorOf<int16_t, n>::type;
+  // Bytes as the upper halves of 16 bits. GCC 12 converts bytes one by one.
+#if defined(__ARM_NEON)
+  const auto wide = bits_as<Halves>(vshll_n_u8(load<uint8x8_t>(p), 8));
+#elif defined(__AVX512F__)
+  const auto wide = bits_as<Halves>(_mm512_cvtepu8_epi16(load<__m256i>(p))) << 8;
+#elif defined(__F16C__)
+  const auto wide = bits_as<Halves>(_mm256_cvtepu8_epi16(load<__m128i>(p))) << 8;
+#else
+  const auto wide = __builtin_convertvector(load<VectorOf<uint8_t, n>::type>(p), Halves) << 8;
+#endif
+  Halves h = bits_as<Halves>(bits_as<Signed>(wide) >> 1) & 0xbfff;
+  h = (h & 0x3f80) == 0x3f80 ? h | 0x7c00 : h;
+  HalfVec halves[2];
+  __builtin_memcpy(halves, &h, sizeof h);
+  *low = widen_fp16(halves[0]) * 256.f;
+  *high = widen_fp16(halves[1]) * 256.f;
+}
+
+inline void narrow_e4m3(uint8_t* p, Vec<float> v) {
+  const auto u = bits_as<Vec<uint32_t>>(v);
+  auto size = bits_as<Vec<float>>(u & 0x7fffffff);
+  size = size > 448.f ? splat(448.f) : size;
+  const auto bits = bits_as<Vec<uint32_t>>(size);
+  const auto normal = ((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - 120 * 8;
+  const auto small = bits_as<Vec<uint32_t>>(size + 0x1p14f) - bits_as<uint32_t>(0x1p14f);
+  auto magnitude = size < 0x1p-6f ? small : normal;
+  magnitude = v == v ? magnitude : (magnitude & 0) + kNanE4m3;
+  const auto result = magnitude | (u >> 24 & 0x80);
+#if defined(__ARM_NEON)
+  const uint16x4_t half = vmovn_u32(result);
+  const uint8x8_t bytes = vmovn_u16(vcombine_u16(half, half));
+  store(p, vget_lane_u32(vreinterpret_u32_u8(bytes), 0));
+#elif defined(__AVX512F__)
+  store(p, _mm512_cvtepi32_epi8(bits_as<__m512i>(result)));
+#else
+  store(p, __builtin_convertvector(result, VectorOf<uint8_t, kLanes<float>>::type));
 #endif
 }
 

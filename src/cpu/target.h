@@ -18,6 +18,9 @@ struct Arithmetics {
 };
 
 struct Kernels;
+namespace cache {
+struct Kernels;
+}
 namespace moe {
 struct Kernels;
 }
@@ -25,6 +28,7 @@ struct Kernels;
 struct Target {
   const char* name;
   const Arithmetics<Kernels>* attention;
+  const Arithmetics<cache::Kernels>* cache;
   const Arithmetics<moe::Kernels>* moe;
 };
 

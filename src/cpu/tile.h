@@ -69,6 +69,19 @@ void load_row(DType dtype, const void* source, int64_t stride, int64_t n, A* to)
       }
       for (; i < n; ++i) to[i] = from_fp16(half[i * stride]);
       return;
+    case DType::kFloat8E4M3: {
+      const auto* byte = static_cast<const uint8_t*>(source);
+      if constexpr (sizeof(A) == sizeof(float)) {
+        for (; stride == 1 && i + 2 * kLanes<A> <= n; i += 2 * kLanes<A>) {
+          Vec<A> low, high;
+          widen_e4m3(byte + i, &low, &high);
+          store(to + i, low);
+          store(to + i + kLanes<A>, high);
+        }
+      }
+      for (; i < n; ++i) to[i] = from_e4m3(byte[i * stride]);
+      return;
+    }
     case DType::kFloat64:
       for (; i < n; ++i) to[i] = static_cast<A>(static_cast<const double*>(source)[i * stride]);
       return;
@@ -99,6 +112,16 @@ void store_row(DType dtype, void* target, int64_t stride, int64_t n, const A* fr
       }
       for (; i < n; ++i) half[i * stride] = to_fp16(static_cast<float>(from[i]));
       return;
+    case DType::kFloat8E4M3: {
+      auto* byte = static_cast<uint8_t*>(target);
+      if constexpr (sizeof(A) == sizeof(float)) {
+        if (stride == 1) {
+          for (; i + kLanes<A> <= n; i += kLanes<A>) narrow_e4m3(byte + i, load<Vec<A>>(from + i));
+        }
+      }
+      for (; i < n; ++i) byte[i * stride] = to_e4m3(from[i]);
+      return;
+    }
     case DType::kFloat64:
       for (; i < n; ++i) static_cast<double*>(target)[i * stride] = from[i];
       return;

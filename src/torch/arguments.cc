@@ -26,6 +26,7 @@ Arguments Arguments::read(ArgumentReader& in) {
           .key = in.next<Tensor>(),
           .value = in.next<Tensor>(),
           .bias = in.next<OptionalTensor>(),
+          .sinks = in.next<OptionalTensor>(),
           .key_lengths = in.next<OptionalTensor>(),
           .cu_seqlens_q = in.next<OptionalTensor>(),
           .cu_seqlens_k = in.next<OptionalTensor>(),
@@ -36,7 +37,9 @@ Arguments Arguments::read(ArgumentReader& in) {
                       .window_right = in.next<int64_t>(),
                       .scale = in.next<std::optional<double>>(),
                       .softcap = in.next<double>(),
-                      .deterministic = in.next<bool>()}};
+                      .deterministic = in.next<bool>(),
+                      .dropout_p = in.next<double>()},
+          .seed = in.next<OptionalTensor>()};
 }
 
 BackwardArguments BackwardArguments::read(ArgumentReader& in) {
@@ -48,14 +51,16 @@ BackwardArguments BackwardArguments::read(ArgumentReader& in) {
           .needs_query = in.next<bool>(),
           .needs_key = in.next<bool>(),
           .needs_value = in.next<bool>(),
-          .needs_bias = in.next<bool>()};
+          .needs_bias = in.next<bool>(),
+          .needs_sinks = in.next<bool>()};
 }
 
 Tangents Tangents::read(ArgumentReader& in) {
   return {.query = in.next<OptionalTensor>(),
           .key = in.next<OptionalTensor>(),
           .value = in.next<OptionalTensor>(),
-          .bias = in.next<OptionalTensor>()};
+          .bias = in.next<OptionalTensor>(),
+          .sinks = in.next<OptionalTensor>()};
 }
 
 TangentArguments TangentArguments::read(ArgumentReader& in) {
@@ -83,9 +88,11 @@ void check_same_device(const Arguments& a, std::initializer_list<NamedTensor> mo
   check_same_device(query, {{"key", &a.key},
                             {"value", &a.value},
                             {"bias", pointer_to(a.bias)},
+                            {"sinks", pointer_to(a.sinks)},
                             {"key_lengths", pointer_to(a.key_lengths)},
                             {"cu_seqlens_q", pointer_to(a.cu_seqlens_q)},
-                            {"cu_seqlens_k", pointer_to(a.cu_seqlens_k)}});
+                            {"cu_seqlens_k", pointer_to(a.cu_seqlens_k)},
+                            {"seed", pointer_to(a.seed)}});
   check_same_device(query, more);
 }
 
@@ -93,7 +100,8 @@ void check_same_device(const Arguments& a, const Tangents& tangents) {
   check_same_device({"query", &a.query}, {{"tangent_query", pointer_to(tangents.query)},
                                           {"tangent_key", pointer_to(tangents.key)},
                                           {"tangent_value", pointer_to(tangents.value)},
-                                          {"tangent_bias", pointer_to(tangents.bias)}});
+                                          {"tangent_bias", pointer_to(tangents.bias)},
+                                          {"tangent_sinks", pointer_to(tangents.sinks)}});
 }
 
 AttentionTensors addresses(const Arguments& a, const Tensor& query, const Tensor& key,
@@ -103,9 +111,11 @@ AttentionTensors addresses(const Arguments& a, const Tensor& query, const Tensor
   tensors.key = key.const_data_ptr();
   tensors.value = value.const_data_ptr();
   tensors.bias = data_of(a.bias);
+  tensors.sinks = data_of(a.sinks);
   tensors.key_lengths = data_of(a.key_lengths);
   tensors.cu_seqlens_q = data_of(a.cu_seqlens_q);
   tensors.cu_seqlens_k = data_of(a.cu_seqlens_k);
+  tensors.seed = data_of(a.seed);
   return tensors;
 }
 

@@ -13,9 +13,10 @@ namespace flashmoe::ops {
 // What every attention op has: FLASHMOE_ARGUMENTS of schema.cc.
 struct Arguments {
   Tensor query, key, value;
-  OptionalTensor bias, key_lengths, cu_seqlens_q, cu_seqlens_k;
+  OptionalTensor bias, sinks, key_lengths, cu_seqlens_q, cu_seqlens_k;
   int64_t max_seqlen_q, max_seqlen_k;
   AttentionOptions options;
+  OptionalTensor seed;  // of dropout
 
   static Arguments read(ArgumentReader& in);
 };
@@ -24,14 +25,14 @@ struct BackwardArguments {
   OptionalTensor grad_out, grad_lse;
   Tensor out, lse;
   Arguments forward;
-  bool needs_query, needs_key, needs_value, needs_bias;
+  bool needs_query, needs_key, needs_value, needs_bias, needs_sinks;
 
   static BackwardArguments read(ArgumentReader& in);
 };
 
 // How the inputs of a call move: FLASHMOE_TANGENTS of schema.cc. Absent: not at all.
 struct Tangents {
-  OptionalTensor query, key, value, bias;
+  OptionalTensor query, key, value, bias, sinks;
 
   static Tangents read(ArgumentReader& in);
 };

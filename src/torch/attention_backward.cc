@@ -8,7 +8,7 @@
 namespace flashmoe::ops {
 namespace {
 
-using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // With `more`, what the second pass has besides.
 Gradients gradients(const BackwardArguments& b, const SecondArguments* more) {
@@ -26,7 +26,8 @@ Gradients gradients(const BackwardArguments& b, const SecondArguments* more) {
                               .needs_query = b.needs_query,
                               .needs_key = b.needs_key,
                               .needs_value = b.needs_value,
-                              .needs_bias = b.needs_bias};
+                              .needs_bias = b.needs_bias,
+                              .needs_sinks = b.needs_sinks};
   BackwardCall call = backward_call(a, inputs, device);
   AttentionProblem& problem = call.problem;
   TangentPlacements tangent_placements;
@@ -46,6 +47,7 @@ Gradients gradients(const BackwardArguments& b, const SecondArguments* more) {
 
   const Tensor query = bring_in(a.query, call.query), key = bring_in(a.key, call.key),
                value = bring_in(a.value, call.value), out = bring_in(b.out, call.out);
+  a.bias = bring_in_bias(a.bias, call.bias);
   const OptionalTensor grad_out = bring_in(b.grad_out, call.grad_out);
   AttentionTensors tensors = addresses(a, query, key, value);
   tensors.out = const_cast<void*>(out.const_data_ptr());  // only read here, as lse is
@@ -66,9 +68,11 @@ Gradients gradients(const BackwardArguments& b, const SecondArguments* more) {
   const Tensor dv = allocate_gradient(problem.grad_value, dtype, a.query, tensors.grad_value);
   const Tensor db = allocate_gradient(problem.grad_bias, problem.bias.value_or(problem.query).dtype,
                                       a.query, tensors.grad_bias);
+  const Tensor ds = allocate_gradient(
+      problem.grad_sinks, problem.sinks.value_or(problem.query).dtype, a.query, tensors.grad_sinks);
   run_or_fail(*plan, tensors, a.query);
   return {hand_out(dq, call.grad_query), hand_out(dk, call.grad_key), hand_out(dv, call.grad_value),
-          db};
+          db, ds};
 }
 
 Gradients backward(const BackwardArguments& b) { return gradients(b, nullptr); }

@@ -6,12 +6,24 @@
 namespace flashmoe::ops {
 namespace {
 
-// Everything but query, key, value and what a pass adds. Lengths and bias are read with whatever
+// A bias is read where it lies, but CUDA kernels do not read boolean masks: these become numbers in
+// the query's dtype first, broadcast as they were.
+std::optional<Placement> place_bias(const Arguments& a, const Device& device) {
+  if (!a.bias) return std::nullopt;
+  const TensorSpec outside = spec_of("bias", *a.bias);
+  if (device.type != DeviceType::kCuda || outside.dtype != DType::kBool) {
+    return Placement{outside, outside, false};
+  }
+  const DType dtype = spec_of("query", a.query).dtype;
+  return Placement{outside, mask_as_numbers(outside, dtype, a.cu_seqlens_q.has_value()), true};
+}
+
+// Everything but query, key, value and what a pass adds. Lengths and sinks are read with whatever
 // strides they have.
 AttentionProblem problem_of(const Arguments& a, const Device& device) {
   AttentionProblem p;
   p.device = device;
-  p.bias = spec_of("bias", a.bias);
+  p.sinks = spec_of("sinks", a.sinks);
   p.key_lengths = spec_of("key_lengths", a.key_lengths);
   if (a.cu_seqlens_q.has_value() != a.cu_seqlens_k.has_value()) {
     fail("cu_seqlens_q and cu_seqlens_k must be given together");
@@ -21,11 +33,12 @@ AttentionProblem problem_of(const Arguments& a, const Device& device) {
                       spec_of("cu_seqlens_k", *a.cu_seqlens_k), a.max_seqlen_q, a.max_seqlen_k};
   }
   p.options = a.options;
+  p.seed = spec_of("seed", a.seed);
   return p;
 }
 
-// The query's layout, so that (B, S, H, D) storage in gives the same storage out. Another head dim
-// has no layout to follow.
+}  // namespace
+
 TensorSpec out_spec(const TensorSpec& query, const TensorSpec& value) {
   if (query.rank == 0 || value.rank == 0) return {};  // the planner says what is wrong
   if (query.size(-1) == value.size(-1)) return packed_like(query);
@@ -42,8 +55,6 @@ std::optional<TensorSpec> lse_spec(TensorSpec query) {
   return packed(query);
 }
 
-}  // namespace
-
 ForwardCall forward_call(const Arguments& a, const Device& device) {
   ForwardCall call;
   call.query = place("query", a.query, device, needs_copy);
@@ -51,7 +62,10 @@ ForwardCall forward_call(const Arguments& a, const Device& device) {
   call.value = place("value", a.value, device, needs_copy);
   call.out = place(out_spec(call.query.outside, call.value.outside), device, needs_copy);
 
+  call.bias = place_bias(a, device);
+
   call.problem = problem_of(a, device);
+  call.problem.bias = inside(call.bias);
   call.problem.options.deterministic = false;  // it always is: one plan for both
   call.problem.query = call.query.inside;
   call.problem.key = call.key.inside;
@@ -66,6 +80,7 @@ BackwardCall backward_call(const Arguments& a, const BackwardInputs& in, const D
   call.query = place("query", a.query, device, needs_copy);
   call.key = place("key", a.key, device, needs_copy);
   call.value = place("value", a.value, device, needs_copy);
+  call.bias = place_bias(a, device);
   call.out = in.out;
   call.grad_out = in.grad_out;
   const auto gradient = [&](bool wanted, const Placement& of) -> std::optional<Placement> {
@@ -77,7 +92,9 @@ BackwardCall backward_call(const Arguments& a, const BackwardInputs& in, const D
   call.grad_value = gradient(in.needs_value, call.value);
 
   AttentionProblem& p = call.problem = problem_of(a, device);
-  if (in.needs_bias && p.bias) call.grad_bias = packed_like(*p.bias);
+  p.bias = inside(call.bias);
+  if (in.needs_bias && p.bias) call.grad_bias = packed_like(call.bias->outside);
+  if (in.needs_sinks && p.sinks) p.grad_sinks = packed_like(*p.sinks);
   p.pass = Pass::kBackward;
   p.query = call.query.inside;
   p.key = call.key.inside;
@@ -103,6 +120,7 @@ TangentPlacements place_tangents(const Tangents& tangents, const Device& device,
   problem.tangent_key = inside(there.key);
   problem.tangent_value = inside(there.value);
   problem.tangent_bias = spec_of("tangent_bias", tangents.bias);
+  problem.tangent_sinks = spec_of("tangent_sinks", tangents.sinks);
   return there;
 }
 
@@ -111,11 +129,13 @@ Tangents bring_in(const Tangents& tangents, const TangentPlacements& placements,
   const Tangents there = {.query = bring_in(tangents.query, placements.query),
                           .key = bring_in(tangents.key, placements.key),
                           .value = bring_in(tangents.value, placements.value),
-                          .bias = start_aligned(tangents.bias)};
+                          .bias = start_aligned(tangents.bias),
+                          .sinks = tangents.sinks};
   tensors.tangent_query = data_of(there.query);
   tensors.tangent_key = data_of(there.key);
   tensors.tangent_value = data_of(there.value);
   tensors.tangent_bias = data_of(there.bias);
+  tensors.tangent_sinks = data_of(there.sinks);
   return there;
 }
 

@@ -7,8 +7,14 @@
 
 namespace flashmoe::ops {
 
+// How results lie. `out` has the query's layout, so that (B, S, H, D) storage in gives the same
+// storage out; another head dim has no layout to follow. lse is packed.
+TensorSpec out_spec(const TensorSpec& query, const TensorSpec& value);
+std::optional<TensorSpec> lse_spec(TensorSpec query);
+
 struct ForwardCall {
   Placement query, key, value, out;
+  std::optional<Placement> bias;
   AttentionProblem problem;  // with the tensors as the kernels see them
 };
 
@@ -20,11 +26,12 @@ struct BackwardInputs {
   TensorSpec lse;
   std::optional<Placement> grad_out;
   std::optional<TensorSpec> grad_lse;
-  bool needs_query, needs_key, needs_value, needs_bias;
+  bool needs_query, needs_key, needs_value, needs_bias, needs_sinks;
 };
 
 struct BackwardCall {
   Placement query, key, value, out;
+  std::optional<Placement> bias;
   std::optional<Placement> grad_out;
   // Absent where the gradient is not wanted. That of the bias is written as it lies: kernels take
   // any strides there.

@@ -30,11 +30,15 @@ DType dtype_of(const char* name, const Tensor& tensor) {
       return DType::kInt32;
     case ScalarType::Long:
       return DType::kInt64;
+    case ScalarType::Bool:
+      return DType::kBool;
+    case ScalarType::Float8_e4m3fn:
+      return DType::kFloat8E4M3;
     default:
       fail(std::string(name) + " has dtype torch." +
            torch::headeronly::toString(tensor.scalar_type()) +
-           "; only float64, float32, float16 and bfloat16 work, and int32 or int64 for lengths and "
-           "ids");
+           "; only float64, float32, float16 and bfloat16 work, float8_e4m3fn for a cache, int32 "
+           "or int64 for lengths and ids, and bool for a mask");
   }
 }
 
@@ -53,6 +57,10 @@ int32_t dtype_number(DType dtype) {
       return aoti_torch_dtype_int32();
     case DType::kInt64:
       return aoti_torch_dtype_int64();
+    case DType::kBool:
+      return aoti_torch_dtype_bool();
+    case DType::kFloat8E4M3:
+      return aoti_torch_dtype_float8_e4m3fn();
   }
   fail("a tensor of unknown dtype is asked for");
 }
@@ -132,12 +140,9 @@ Device device_named(const std::string& name, const Tensor& tensor) {
 }
 
 void check_same_device(NamedTensor first, std::initializer_list<NamedTensor> others) {
-  const Tensor& here = *first.second;
+  const int32_t type = device_type(*first.second), index = first.second->get_device_index();
   for (const auto& [name, tensor] : others) {
-    if (!tensor || (device_type(*tensor) == device_type(here) &&
-                    tensor->get_device_index() == here.get_device_index())) {
-      continue;
-    }
+    if (!tensor || (device_type(*tensor) == type && tensor->get_device_index() == index)) continue;
     fail(std::string(name) + " is on another device than " + first.first + "; move it with .to(" +
          first.first + ".device)");
   }

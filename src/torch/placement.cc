@@ -47,9 +47,41 @@ Tensor hand_out(const Tensor& written, const Placement& placement) {
   return placement.moved ? copy_of(written, placement.outside) : written;
 }
 
+Tensor room_for(const Tensor& tensor, const Placement& placement) {
+  return placement.moved ? allocate(placement.inside, tensor) : tensor;
+}
+
+void take_back(const Tensor& written, Tensor tensor, const Placement& placement) {
+  if (placement.moved) torch::stable::copy_(tensor, written);
+}
+
 OptionalTensor start_aligned(const OptionalTensor& tensor) {
   if (!tensor || !tensor->is_cuda() || starts_aligned(*tensor)) return tensor;
   return copy_of(*tensor, packed_like(spec_of("bias", *tensor)));
+}
+
+TensorSpec mask_as_numbers(const TensorSpec& mask, DType dtype, bool packed_pairs) {
+  TensorSpec spec = mask;
+  spec.dtype = dtype;
+  for (int i = packed_pairs ? 1 : 0; i < spec.rank; ++i) {
+    if (spec.stride[i] == 0 && spec.shape[i] > 1) spec.shape[i] = 1;
+  }
+  return packed_like(spec);
+}
+
+OptionalTensor bring_in_bias(const OptionalTensor& bias,
+                             const std::optional<Placement>& placement) {
+  if (!bias || !placement->moved) return bias;
+  Tensor mask = *bias;
+  for (int i = 0; i < placement->inside.rank; ++i) {
+    if (placement->inside.shape[i] != placement->outside.shape[i]) {
+      mask = torch::stable::narrow(mask, i, 0, 1);
+    }
+  }
+  const Tensor ones = copy_of(mask, placement->inside);
+  StableIValue stack[] = {torch::stable::detail::from(ones)};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::log_", "", stack, TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
 std::optional<Placement> place(const char* name, const OptionalTensor& tensor, const Device& device,

@@ -21,12 +21,15 @@ using flashmoe::Pass;
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
 
+// A bias without a gradient.
+inline bool is_mask(const Tensor& bias) { return bias && bias.spec().dtype == DType::kBool; }
+
 // A problem and a tensor for each of its specs; problem() fills in those of the tensors there are.
 struct Case {
   AttentionOptions options;
   int64_t max_seqlen_q = 0, max_seqlen_k = 0;  // of a ragged batch
-  Tensor query, key, value, bias, key_lengths, cu_seqlens_q, cu_seqlens_k;
-  Tensor out, lse, grad_out, grad_lse, grad_query, grad_key, grad_value, grad_bias;
+  Tensor query, key, value, bias, sinks, key_lengths, cu_seqlens_q, cu_seqlens_k, seed;
+  Tensor out, lse, grad_out, grad_lse, grad_query, grad_key, grad_value, grad_bias, grad_sinks;
 
   DType dtype() const { return query.spec().dtype; }
   bool ragged() const { return static_cast<bool>(cu_seqlens_q); }
@@ -40,10 +43,12 @@ struct Case {
     p.key = key.spec();
     p.value = value.spec();
     p.bias = maybe_spec(bias);
+    p.sinks = maybe_spec(sinks);
     p.key_lengths = maybe_spec(key_lengths);
     if (ragged()) {
       p.ragged = {cu_seqlens_q.spec(), cu_seqlens_k.spec(), max_seqlen_q, max_seqlen_k};
     }
+    p.seed = maybe_spec(seed);
     p.out = out.spec();
     p.lse = maybe_spec(lse);
     if (pass == Pass::kForward) return p;
@@ -53,6 +58,7 @@ struct Case {
     p.grad_key = maybe_spec(grad_key);
     p.grad_value = maybe_spec(grad_value);
     p.grad_bias = maybe_spec(grad_bias);
+    p.grad_sinks = maybe_spec(grad_sinks);
     return p;
   }
 
@@ -62,9 +68,11 @@ struct Case {
     t.key = key.data();
     t.value = value.data();
     t.bias = bias.data();
+    t.sinks = sinks.data();
     t.key_lengths = key_lengths.data();
     t.cu_seqlens_q = cu_seqlens_q.data();
     t.cu_seqlens_k = cu_seqlens_k.data();
+    t.seed = seed.data();
     t.out = out.data();
     t.lse = lse.data();
     t.grad_out = grad_out.data();
@@ -73,20 +81,22 @@ struct Case {
     t.grad_key = grad_key.data();
     t.grad_value = grad_value.data();
     t.grad_bias = grad_bias.data();
+    t.grad_sinks = grad_sinks.data();
     return t;
   }
 
   using Named = std::pair<const char*, Tensor*>;
   std::vector<Named> inputs() {
-    return {{"query", &query}, {"key", &key},           {"value", &value},
-            {"bias", &bias},   {"grad_out", &grad_out}, {"grad_lse", &grad_lse}};
+    return {{"query", &query}, {"key", &key},           {"value", &value},      {"bias", &bias},
+            {"sinks", &sinks}, {"grad_out", &grad_out}, {"grad_lse", &grad_lse}};
   }
   std::vector<Named> results(Pass pass) {
     if (pass == Pass::kForward) return {{"out", &out}, {"lse", &lse}};
     return {{"grad_query", &grad_query},
             {"grad_key", &grad_key},
             {"grad_value", &grad_value},
-            {"grad_bias", &grad_bias}};
+            {"grad_bias", &grad_bias},
+            {"grad_sinks", &grad_sinks}};
   }
 };
 
@@ -97,6 +107,8 @@ inline std::string describe(const Case& c) {
   s << describe("query", c.query) << describe("key", c.key) << describe("value", c.value);
   s << describe("bias", c.bias);
   if (c.bias) s << " bias " << flashmoe::dtype_name(c.bias.spec().dtype);
+  s << describe("sinks", c.sinks);
+  if (c.sinks) s << " sinks " << flashmoe::dtype_name(c.sinks.spec().dtype);
   s << describe_integers("key_lengths", c.key_lengths);
   s << describe_integers("cu_seqlens_q", c.cu_seqlens_q);
   s << describe_integers("cu_seqlens_k", c.cu_seqlens_k);
@@ -104,6 +116,7 @@ inline std::string describe(const Case& c) {
   s << " window " << c.options.window_left << " " << c.options.window_right;
   if (c.options.scale) s << " scale " << *c.options.scale;
   if (c.options.softcap > 0) s << " softcap " << c.options.softcap;
+  if (c.seed) s << " dropout " << c.options.dropout_p << describe_integers("seed", c.seed);
   s << (c.grad_out ? "" : " no") << " grad_out" << (c.grad_lse ? "" : " no") << " grad_lse";
   return s.str();
 }
@@ -130,6 +143,7 @@ class CaseMaker {
     make_options(c);
     if (chance(random_, 0.5)) make_bias(c);
     make_results(c);
+    if (chance(random_, 0.3)) make_sinks(c);
     return c;
   }
 
@@ -258,6 +272,11 @@ class CaseMaker {
     if (chance(random_, 0.25))
       c.options.softcap = std::uniform_real_distribution<double>(0.5, 20)(random_);
     c.options.deterministic = chance(random_, 0.5);
+    if (chance(random_, 0.25)) {
+      const double p[] = {0.1, 0.5, 0.9, 1, 1e-9, 1 - 1e-9};
+      c.options.dropout_p = p[uniform(random_, 0, 5)];
+      c.seed = integers(DType::kInt64, {}, {static_cast<double>(uniform(random_, -1e9, 1e9))});
+    }
   }
 
   void make_bias(Case& c) {
@@ -275,13 +294,30 @@ class CaseMaker {
         if (chance(random_, 0.25)) size = 1;
       }
     }
-    c.bias = empty(chance(random_, 0.5) ? dtype_ : DType::kFloat32, shape, true);
+    const bool mask = chance(random_, 0.2);
+    c.bias = empty(mask                   ? DType::kBool
+                   : chance(random_, 0.5) ? dtype_
+                                          : DType::kFloat32,
+                   shape, true);
     Values values = random_values(random_, element_count(shape));
     if (chance(random_, 0.4)) {
       const double hidden = chance(random_, 0.2) ? 0.95 : 0.1;  // some rows end up without a key
       for (double& x : values) x = chance(random_, hidden) ? -kInf : x;
     }
+    if (mask) {
+      for (double& x : values) x = x != -kInf;
+    }
     c.bias.set(values);
+  }
+
+  // Of some heads -inf, which is none; of all sometimes so large that they take the whole softmax.
+  void make_sinks(Case& c) {
+    c.sinks = empty(chance(random_, 0.5) ? dtype_ : DType::kFloat32, {heads_q_}, true);
+    Values values = random_values(random_, heads_q_, 2);
+    const double offset = chance(random_, 0.2) ? 200 : 0;
+    for (double& x : values) x = chance(random_, 0.1) ? -kInf : x + offset;
+    c.sinks.set(values);
+    if (!chance(random_, 0.15)) c.grad_sinks = empty(c.sinks.spec().dtype, {heads_q_}, false);
   }
 
   void make_results(Case& c) {
@@ -298,7 +334,7 @@ class CaseMaker {
     gradient(c.grad_query, c.query);
     gradient(c.grad_key, c.key);
     gradient(c.grad_value, c.value);
-    gradient(c.grad_bias, c.bias);
+    if (!is_mask(c.bias)) gradient(c.grad_bias, c.bias);
   }
 
   Random& random_;
@@ -325,12 +361,14 @@ inline Case float64_twin(const Case& c) {
   twin.query = dense_copy(c.query, f64);
   twin.key = dense_copy(c.key, f64);
   twin.value = dense_copy(c.value, f64);
-  twin.bias = dense_copy(c.bias, f64);
+  twin.bias = dense_copy(c.bias, is_mask(c.bias) ? DType::kBool : f64);
+  twin.sinks = dense_copy(c.sinks, f64);
   if (c.key_lengths) twin.key_lengths = dense_copy(c.key_lengths, DType::kInt64);
   if (c.ragged()) {
     twin.cu_seqlens_q = dense_copy(c.cu_seqlens_q, DType::kInt64);
     twin.cu_seqlens_k = dense_copy(c.cu_seqlens_k, DType::kInt64);
   }
+  if (c.seed) twin.seed = dense_copy(c.seed, DType::kInt64);
   twin.out = Tensor(f64, c.out.shape());
   std::vector<int64_t> rows = c.out.shape();
   rows.pop_back();
@@ -340,7 +378,8 @@ inline Case float64_twin(const Case& c) {
   twin.grad_query = Tensor(f64, c.query.shape());
   twin.grad_key = Tensor(f64, c.key.shape());
   twin.grad_value = Tensor(f64, c.value.shape());
-  if (c.bias) twin.grad_bias = Tensor(f64, c.bias.shape());
+  if (c.bias && !is_mask(c.bias)) twin.grad_bias = Tensor(f64, c.bias.shape());
+  if (c.sinks) twin.grad_sinks = Tensor(f64, c.sinks.shape());
   return twin;
 }
 

@@ -29,6 +29,7 @@ AttentionProblem dense_problem(Pass pass = Pass::kForward) {
   p.lse = contiguous(dtype, {2, 4, 5});
   if (pass == Pass::kForward) return p;
   p.bias = p.grad_bias = contiguous(dtype, {4, 5, 7});
+  p.sinks = p.grad_sinks = contiguous(dtype, {4});
   p.grad_out = p.out;
   p.grad_lse = p.lse;
   p.grad_query = p.query;
@@ -106,6 +107,16 @@ TEST(bad_dense_problems) {
          p.bias = contiguous(DType::kFloat16, {5, 7});
        },
        {"bias", "float16"}},
+      {"bias of integers",
+       [](P p) {
+         p.bias = contiguous(DType::kInt32, {5, 7});
+       },
+       {"bias", "int32", "bool for a mask"}},
+      {"mask shape",
+       [](P p) {
+         p.bias = contiguous(DType::kBool, {7, 5});
+       },
+       {"bias", "(7, 5)", "(2, 4, 5, 7)"}},
       {"bias shape",
        [](P p) {
          p.bias = contiguous(DType::kFloat32, {7, 5});
@@ -121,6 +132,21 @@ TEST(bad_dense_problems) {
          p.bias = contiguous(DType::kFloat32, {2, 2, 5, 7});
        },
        {"bias", "(2, 2, 5, 7)"}},
+      {"sinks dtype",
+       [](P p) { p.sinks = contiguous(DType::kFloat16, {4}); },
+       {"sinks", "float16", "float32"}},
+      {"sinks as integers",
+       [](P p) { p.sinks = contiguous(DType::kInt64, {4}); },
+       {"sinks", "int64", "float32"}},
+      {"sinks of key heads",
+       [](P p) { p.sinks = contiguous(DType::kFloat32, {2}); },
+       {"sinks", "(2,)", "(4,)"}},
+      {"sinks with a batch",
+       [](P p) {
+         p.sinks = contiguous(DType::kFloat32, {2, 4});
+       },
+       {"sinks", "(2, 4)", "(4,)"}},
+      {"one sink", [](P p) { p.sinks = contiguous(DType::kFloat32, {}); }, {"sinks", "()", "(4,)"}},
       {"key_lengths dtype",
        [](P p) { p.key_lengths = contiguous(DType::kFloat32, {2}); },
        {"key_lengths", "float32"}},
@@ -134,6 +160,12 @@ TEST(bad_dense_problems) {
       {"scale", [](P p) { p.options.scale = std::nan(""); }, {"scale", "nan"}},
       {"infinite scale", [](P p) { p.options.scale = kInf; }, {"scale", "inf"}},
       {"softcap", [](P p) { p.options.softcap = -1; }, {"softcap", "-1"}},
+      {"dropout", [](P p) { p.options.dropout_p = 1.5; }, {"dropout_p", "1.5"}},
+      {"negative dropout", [](P p) { p.options.dropout_p = -0.1; }, {"dropout_p", "-0.1"}},
+      {"dropout NaN", [](P p) { p.options.dropout_p = std::nan(""); }, {"dropout_p", "nan"}},
+      {"no seed", [](P p) { p.options.dropout_p = 0.1; }, {"seed", "0.1"}},
+      {"seed dtype", [](P p) { p.seed = contiguous(DType::kInt32, {}); }, {"seed", "int32"}},
+      {"two seeds", [](P p) { p.seed = contiguous(DType::kInt64, {2}); }, {"seed", "(2,)"}},
       {"infinite softcap", [](P p) { p.options.softcap = kInf; }, {"softcap", "inf"}},
       {"more than 2^63 elements",
        [](P p) {
@@ -169,10 +201,19 @@ TEST(bad_backward_problems) {
       {"grad_query shape", [](P p) { p.grad_query->shape[3] = 6; }, {"grad_query", "(2, 4, 5, 6)"}},
       {"grad_key dtype", [](P p) { p.grad_key->dtype = DType::kFloat16; }, {"grad_key", "float16"}},
       {"grad_value overlaps", [](P p) { p.grad_value->stride[2] = 0; }, {"grad_value", "stride 0"}},
+      {"gradient of a mask",
+       [](P p) { p.bias->dtype = p.grad_bias->dtype = DType::kBool; },
+       {"grad_bias", "bool", "no gradient"}},
       {"grad_bias without bias", [](P p) { p.bias.reset(); }, {"grad_bias", "bias"}},
       {"grad_bias shape",
        [](P p) { p.grad_bias->shape[0] = 1; },
        {"grad_bias", "(1, 5, 7)", "(4, 5, 7)"}},
+      {"grad_sinks without sinks", [](P p) { p.sinks.reset(); }, {"grad_sinks", "has no sinks"}},
+      {"grad_sinks shape", [](P p) { p.grad_sinks->shape[0] = 2; }, {"grad_sinks", "(2,)", "(4,)"}},
+      {"grad_sinks dtype",
+       [](P p) { p.grad_sinks->dtype = DType::kFloat64; },
+       {"grad_sinks", "float64", "float32"}},
+      {"grad_sinks overlap", [](P p) { p.grad_sinks->stride[0] = 0; }, {"grad_sinks", "stride 0"}},
       {"grad_bias too large",
        [](P p) { p.grad_bias->stride[0] = std::numeric_limits<int64_t>::max(); },
        {"grad_bias", "2^63"}},
@@ -261,6 +302,12 @@ TEST(bad_ragged_problems) {
          p.bias = contiguous(DType::kFloat32, {40, 2});
        },
        {"bias", "(40, 2)", "4"}},
+      {"sinks of tokens",
+       [](P p) { p.sinks = contiguous(DType::kFloat16, {9}); },
+       {"sinks", "(9,)", "(4,)"}},
+      {"sinks dtype",
+       [](P p) { p.sinks = contiguous(DType::kBFloat16, {4}); },
+       {"sinks", "bfloat16", "float16", "float32"}},
       {"out", [](P p) { p.out.shape[0] = 12; }, {"out", "(12, 4, 6)", "(9, 4, 6)"}},
   };
   for (const Bad& b : bad) check_refused(ragged_problem(), b);
@@ -274,8 +321,7 @@ TEST(empty_problems_are_legal) {
       for (TensorSpec* spec : {&p.query, &p.out})
         *spec = contiguous(spec->dtype, {2, 4, 5, spec->size(-1)});
       for (TensorSpec* spec : {&p.query, &p.key, &p.value, &p.out, &*p.lse}) spec->shape[zero] = 0;
-      p.bias.reset();
-      p.grad_bias.reset();
+      for (auto* given : {&p.bias, &p.grad_bias, &p.sinks, &p.grad_sinks}) given->reset();
       if (pass == Pass::kBackward) {
         p.grad_out = p.out;
         p.grad_lse = p.lse;
@@ -410,13 +456,15 @@ TEST(int64_lengths_are_not_cut) {
 }
 
 TEST(null_pointers_are_refused) {
-  const Case c = case_for(dense_problem());
+  Case c = case_for(dense_problem());
+  c.sinks = Tensor(DType::kFloat32, {4});
   const AttentionProblem p = c.problem(Pass::kForward);
   const auto plan = flashmoe::plan(p);
   std::vector<std::byte> workspace(plan.value().workspace_bytes);
   for (auto [name, member] :
        {std::pair{"query", &AttentionTensors::query}, std::pair{"key", &AttentionTensors::key},
-        std::pair{"value", &AttentionTensors::value}}) {
+        std::pair{"value", &AttentionTensors::value},
+        std::pair{"sinks", &AttentionTensors::sinks}}) {
     AttentionTensors tensors = c.tensors();
     tensors.*member = nullptr;
     const flashmoe::Status status = flashmoe::run(plan.value(), tensors, workspace.data());

@@ -2,6 +2,7 @@
 // against itself where two problems must have one answer.
 #include <cmath>
 
+#include "attention/dropout.h"
 #include "cases.h"
 #include "differences.h"
 #include "second_cases.h"
@@ -67,6 +68,7 @@ Values moved(SecondCase& c, const Tensor& result, double step) {
     move(c.key, c.tangent_key, by);
     move(c.value, c.tangent_value, by);
     move(c.bias, c.tangent_bias, by);
+    move(c.sinks, c.tangent_sinks, by);
   };
   move_all(step);
   run(c, Pass::kForward);
@@ -105,6 +107,7 @@ TEST(second_derivatives_match_finite_differences) {
     check_gradient("grad_key", tangent_loss, c, c.key, c.grad_key);
     check_gradient("grad_value", tangent_loss, c, c.value, c.grad_value);
     check_gradient("grad_bias", tangent_loss, c, c.bias, c.grad_bias);
+    check_gradient("grad_sinks", tangent_loss, c, c.sinks, c.grad_sinks);
   }
 }
 
@@ -120,6 +123,7 @@ TEST(gradients_match_finite_differences) {
     check_gradient("grad_key", loss, c, c.key, c.grad_key);
     check_gradient("grad_value", loss, c, c.value, c.grad_value);
     check_gradient("grad_bias", loss, c, c.bias, c.grad_bias);
+    check_gradient("grad_sinks", loss, c, c.sinks, c.grad_sinks);
   }
 }
 
@@ -135,6 +139,7 @@ TEST(forward_follows_the_definition) {
     c.key = Tensor(DType::kFloat64, {1, 1, keys, 1});
     c.value = Tensor(DType::kFloat64, {1, 1, keys, 1});
     c.bias = Tensor(DType::kFloat64, {rows, keys});
+    if (chance(random, 0.5)) c.sinks = Tensor(DType::kFloat64, {1});
     for (auto& [name, tensor] : c.inputs()) {
       if (*tensor) tensor->set(random_values(random, tensor->count()));
     }
@@ -154,7 +159,7 @@ TEST(forward_follows_the_definition) {
                  bias = c.bias.values();
     for (int64_t i = 0; i < rows; ++i) {
       const int64_t p = i + length - rows;
-      double sum = 0, weighted = 0;
+      double sum = c.sinks ? std::exp(c.sinks.values()[0]) : 0, weighted = 0;
       for (int64_t j = 0; j < length; ++j) {
         if (c.options.causal && j > p) continue;
         if (c.options.window_left >= 0 && j < p - c.options.window_left) continue;
@@ -200,6 +205,39 @@ TEST(results_are_rounded_once) {
       }
     }
   }
+}
+
+// The known answers of Random123's kat_vectors for philox4x32, 10 rounds.
+TEST(philox_gives_its_known_answers) {
+  using flashmoe::dropout::Block;
+  const struct {
+    Block counter;
+    uint64_t seed;
+    Block answer;
+  } known[] = {
+      {{0, 0, 0, 0}, 0, {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}},
+      {{~0u, ~0u, ~0u, ~0u}, ~0ull, {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}},
+      {{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344},
+       0x299f31d0a4093822,
+       {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}},
+  };
+  for (const auto& k : known) {
+    const Block got = flashmoe::dropout::philox(k.counter, k.seed);
+    for (int i = 0; i < 4; ++i) CHECK_EQ(got.word[i], k.answer.word[i]);
+  }
+}
+
+// No p is rounded to 0 or 1 but these, and what is kept makes up for what is dropped.
+TEST(dropout_keeps_the_mean) {
+  using namespace flashmoe::dropout;
+  CHECK_EQ(dropped_of(0), 0u);
+  CHECK_EQ(dropped_of(1e-300), 1u);
+  CHECK_EQ(dropped_of(0.5), kOutOf / 2);
+  CHECK_EQ(dropped_of(1 - 1e-16), kOutOf - 1);
+  CHECK_EQ(dropped_of(1), kOutOf);
+  CHECK_EQ(kept_scale(0), 1.);
+  CHECK_EQ(kept_scale(kOutOf / 2), 2.);
+  CHECK_EQ(kept_scale(kOutOf), 0.);
 }
 
 // A ragged batch is its sequences one by one.

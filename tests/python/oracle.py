@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-RESULTS = ("out", "lse", "dq", "dk", "dv", "dbias")
+RESULTS = ("out", "lse", "dq", "dk", "dv", "dbias", "dsinks")
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Case:
     v: torch.Tensor
     grad_out: torch.Tensor
     grad_lse: torch.Tensor | None = None  # None: lse takes no part in the loss
-    bias: torch.Tensor | None = None
+    bias: torch.Tensor | None = None  # bool: a mask, which has no gradient
     key_lengths: torch.Tensor | None = None
     cu_q: torch.Tensor | None = None
     cu_k: torch.Tensor | None = None
@@ -33,15 +33,24 @@ class Case:
     max_k: int = 0
     options: dict[str, Any] = field(default_factory=dict)  # causal, window, scale, softcap
     deterministic: bool | None = None
-    needs: str = "qkvb"  # which of q, k, v and bias want a gradient
+    needs: str = "qkvbs"  # which of q, k, v, bias and sinks want a gradient
     use_out: bool = True  # False: out takes no part in the loss, and grad_out is 0
+    dropout: dict[str, Any] = field(default_factory=dict)  # dropout_p and seed, and of these:
+    kept: Any = None  # what each weight is multiplied by, (..., Hq, Sq, Sk); ragged: a list of them
+    sinks: torch.Tensor | None = None
 
     def inputs(self) -> dict[str, torch.Tensor]:
-        named = {"q": self.q, "k": self.k, "v": self.v}
-        return named if self.bias is None else {**named, "bias": self.bias}
+        """What has a gradient."""
+        bias = None if is_mask(self.bias) else self.bias
+        named = {"q": self.q, "k": self.k, "v": self.v, "bias": bias, "sinks": self.sinks}
+        return {name: x for name, x in named.items() if x is not None}
 
     def wants(self, name: str) -> bool:
         return name[0] in self.needs
+
+
+def is_mask(bias: torch.Tensor | None) -> bool:
+    return bias is not None and bias.dtype == torch.bool
 
 
 def allowed_keys(len_q, len_k, lengths, causal, window) -> torch.Tensor:
@@ -69,11 +78,13 @@ def attention(
     scale=None,
     softcap=None,
     key_lengths=None,
+    sinks=None,
     contain=False,
+    kept=None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse, every product in the dtype of q; softmax of half types in float32, as torch's.
 
-    Without v the weights take the place of out.
+    Without v the weights take the place of out. `kept` multiplies them, after lse is known.
 
     `contain` multiplies element by element and leaves masked pairs out of every product, so that a
     NaN behind a mask stays there (0 * NaN is NaN), in the gradients too. Costs Sq * Sk * D memory.
@@ -87,7 +98,9 @@ def attention(
     lengths = lengths.expand(q.shape[:-3])[..., None, None, None]
     ok = allowed_keys(len_q, len_k, lengths, causal, window)
     ok = ok.expand(*q.shape[:-2], len_q, len_k)
-    if bias is not None:
+    if is_mask(bias):
+        ok, bias = ok & bias, None
+    elif bias is not None:
         ok = ok & (bias != -torch.inf)
 
     if contain:
@@ -105,14 +118,24 @@ def attention(
 
     # Masked scores are replaced before exp, never multiplied by 0 after it; a row without keys
     # divides by 1. So no branch of the gradient meets inf or NaN that the inputs did not have.
-    any_key = ok.any(-1, keepdim=True)
+    # A sink is one more score, whose weight is dropped.
+    seen = ok.any(-1, keepdim=True)
     top = scores.detach().masked_fill(~ok, -torch.inf)
-    top = top.amax(-1, keepdim=True) if len_k else top.new_full(any_key.shape, -torch.inf)
-    top = top.where(any_key, 0)
+    top = top.amax(-1, keepdim=True) if len_k else top.new_full(seen.shape, -torch.inf)
+    if sinks is not None:
+        sink = sinks.to(scores.dtype)[:, None, None]
+        there = sink != -torch.inf
+        seen, top = seen | there, torch.maximum(top, sink.detach())
+    top = top.where(seen, 0)
     weights = torch.exp((scores - top).where(ok, 0)).where(ok, 0)
-    total = weights.sum(-1, keepdim=True).where(any_key, 1)
-    lse = (top + total.log()).where(any_key, -torch.inf).squeeze(-1)
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp((sink - top).where(there, 0)).where(there, 0)
+    total = total.where(seen, 1)
+    lse = (top + total.log()).where(seen, -torch.inf).squeeze(-1)
     p = (weights / total).to(q.dtype)
+    if kept is not None:
+        p, ok = (p * kept.to(p.dtype)).where(kept != 0, 0), ok & (kept != 0)
     if v is None:
         out = p
     elif contain:
@@ -140,9 +163,11 @@ def spans(cu_seqlens: torch.Tensor) -> list[tuple[int, int]]:
     return list(pairwise(ends))
 
 
-def attention_varlen(q, k, v, bias, cu_q, cu_k, **options) -> tuple[torch.Tensor, torch.Tensor]:
+def attention_varlen(q, k, v, bias, cu_q, cu_k, kept=None, **options):
     """One sequence after the other. Tokens behind the last sequence give 0 and -inf."""
-    parts = [attention(*one, **options) for one in sequences(cu_q, cu_k, q, k, v, bias)]
+    kept = [None] * (len(cu_q) - 1) if kept is None else kept
+    every = zip(sequences(cu_q, cu_k, q, k, v, bias), kept, strict=True)
+    parts = [attention(*one, kept=pairs, **options) for one, pairs in every]
     rest = (q.shape[0] - int(cu_q[-1]), q.shape[1])
     outs = [out[0].transpose(0, 1) for out, _ in parts] + [q.new_zeros(*rest, v.shape[-1])]
     lses = [lse[0].transpose(0, 1) for _, lse in parts] + [q.new_full(rest, -torch.inf)]
@@ -151,8 +176,9 @@ def attention_varlen(q, k, v, bias, cu_q, cu_k, **options) -> tuple[torch.Tensor
 
 def call(case: Case, tensors: dict[str, torch.Tensor], **extra):
     """The formula above applied to a case, with `tensors` in place of the case's own inputs."""
-    q, k, v, bias = (tensors.get(name) for name in ("q", "k", "v", "bias"))
-    options = {**case.options, **extra}
+    q, k, v = (tensors[name] for name in ("q", "k", "v"))
+    bias = tensors.get("bias", case.bias)
+    options = {**case.options, "sinks": tensors.get("sinks"), **extra, "kept": case.kept}
     if case.cu_q is None:
         return attention(q, k, v, bias, key_lengths=case.key_lengths, **options)
     return attention_varlen(q, k, v, bias, case.cu_q, case.cu_k, **options)
@@ -208,8 +234,9 @@ def ours(case: Case) -> dict[str, torch.Tensor]:
     leaves = {
         name: x.detach().requires_grad_(case.wants(name)) for name, x in case.inputs().items()
     }
-    bias = leaves.get("bias")
-    extra = {**case.options, "return_lse": True, "deterministic": case.deterministic}
+    bias = leaves.get("bias", case.bias)
+    extra = {**case.options, **case.dropout, "sinks": leaves.get("sinks")}
+    extra |= {"return_lse": True, "deterministic": case.deterministic}
     q, k, v = leaves["q"], leaves["k"], leaves["v"]
     if case.cu_q is None:
         out, lse = fm.flash_attention(q, k, v, bias=bias, key_lengths=case.key_lengths, **extra)
@@ -238,55 +265,84 @@ def floors(case: Case) -> dict[str, float]:
     """
     with torch.no_grad():
         wide = {name: x.double() for name, x in case.inputs().items()}
-        q, k, v, bias = (wide.get(name) for name in ("q", "k", "v", "bias"))
+        q, k, v, sinks = (wide.get(name) for name in ("q", "k", "v", "sinks"))
+        bias = wide.get("bias", case.bias)
+        dtype, options = case.q.dtype, {**case.options, "sinks": sinks}
         g = case.grad_out.double()
         gl = g.new_zeros(g.shape[:-1]) if case.grad_lse is None else case.grad_lse.double()
         if case.cu_q is None:
-            return dense_floors(
-                case.q.dtype, q, k, v, bias, g, gl, case.key_lengths, **case.options
-            )
+            rest = (g, gl, case.key_lengths, case.kept)
+            return dense_floors(dtype, q, k, v, bias, *rest, **options)
         most = dict.fromkeys(RESULTS, 0.0)
         gl = gl[..., None]  # with a last dimension, as sequences() wants
-        for *one, g_one, gl_one in sequences(case.cu_q, case.cu_k, q, k, v, bias, g, gl):
-            found = dense_floors(case.q.dtype, *one, g_one, gl_one[..., 0], None, **case.options)
-            most = {name: max(most[name], found[name]) for name in RESULTS}
+        parts = list(sequences(case.cu_q, case.cu_k, q, k, v, bias, g, gl))
+        every = [None] * len(parts) if case.kept is None else case.kept
+        for (*one, g_one, gl_one), kept in zip(parts, every, strict=True):
+            found = dense_floors(dtype, *one, g_one, gl_one[..., 0], None, kept, **options)
+            shared = most["dsinks"] + found["dsinks"]
+            most = {name: max(most[name], found[name]) for name in RESULTS} | {"dsinks": shared}
         return most
 
 
-def dense_floors(dtype, q, k, v, bias, g, gl, key_lengths, **options) -> dict[str, float]:
+def dense_floors(
+    dtype, q, k, v, bias, g, gl, key_lengths, kept, *, sinks, **options
+) -> dict[str, float]:
+    eps = 4 * torch.finfo(dtype).eps if dtype == torch.float64 else torch.finfo(torch.float32).eps
     if not (q.numel() and k.numel()):
-        return dict.fromkeys(RESULTS, 0.0)
+        none = dict.fromkeys(RESULTS, 0.0)
+        if sinks is None or not q.numel():
+            return none
+        lse = sinks[:, None].expand(q.shape[:-1])
+        return none | {"dsinks": sink_floor(eps, sinks, lse, gl.abs()).max().item()}
     group = q.shape[-3] // k.shape[-3]
     k, v = (x.repeat_interleave(group, dim=-3) for x in (k, v))
     scale = abs(options["scale"]) if options.get("scale") is not None else q.shape[-1] ** -0.5
-    p, lse = attention(q, k, None, bias, key_lengths=key_lengths, **options)
+    p, lse = attention(q, k, None, bias, key_lengths=key_lengths, sinks=sinks, **options)
     a = scale * (q.abs() @ k.abs().mT)
+    bias = None if is_mask(bias) else bias
     if bias is not None:
         a = a + bias.masked_fill(bias == -torch.inf, 0).abs()
+    if sinks is not None:  # in lse, which scores are subtracted from
+        a = a + sinks.masked_fill(sinks == -torch.inf, 0).abs()[:, None, None]
     p_a = p * (1 + 2 * a)
-    dp = g.abs() @ v.abs().mT
-    eps = 4 * torch.finfo(dtype).eps if dtype == torch.float64 else torch.finfo(torch.float32).eps
+    kept = torch.ones_like(p) if kept is None else kept.double()
+    dp = kept * (g.abs() @ v.abs().mT)
     if q.is_cuda:
         # Tensor cores add in fp32 but cut off what does not fit, where ordinary adders round: up to
         # one unit for each of the head_dim / 16 steps of a product, always the same way.
         eps *= max(1, q.shape[-1] / 16)
-    ds = eps * p_a * (dp + (p * dp).sum(-1, keepdim=True) + gl.abs()[..., None])
+    mean = (p * dp).sum(-1, keepdim=True) + gl.abs()[..., None]
+    ds = eps * p_a * (dp + mean)
+    rounded = torch.zeros_like(mean)
     if dtype in (torch.float16, torch.bfloat16):
-        delta = (p @ v).abs() * g.abs()
-        ds = ds + torch.finfo(dtype).eps / 2 * p * delta.sum(-1, keepdim=True)
+        delta = ((p * kept) @ v).abs() * g.abs()
+        rounded = torch.finfo(dtype).eps / 2 * delta.sum(-1, keepdim=True)
+        ds = ds + p * rounded
 
     def per_key_head(x):
         return x.unflatten(-3, (-1, group)).sum(-3)
 
     found = {
-        "out": 2 * eps * (p_a @ v.abs()),
+        "out": 2 * eps * ((p_a * kept) @ v.abs()),
         "lse": eps * (p_a.sum(-1) + lse.abs()).masked_fill(lse == -torch.inf, 0),
         "dq": scale * (ds @ k.abs()),
         "dk": scale * per_key_head(ds.mT @ q.abs()),
-        "dv": eps * per_key_head(p_a.mT @ g.abs()),
+        "dv": eps * per_key_head((p_a * kept).mT @ g.abs()),
         "dbias": ds if bias is None else ds.sum_to_size(bias.shape),
+        "dsinks": lse.new_zeros(1)
+        if sinks is None
+        else sink_floor(eps, sinks, lse, mean[..., 0], rounded[..., 0]),
     }
     return {name: x.max().item() for name, x in found.items()}
+
+
+def sink_floor(eps, sinks, lse, mean, rounded=0) -> torch.Tensor:
+    """Of each head, for the sum over its rows of exp(sink - lse) * (dlse - mean)."""
+    there = (sinks != -torch.inf)[:, None].expand(lse.shape)
+    sink = sinks[:, None].expand(lse.shape).where(there, 0)
+    lse = lse.where(there, 0)
+    error = eps * (1 + 2 * (sink.abs() + lse.abs())) * mean + rounded
+    return (torch.exp(sink - lse) * error).where(there, 0).sum(-1).flatten(0, -2).sum(0)
 
 
 def tolerance(got, want, by_math, floor: float) -> float:
@@ -307,13 +363,17 @@ def tolerance(got, want, by_math, floor: float) -> float:
     return (0 if got.dtype == torch.float64 else 2 * theirs) + rounding + floor
 
 
-def compare(case: Case, got: dict[str, torch.Tensor]) -> list[str]:
-    """What is wrong with `got`, one line per result; empty when all is well."""
-    want, by_math, floor = reference(case), math(case), floors(case)
+def compare(case: Case, got: dict[str, torch.Tensor], rounded: Case | None = None) -> list[str]:
+    """What is wrong with `got`, one line per result; empty when all is well.
+
+    `rounded` is the case as plain torch can compute it, where that has inputs of its own.
+    """
+    rounded = case if rounded is None else rounded
+    want, by_math, floor = reference(case), math(rounded), floors(rounded)
     complaints = []
     for name, a in got.items():
         b = want[name]
-        dtype = case.bias.dtype if name == "dbias" else case.q.dtype
+        dtype = {"dbias": case.bias, "dsinks": case.sinks}.get(name, case.q).dtype
         if name == "lse" and dtype != torch.float64:
             dtype = torch.float32
         if a.shape != b.shape or a.dtype != dtype:

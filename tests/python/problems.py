@@ -78,11 +78,19 @@ class Drawn:
 @dataclass(frozen=True)
 class Bias:
     shape: tuple[int, ...]  # ragged: only the number of heads, 1 or heads_q
-    dtype: str
+    dtype: str  # "bool": a mask, true where a number would not be -inf
     layout: str = "contiguous"
     masked: float = 0.0  # the share of entries that are -inf
     masked_rows: float = 0.0  # the share of rows that are -inf throughout
     offset: float = 0.0  # added to all of it: weights must not depend on it, lse must
+
+
+@dataclass(frozen=True)
+class Sinks:
+    dtype: str
+    layout: str = "contiguous"
+    absent: float = 0.0  # the share of heads whose sink is -inf
+    offset: float = 0.0  # large: sinks take all of the softmax; small: nothing
 
 
 @dataclass(frozen=True)
@@ -102,6 +110,7 @@ class Problem:
     slack: int = 0  # ragged: stated maxima exceed the real ones by this
     rest: tuple[int, int] = (0, 0)  # ragged: query and key tokens behind the last sequence
     bias: Bias | None = None
+    sinks: Sinks | None = None
     causal: bool = False
     window: tuple[int, int] | None = None
     scale: float | None = None
@@ -110,7 +119,7 @@ class Problem:
     layouts: tuple[str, str, str, str] = ("contiguous",) * 4  # q, k, v, grad_out
     grad_lse: bool = True
     deterministic: bool | None = None
-    needs: str = "qkvb"
+    needs: str = "qkvbs"
     use_out: bool = True  # False: only lse takes part in the loss
 
 
@@ -132,11 +141,22 @@ def draw_bias_shape(pick: Picker, full: tuple[int, ...]) -> tuple[int, ...]:
 def draw_bias(pick: Picker, dtype: str, shape: tuple[int, ...]) -> Bias:
     return Bias(
         shape=shape,
-        dtype=pick.choice((dtype, "float32")),
+        dtype=pick.choice((dtype, "float32", dtype, "float32", "bool")),
         layout=pick.choice(BIAS_LAYOUTS),
         masked=pick.choice((0.0, 0.0, 0.0, 0.2, 0.2, 0.9)),
         masked_rows=pick.choice((0.0, 0.0, 0.0, 0.0, 0.3)),
         offset=pick.choice((0.0, 0.0, 0.0, 30.0, -500.0)),
+    )
+
+
+def draw_sinks(pick: Picker, dtype: str) -> Sinks | None:
+    if not pick.chance(0.3):
+        return None
+    return Sinks(
+        dtype=pick.choice((dtype, "float32")),
+        layout=pick.choice(("contiguous", "offset", "sliced", "expanded")),
+        absent=pick.choice((0.0, 0.0, 0.5)),
+        offset=pick.choice((0.0, 0.0, 10.0, -10.0, 500.0)),
     )
 
 
@@ -209,7 +229,10 @@ def draw(pick: Picker, budget: int = 3_000_000) -> Problem:
         layouts=tuple(pick.choice(INPUT_LAYOUTS) for _ in range(4)),
         grad_lse=pick.chance(0.5),
         deterministic=pick.choice((None, None, True, False)),
-        needs="qkvb" if not pick.chance(0.15) else pick.choice(("q", "k", "v", "b", "kv", "")),
+        needs="qkvbs"
+        if not pick.chance(0.15)
+        else pick.choice(("q", "k", "v", "b", "kv", "", "s")),
+        sinks=draw_sinks(pick, dtype),
         **problem,
     )
 
@@ -342,5 +365,12 @@ def build(problem: Problem, device: str = "cpu") -> Case:
         if spec.masked_rows and values.dim():
             row = torch.rand((*values.shape[:-1], 1), generator=generator) < spec.masked_rows
             values = values.masked_fill(row, -math.inf)
-        case.bias = laid_out(values.to(DTYPES[spec.dtype]).to(device), spec.layout, generator)
+        values = values != -math.inf if spec.dtype == "bool" else values.to(DTYPES[spec.dtype])
+        case.bias = laid_out(values.to(device), spec.layout, generator)
+    if problem.sinks is not None:
+        spec = problem.sinks
+        values = torch.randn(hq, generator=generator) * 2 + spec.offset
+        hole = torch.rand(hq, generator=generator) < spec.absent
+        values = values.masked_fill(hole, -math.inf).to(DTYPES[spec.dtype]).to(device)
+        case.sinks = laid_out(values, spec.layout, generator)
     return case

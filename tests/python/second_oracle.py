@@ -1,12 +1,14 @@
 """The yardstick of forward mode and second derivatives: torch's autograd over the plain formula.
 
-With tangents of q, k, v and bias: how out and lse move along them (`out'`, `lse'`), and the
-gradients of <grad_out, out'> + <grad_lse, lse'> (`ddq`, `ddk`, `ddv`, `ddbias`). The same two calls
-of torch.autograd.grad ask the library, the formula in float64, and the formula in the inputs'
-dtype. `compare` allows what oracle.py allows.
+With tangents of q, k, v, bias and sinks: how out and lse move along them (`out'`, `lse'`), and the
+gradients of <grad_out, out'> + <grad_lse, lse'> (`ddq`, `ddk`, `ddv`, `ddbias`, `ddsinks`). The
+same two calls of torch.autograd.grad ask the library, the formula in float64, and the formula in
+the inputs' dtype. `compare` allows what oracle.py allows.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import torch
 
@@ -14,7 +16,12 @@ import oracle
 from oracle import Case
 
 UNITS = 2  # of the accumulator's precision
-RESULTS = ("out'", "lse'", "ddq", "ddk", "ddv", "ddbias")
+RESULTS = ("out'", "lse'", "ddq", "ddk", "ddv", "ddbias", "ddsinks")
+
+
+def differentiable(case: Case) -> Case:
+    """The case without dropout, which has no more than gradients."""
+    return dataclasses.replace(case, dropout={}, kept=None)
 
 
 def tangents_of(case: Case, seed: int) -> dict[str, torch.Tensor]:
@@ -41,8 +48,10 @@ def seen(case: Case, tangents) -> dict[str, torch.Tensor]:
 def call_ours(case: Case, tensors: dict[str, torch.Tensor]):
     import flashmoe_science as fm
 
-    q, k, v, bias = (tensors.get(name) for name in ("q", "k", "v", "bias"))
+    q, k, v = (tensors.get(name) for name in ("q", "k", "v"))
+    bias = tensors.get("bias", case.bias)
     extra = {**case.options, "return_lse": True, "deterministic": case.deterministic}
+    extra["sinks"] = tensors.get("sinks")
     if case.cu_q is None:
         return fm.flash_attention(q, k, v, bias=bias, key_lengths=case.key_lengths, **extra)
     lengths = (case.cu_q, case.cu_k, case.max_q, case.max_k)
@@ -92,11 +101,13 @@ def floors(case: Case, tangents) -> dict[str, float]:
         g = case.grad_out.double() if case.use_out else torch.zeros_like(case.grad_out).double()
         gl = g.new_zeros(g.shape[:-1]) if case.grad_lse is None else case.grad_lse.double()
         a, b, c, beta = (moves.get(name) for name in ("q", "k", "v", "bias"))
-        dtype = case.q.dtype
+        dtype, options = case.q.dtype, dict(case.options)
+        if case.sinks is not None:
+            options |= {"sinks": case.sinks.double(), "sink_moves": moves["sinks"]}
         if case.cu_q is None:
             lengths = {"key_lengths": case.key_lengths}
             return dense_floors(
-                dtype, (q, k, v, bias), (a, b, c, beta), g, gl, **lengths, **case.options
+                dtype, (q, k, v, bias), (a, b, c, beta), g, gl, **lengths, **options
             )
         most = dict.fromkeys(RESULTS, 0.0)
         gl = gl[..., None]
@@ -106,9 +117,14 @@ def floors(case: Case, tangents) -> dict[str, float]:
             strict=True,
         )
         for (*x, g_one, gl_one), moves_one in parts:
-            found = dense_floors(dtype, x, moves_one, g_one, gl_one[..., 0], **case.options)
-            most = {name: max(most[name], found[name]) for name in RESULTS}
+            found = dense_floors(dtype, x, moves_one, g_one, gl_one[..., 0], **options)
+            shared = most["ddsinks"] + found["ddsinks"]
+            most = {name: max(most[name], found[name]) for name in RESULTS} | {"ddsinks": shared}
         return most
+
+
+def eps_of(dtype) -> float:
+    return 4 * torch.finfo(dtype).eps if dtype == torch.float64 else torch.finfo(torch.float32).eps
 
 
 def product(a, b):
@@ -120,7 +136,9 @@ def total(x):
     return x.square().sum(-1, keepdim=True).sqrt()
 
 
-def dense_floors(dtype, x, moves, g, gl, key_lengths=None, **options) -> dict[str, float]:
+def dense_floors(
+    dtype, x, moves, g, gl, key_lengths=None, sinks=None, sink_moves=None, **options
+) -> dict[str, float]:
     """The formulas over terms of random signs, times some units of the accumulator.
 
     And for the half types what follows from out and out' that come rounded to them: half a unit in
@@ -128,28 +146,47 @@ def dense_floors(dtype, x, moves, g, gl, key_lengths=None, **options) -> dict[st
     """
     (q, k, v, bias), (a, b, c, beta) = x, moves
     if not (q.numel() and k.numel()):
-        return dict.fromkeys(RESULTS, 0.0)
+        none = dict.fromkeys(RESULTS, 0.0)
+        if sinks is None or not q.numel():
+            return none
+        # The weight of a sink alone is 1, and its gradient 0: a difference of two numbers.
+        there = sinks != -torch.inf
+        move = UNITS * eps_of(dtype) * ((1 + sinks.abs()) * sink_moves.abs()).where(there, 0)
+        rows = gl.abs().flatten(0, -3).sum(0).sum(-1)
+        return none | {"lse'": move.max().item(), "ddsinks": (move * rows).max().item()}
     group = q.shape[-3] // k.shape[-3]
     k, v, b, c = (y.repeat_interleave(group, dim=-3) for y in (k, v, b, c))
     scale = abs(options["scale"]) if options.get("scale") is not None else q.shape[-1] ** -0.5
-    p, _ = oracle.attention(q, k, None, bias, key_lengths=key_lengths, **options)
+    p, _ = oracle.attention(q, k, None, bias, key_lengths=key_lengths, sinks=sinks, **options)
     score = scale * product(q, k.mT)
     if bias is not None:
         score = score + bias.masked_fill(bias == -torch.inf, 0).abs()
+    # Of the sink, with a row for each query: its weight and how it moves.
+    sink, sink_move = torch.zeros_like(p[..., :1]), torch.zeros_like(p[..., :1])
+    if sinks is not None:
+        there = sinks != -torch.inf
+        size = sinks.where(there, 0).abs()[:, None, None]
+        score = score + size
+        sink = ((1 - p.sum(-1, keepdim=True)).abs() * (1 + size)).where(there[:, None, None], 0)
+        sink_move = sink_moves.where(there, 0).abs()[:, None, None].expand(sink.shape)
     p_a = p * (1 + score)
     raw = scale * (product(a, k.mT) + product(q, b.mT))
     move = raw if beta is None else raw + beta.abs()
-    lse_move = total(p * move)
+    lse_move = total(p * move) + sink * sink_move
     dp, w, gl = product(g, v.mT), product(g, c.mT), gl.abs()[..., None]
-    slope = dp + total(p * dp) + gl
+    mean_slope = total(p * dp) + gl
+    slope = dp + mean_slope
     by_weight = slope * move + dp * lse_move + w
     ds, y = p_a * slope, p_a * (move + lse_move)
-    z = p_a * (by_weight + total(p * by_weight))
+    by_sink = mean_slope * sink_move
+    mean_by_weight = total(p * by_weight) + sink * by_sink
+    z = p_a * (by_weight + mean_by_weight)
+    z_sink = UNITS * eps_of(dtype) * sink * (by_sink + mean_by_weight)
     # tanh'' is below 0.77.
     z_raw = z + ds * raw / options["softcap"] if options.get("softcap") else z
-    eps = 4 * torch.finfo(dtype).eps if dtype == torch.float64 else torch.finfo(torch.float32).eps
+    eps = eps_of(dtype)
     ds, z, z_raw, y = (UNITS * eps * tile for tile in (ds, z, z_raw, y))
-    lse = UNITS * eps * total(p_a * move)
+    lse = UNITS * eps * (total(p_a * move) + sink * sink_move)
     out = UNITS * eps * (product(p_a * move, v) + product(p_a, c)) + lse * (p @ v).abs()
     if dtype in (torch.float16, torch.bfloat16):
         half = torch.finfo(dtype).eps / 2
@@ -159,6 +196,7 @@ def dense_floors(dtype, x, moves, g, gl, key_lengths=None, **options) -> dict[st
         ds = ds + p * delta
         off = p * (delta * (move + lse_move) + mean)
         z, z_raw = z + off, z_raw + off
+        z_sink = z_sink + sink * (delta * (sink_move + lse_move) + mean)
 
     def per_key_head(rows):
         return rows.unflatten(-3, (-1, group)).sum(-3)
@@ -169,6 +207,7 @@ def dense_floors(dtype, x, moves, g, gl, key_lengths=None, **options) -> dict[st
         "ddq": scale * (product(z_raw, k) + product(ds, b)),
         "ddk": scale * per_key_head(product(z_raw.mT, q) + product(ds.mT, a)),
         "ddv": per_key_head(product(y.mT, g)),
+        "ddsinks": z_sink.sum(-2).flatten(0, -3).sum(0),
         "ddbias": z if bias is None else z.square().sum_to_size(bias.shape).sqrt(),
     }
     return {name: value.max().item() for name, value in found.items()}

@@ -37,7 +37,7 @@ NO_VMAP = "has no vmap yet.*(one call|pass the batch)"
 # The functions, each with the same in plain math.
 
 
-def math(q, k, v, bias=None, key_lengths=None):
+def math(q, k, v, bias=None, key_lengths=None, sinks=None):
     """(..., H, S, D) tensors; a head of keys serves several of queries."""
     k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
     scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
@@ -46,6 +46,9 @@ def math(q, k, v, bias=None, key_lengths=None):
     if key_lengths is not None:
         behind = torch.arange(k.shape[-2]) >= key_lengths[:, None, None, None]
         scores = scores.masked_fill(behind, float("-inf"))
+    if sinks is not None:  # a key whose value is 0
+        scores = torch.cat([scores, sinks[:, None, None].expand_as(scores[..., :1])], -1)
+        v = F.pad(v, (0, 0, 0, 1))
     return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
 
@@ -54,7 +57,7 @@ def heads_last(q, k, v):
     return out.transpose(-3, -2), lse
 
 
-def ragged(q, k, v, bias=None):
+def ragged(q, k, v, bias=None, sinks=None):
     """(T, H, D) tensors, the bias packed sequence after sequence."""
     outs, lses, first = [], [], 0
     for (q0, q1), (k0, k1) in zip(pairwise(STARTS_Q), pairwise(STARTS_K), strict=True):
@@ -62,7 +65,8 @@ def ragged(q, k, v, bias=None):
         if bias is not None:
             here = bias[first : first + n * m].unflatten(0, (n, m)).movedim(-1, 0)
             first += n * m
-        out, lse = math(*(x.transpose(0, 1) for x in (q[q0:q1], k[k0:k1], v[k0:k1])), here)
+        dense = (x.transpose(0, 1) for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
+        out, lse = math(*dense, here, sinks=sinks)
         outs.append(out.transpose(0, 1))
         lses.append(lse.transpose(0, 1))
     return torch.cat(outs), torch.cat(lses)
@@ -125,6 +129,19 @@ SUBJECTS = {
     "flash_attention, one result": Subject(
         lambda *x: (fm.flash_attention(*x),), lambda *x: math(*x)[:1], DENSE
     ),
+    "flash_attention, sinks": Subject(
+        lambda q, k, v, sinks: fm.flash_attention(q, k, v, sinks=sinks, return_lse=True),
+        lambda q, k, v, sinks: math(q, k, v, sinks=sinks),
+        (*DENSE, (4,)),
+    ),
+    "flash_attention_varlen, sinks": Subject(
+        lambda q, k, v, sinks: fm.flash_attention_varlen(
+            q, k, v, *RAGGED, sinks=sinks, return_lse=True
+        ),
+        lambda q, k, v, sinks: ragged(q, k, v, sinks=sinks),
+        (*PACKED, (4,)),
+        vmap=False,
+    ),
     "flash_attention_varlen": Subject(
         lambda q, k, v, bias: fm.flash_attention_varlen(
             q, k, v, *RAGGED, bias=bias, return_lse=True
@@ -167,12 +184,15 @@ SUBJECTS = {
         instead="topk",
     ),
 }
-NO_TENSORS = {"explain", "explain_moe", "register_experts"}  # give text, asked on their own
+NO_TENSORS = {"explain", "explain_moe", "explain_paged", "register_experts", "register_attention"}
+# They refuse every derivative, which test_paged.py, test_append.py and test_compat_cache.py ask of.
+FORWARD_ONLY = {"flash_attention_paged", "kv_cache_append", "flash_attn_with_kvcache"}
 
 
 def test_every_public_function_is_asked():
     public = {*fm.__all__, *flash_attn.__all__}
-    assert {name.partition(",")[0] for name in SUBJECTS} | NO_TENSORS == public
+    asked = {name.partition(",")[0] for name in SUBJECTS}
+    assert asked | NO_TENSORS | FORWARD_ONLY == public
 
 
 # The requests: of a function of tensors with one vector as its result.

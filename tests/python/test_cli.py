@@ -149,6 +149,33 @@ def test_explain_ragged(capsys):
     assert capsys.readouterr().out.strip() == expected.strip()
 
 
+def test_explain_paged(capsys):
+    command = "explain --paged --page 8 --batch 5 --heads 6 --kv-heads 2 --kv-len 33 --dim 16"
+    bf16, integer = torch.bfloat16, torch.int32
+    given = {
+        "block_table": meta(5, 5, dtype=integer),
+        "seq_lens": meta(5, dtype=integer),
+        "max_seqlen_k": 33,
+        "device": "cpu",
+    }
+    decode = command + " --len 1 --causal --window 9,-1 --sinks --softcap 3 --device cpu"
+    assert main(decode.split()) == 0
+    caches = [meta(25, 8, 2, 16) for _ in "kv"]
+    options = {"window": (9, -1), "softcap": 3.0, "sinks": meta(6)}
+    expected = flashmoe_science.explain_paged(meta(5, 6, 16), *caches, **given, **options)
+    assert capsys.readouterr().out.strip() == expected.strip()
+
+    chunk = command + " --len 7 --value-dim 12 --fp8 --scale 0.5 --dtype bf16 --device cpu"
+    assert main(chunk.split()) == 0
+    caches = [meta(25, 8, 2, dim, dtype=torch.float8_e4m3fn) for dim in (16, 12)]
+    options = {"causal": False, "scale": 0.5, "max_seqlen_q": 7, "k_scale": 1.0, "v_scale": 1.0}
+    options["cu_seqlens_q"] = meta(6, dtype=integer)
+    expected = flashmoe_science.explain_paged(
+        meta(35, 6, 16, dtype=bf16), *caches, **given, **options
+    )
+    assert capsys.readouterr().out.strip() == expected.strip()
+
+
 def test_explain_of_experts_says_what_explain_moe_says(capsys):
     shape = "--tokens 40 --width 24 --inner 20 --experts 7 --k 3 --dtype bf16 --device cpu"
     bf16 = torch.bfloat16
@@ -182,6 +209,11 @@ def test_explain_of_experts_says_what_explain_moe_says(capsys):
         ("--moe --device sm_1", "device"),
         ("--moe --dtype fp64 --device sm_90", "CUDA"),
         ("--len 64 --bias 1,8,64,63", "bias"),
+        ("--paged --bias 1,8,64,63", "--bias"),
+        ("--paged --backward", "--backward"),
+        ("--paged --page 0", "page"),
+        ("--paged --heads 8 --kv-heads 3", "heads"),
+        ("--paged --dim 513", "513"),
         ("--window 4,-2", "window"),
         ("--dim 512", "512"),
         ("--device sm_1", "device"),

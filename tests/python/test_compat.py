@@ -11,7 +11,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashmoe_science as fm
 import oracle
-from flashmoe_science.compat.flash_attn import flash_attn_func, flash_attn_varlen_func
+from flashmoe_science.compat.flash_attn import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
 from oracle import Case, same_bits
 
 
@@ -72,20 +76,47 @@ def test_flash_attn_varlen_func(option):
     oracle.accept(case, {"out": out.detach(), "lse": lse.detach().mT, **got})
 
 
+def test_flash_attn_sinks():
+    """s_aux, as vLLM's FlashAttention-3 calls them, with their gradient."""
+    q, k, v, sinks = normal(2, 9, 4, 16), normal(2, 9, 2, 16), normal(2, 9, 2, 16), normal(4)
+    want = fm.flash_attention(*(x.transpose(1, 2) for x in (q, k, v)), sinks=sinks).transpose(1, 2)
+    got = flash_attn_func(q, k, v, s_aux=sinks)
+    cu = torch.tensor([0, 9, 18])
+    packed = flash_attn_varlen_func(
+        *(x.flatten(0, 1) for x in (q, k, v)), cu, cu, 9, 9, s_aux=sinks
+    )
+    gradients = [torch.autograd.grad(x.square().sum(), sinks)[0] for x in (want, got, packed)]
+    for out, gradient in zip((got, packed.unflatten(0, (2, 9))), gradients[1:], strict=True):
+        torch.testing.assert_close(out, want)
+        torch.testing.assert_close(gradient, gradients[0])
+    assert (got != flash_attn_func(q, k, v)).any() and gradients[0].ne(0).all()
+
+
+def defaults_of(function) -> dict:
+    parameters = inspect.signature(function).parameters.items()
+    empty = inspect.Parameter.empty
+    return {name: p.default for name, p in parameters if p.default is not empty}
+
+
+def positional(function) -> list[str]:
+    parameters = inspect.signature(function).parameters.items()
+    return [name for name, p in parameters if p.kind is not p.KEYWORD_ONLY]
+
+
 def test_flash_attn_signatures():
     """Names, order and defaults of flash-attn 2.8, so that positional calls mean the same."""
     tail = "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic"
     lengths = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
-    names = list(inspect.signature(flash_attn_func).parameters)
-    assert names == f"q k v {tail} return_attn_probs".split()
-    names = list(inspect.signature(flash_attn_varlen_func).parameters)
-    assert names == f"q k v {lengths} {tail} return_attn_probs block_table".split()
+    assert positional(flash_attn_func) == f"q k v {tail} return_attn_probs".split()
+    names = f"q k v {lengths} {tail} return_attn_probs block_table"
+    assert positional(flash_attn_varlen_func) == names.split()
+    names = "q k_cache v_cache k v rotary_cos rotary_sin cache_seqlens cache_batch_idx "
+    names += "cache_leftpad block_table softmax_scale causal window_size softcap "
+    names += "rotary_interleaved alibi_slopes num_splits return_softmax_lse"
+    assert positional(flash_attn_with_kvcache) == names.split()
+
+    ours = dict.fromkeys(("q_descale", "k_descale", "v_descale", "s_aux"))
     defaults = {
-        name: parameter.default
-        for name, parameter in inspect.signature(flash_attn_varlen_func).parameters.items()
-        if parameter.default is not inspect.Parameter.empty
-    }
-    assert defaults == {
         "dropout_p": 0.0,
         "softmax_scale": None,
         "causal": False,
@@ -94,23 +125,34 @@ def test_flash_attn_signatures():
         "alibi_slopes": None,
         "deterministic": False,
         "return_attn_probs": False,
-        "block_table": None,
     }
+    assert defaults.items() <= defaults_of(flash_attn_func).items()
+    # vLLM calls it with seqused_k in place of cu_seqlens_k.
+    added = dict.fromkeys(("cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_k"))
+    assert defaults_of(flash_attn_varlen_func) == {**defaults, "block_table": None, **added, **ours}
+    changed = {"rotary_interleaved": True, "num_splits": 0, "return_softmax_lse": False}
+    kept = {name: defaults[name] for name in ("causal", "window_size", "softcap")}
+    want = dict.fromkeys(names.split()[3:]) | kept | changed | ours
+    assert defaults_of(flash_attn_with_kvcache) == want
 
 
-@pytest.mark.parametrize("name", ["dropout_p", "alibi_slopes", "block_table", "window_size"])
+REFUSED = (NotImplementedError, RuntimeError, ValueError, TypeError)
+
+
+@pytest.mark.parametrize("name", ["alibi_slopes", "q_descale", "window_size"])
 def test_flash_attn_arguments_we_lack_are_refused_by_name(name):
-    bad = {"dropout_p": 0.1, "window_size": (-2, 0), "alibi_slopes": torch.rand(4)}
-    bad["block_table"] = torch.zeros(1, 1, dtype=torch.int32)
-    refused = (NotImplementedError, RuntimeError, ValueError, TypeError)
+    bad = {"window_size": (-2, 0), "alibi_slopes": torch.rand(4)}
+    bad["q_descale"] = torch.rand(1, 4)
     pattern = name.removesuffix("_size")
-    q = normal(21, 4, 16)
+    q = normal(21, 4, 16, grad=False)
     cu = torch.tensor([0, 21])
-    with pytest.raises(refused, match=pattern):
+    with pytest.raises(REFUSED, match=pattern):
         flash_attn_varlen_func(q, q, q, cu, cu, 21, 21, **{name: bad[name]})
-    if name != "block_table":
-        with pytest.raises(refused, match=pattern):
+    if name != "q_descale":
+        with pytest.raises(REFUSED, match=pattern):
             flash_attn_func(q[None], q[None], q[None], **{name: bad[name]})
+    with pytest.raises(REFUSED, match=pattern):
+        flash_attn_with_kvcache(q[None], q[None], q[None], **{name: bad[name]})
 
 
 # enable_sdpa()
@@ -251,13 +293,6 @@ def test_sdpa_rows_without_keys_are_zero():
     assert out[0, 0, 2].eq(0).all() and out[0, 0, [0, 1, 3]].ne(0).all()
     out.sum().backward()
     assert q.grad.isfinite().all() and k.grad.isfinite().all() and v.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("grad", [False, True])
-def test_sdpa_dropout_is_refused(grad):
-    q = normal(1, 2, 9, 8, grad=grad)
-    with fm.enable_sdpa(), pytest.raises((RuntimeError, NotImplementedError), match="dropout"):
-        F.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
 
 
 def test_sdpa_mask_and_causal_are_refused_together():

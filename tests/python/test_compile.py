@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._dynamo.testing
 
 import flashmoe_science as fm
 from oracle import same_bits
@@ -23,16 +24,19 @@ def compiled(function, backend="aot_eager", **options):
     return torch.compile(function, fullgraph=True, backend=backend, **options)
 
 
-def dense_block(q, k, v, bias):
-    out, lse = fm.flash_attention(
-        q * 1.1, k, v, bias=bias.tanh(), causal=True, window=(7, -1), softcap=3.0, return_lse=True
-    )
+def dense_block(q, k, v, bias, sinks):
+    options = {"causal": True, "window": (7, -1), "softcap": 3.0, "return_lse": True}
+    out, lse = fm.flash_attention(q * 1.1, k, v, bias=bias.tanh(), sinks=sinks * 2, **options)
     return torch.relu(out) + lse.exp().unsqueeze(-1)
+
+
+def bias_and_sinks(n, m):
+    return torch.randn(4, n, m, requires_grad=True), torch.randn(4, requires_grad=True)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compile_dense(backend):
-    tensors = [*qkv(2, n=21, m=33), torch.randn(4, 21, 33, requires_grad=True)]
+    tensors = [*qkv(2, n=21, m=33), *bias_and_sinks(21, 33)]
     want = dense_block(*tensors)
     got = compiled(dense_block, backend)(*tensors)
     torch.testing.assert_close(got, want)
@@ -42,10 +46,10 @@ def test_compile_dense(backend):
 
 def test_compile_ragged():
     tensors, cu, longest, bias = ragged()
-    inputs = [*tensors, bias]
+    inputs = [*tensors, bias, torch.randn(4, requires_grad=True)]
 
-    def block(q, k, v, bias):
-        more = {"bias": bias * 2, "causal": True}
+    def block(q, k, v, bias, sinks):
+        more = {"bias": bias * 2, "sinks": sinks.sin(), "causal": True}
         return fm.flash_attention_varlen(q, k.sin(), v, *cu, *longest, **more).cos()
 
     want = block(*inputs)
@@ -77,7 +81,7 @@ def test_compile_with_dynamic_shapes_compiles_once():
     block = torch.compile(dense_block, fullgraph=True, backend=counter, dynamic=True)
     # No two sizes alike in the first call: dynamo takes equal ones for one symbol.
     for batch, n, m in ((3, 21, 33), (2, 18, 40), (5, 64, 65)):
-        tensors = [*qkv(batch, n=n, m=m), torch.randn(4, n, m, requires_grad=True)]
+        tensors = [*qkv(batch, n=n, m=m), *bias_and_sinks(n, m)]
         want, got = dense_block(*tensors), block(*tensors)
         torch.testing.assert_close(got, want)
         for a, b in zip(grads_of(got, tensors), grads_of(want, tensors), strict=True):
@@ -103,10 +107,12 @@ class Attends(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.project = torch.nn.Linear(8, 8)
+        self.sinks = torch.nn.Parameter(torch.randn(4))
 
     def forward(self, x, bias):
         q, k, v = self.project(x), self.project(x + 1), x
-        return fm.flash_attention(q, k, v, bias=bias, causal=True, return_lse=True)
+        options = {"bias": bias, "sinks": self.sinks, "causal": True}
+        return fm.flash_attention(q, k, v, **options, return_lse=True)
 
 
 @pytest.mark.parametrize("strict", [False, True])

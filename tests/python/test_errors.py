@@ -60,12 +60,16 @@ DENSE = {
     "double value": ({"v": zeros(2, 2, 7, 6, dtype=double)}, V),
     "double bias": ({"bias": zeros(5, 7, dtype=double)}, B),
     "half bias to float32": ({"bias": zeros(5, 7, dtype=half)}, B),
-    "boolean bias": ({"bias": zeros(5, 7, dtype=torch.bool)}, B),
+    "boolean bias of another shape": ({"bias": zeros(7, 5, dtype=torch.bool)}, B),
     "integer bias": ({"bias": zeros(5, 7, dtype=integer)}, B),
+    "double sinks": ({"sinks": zeros(4, dtype=double)}, "sinks.*float64.*float32"),
+    "half sinks to float32": ({"sinks": zeros(4, dtype=half)}, "sinks.*float16.*float32"),
+    "integer sinks": ({"sinks": zeros(4, dtype=integer)}, "sinks.*int32"),
     # device
     "key elsewhere": ({"k": zeros(2, 2, 7, 8, device="meta")}, K),
     "value elsewhere": ({"v": zeros(2, 2, 7, 6, device="meta")}, V),
     "bias elsewhere": ({"bias": zeros(5, 7, device="meta")}, B),
+    "sinks elsewhere": ({"sinks": zeros(4, device="meta")}, "sinks"),
     "lengths elsewhere": ({"key_lengths": zeros(2, dtype=integer, device="meta")}, "key_lengths"),
     "query elsewhere": ({"q": zeros(2, 4, 5, 8, device="meta")}, rf"{Q}|{K}"),
     # type
@@ -74,12 +78,24 @@ DENSE = {
     "key is None": ({"k": None}, K),
     "value is None": ({"v": None}, V),
     "bias is a number": ({"bias": 1.0}, B),
+    "sinks are a list": ({"sinks": [1.0] * 4}, "sinks"),
     "lengths are a list": ({"key_lengths": [3, 7]}, "key_lengths"),
     "scale is text": ({"scale": "large"}, "scale"),
     "softcap is text": ({"softcap": "large"}, "softcap"),
     "causal is a tensor": ({"causal": torch.tensor([True, False])}, "causal"),
     # A number is taken from a tensor only where no gradient is lost by it.
     "scale with a gradient": ({"scale": torch.tensor(0.5, requires_grad=True)}, "scale"),
+    "dropout below 0": ({"dropout_p": -0.1}, "dropout_p"),
+    "dropout above 1": ({"dropout_p": 1.5}, "dropout_p"),
+    "dropout is NaN": ({"dropout_p": float("nan")}, "dropout_p"),
+    "dropout is a tensor": ({"dropout_p": torch.tensor(0.5)}, "dropout_p"),
+    "seed is text": ({"dropout_p": 0.1, "seed": "1"}, "seed"),
+    "seed is a fraction": ({"dropout_p": 0.1, "seed": 1.5}, "seed"),
+    "seed of 65 bits": ({"dropout_p": 0.1, "seed": 2**63}, "seed"),
+    "seed of another dtype": ({"dropout_p": 0.1, "seed": zeros(dtype=integer)}, "seed"),
+    "two seeds": ({"dropout_p": 0.1, "seed": zeros(2, dtype=torch.int64)}, "seed"),
+    "no seed": ({"dropout_p": 0.1, "seed": zeros(0, dtype=torch.int64)}, "seed"),
+    "seed elsewhere": ({"dropout_p": 0.1, "seed": zeros(dtype=torch.int64, device="meta")}, "seed"),
     "softcap with a gradient": ({"softcap": torch.tensor(5.0, requires_grad=True)}, "softcap"),
     # rank
     "no heads dimension": ({"q": zeros(2, 5, 8)}, Q),
@@ -108,6 +124,10 @@ DENSE = {
     "bias heads": ({"bias": zeros(2, 5, 7)}, B),
     "bias batch": ({"bias": zeros(3, 1, 5, 7)}, B),
     "empty bias": ({"bias": zeros(5, 0)}, B),
+    "sinks of key heads": ({"sinks": zeros(2)}, r"sinks.*\(2,\).*\(4,\)"),
+    "sinks with a batch": ({"sinks": zeros(2, 4)}, r"sinks.*\(2, 4\).*\(4,\)"),
+    "a sink": ({"sinks": zeros()}, r"sinks.*\(\).*\(4,\)"),
+    "no sinks": ({"sinks": zeros(0)}, r"sinks.*\(0,\).*\(4,\)"),
     # lengths
     "length past the end": ({"key_lengths": torch.tensor([7, 8])}, r"key_lengths.*8"),
     "negative length": ({"key_lengths": torch.tensor([7, -1])}, r"key_lengths.*-1"),
@@ -170,6 +190,10 @@ RAGGED = {
     "bias heads": ({"bias": zeros(47, 2)}, B),
     "bias without heads": ({"bias": zeros(47)}, B),
     "bias dtype": ({"bias": zeros(47, 4, dtype=half)}, B),
+    "sinks of tokens": ({"sinks": zeros(9)}, r"sinks.*\(9,\).*\(4,\)"),
+    "sinks dtype": ({"sinks": zeros(4, dtype=half)}, "sinks.*float16.*float32"),
+    "sinks elsewhere": ({"sinks": zeros(4, device="meta")}, "sinks"),
+    "sinks are a number": ({"sinks": 1.0}, "sinks"),
     "window": ({"window": (-3, 0)}, "window"),
     "softcap": ({"softcap": -0.5}, "softcap"),
     "key_lengths": ({"key_lengths": torch.tensor([8, 3])}, "key_lengths"),
@@ -221,12 +245,14 @@ def test_explain_refuses_the_same():
 
 def backward_arguments():
     q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 6)
-    options = (0, 0, False, -1, -1, None, 0.0, True)
-    out, lse = torch.ops.flashmoe.attention_forward(q, k, v, None, None, None, None, *options)
+    options = (0, 0, False, -1, -1, None, 0.0, True, 0.0, None)
+    sinks = torch.randn(4)
+    out, lse = torch.ops.flashmoe.attention_forward(q, k, v, None, sinks, *[None] * 3, *options)
     named = {"grad_out": torch.randn_like(out), "grad_lse": torch.randn_like(lse)}
     named |= {"out": out, "lse": lse, "query": q, "key": k, "value": v, "bias": None}
+    named["sinks"] = sinks
     named |= {"key_lengths": None, "cu_seqlens_q": None, "cu_seqlens_k": None}
-    return named, (*options, True, True, True, False)
+    return named, (*options, True, True, True, False, True)
 
 
 @pytest.mark.parametrize(
@@ -241,6 +267,8 @@ def backward_arguments():
         ("lse", zeros(2, 4, 5, 1)),
         ("lse", zeros(2, 4, 5, dtype=double)),
         ("key", zeros(2, 2, 8, 8)),
+        ("sinks", zeros(2)),
+        ("sinks", zeros(4, device="meta")),
         ("out", zeros(2, 4, 5, 6, device="meta")),
         ("lse", zeros(2, 4, 5, device="meta")),
         ("grad_out", zeros(2, 4, 5, 6, device="meta")),

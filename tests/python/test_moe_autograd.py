@@ -132,7 +132,7 @@ def test_memory_is_given_back():
         gradients(case, leaves)
         del leaves
     gc.collect()
-    assert tensors() == before
+    assert tensors() <= before  # what tests before left behind may go as well
     _, saved = held_for_backward(lambda: fm.moe(**leaves_of(case, ()), ids=case.ids))
     assert not saved
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import flashmoe_science as fm
 import oracle
 from oracle import same_bits
-from problems import Bias, Problem, build
+from problems import Bias, Problem, Sinks, build
 
 FORWARD = torch.ops.flashmoe.attention_forward.default
 BACKWARD = torch.ops.flashmoe.attention_backward.default
@@ -58,6 +58,8 @@ GRADCHECK = {
     "softcap": {"softcap": 1.5, "spread": 2.0},
     "scale": {"scale": -0.7},
     "causal softcap window": {"causal": True, "softcap": 2.0, "window": (3, -1)},
+    "sinks": {"sinks": Sinks("float64")},
+    "sinks and rows without keys": {"sinks": Sinks("float64"), "window": (1, 0)},
 }
 DENSE_GRADCHECK = {
     **GRADCHECK,
@@ -65,6 +67,7 @@ DENSE_GRADCHECK = {
     "bias": {"bias": Bias((2, 4, 5, 7), "float64")},
     "bias per key": {"bias": Bias((1, 1, 7), "float64")},
     "bias per row": {"bias": Bias((4, 5, 1), "float64"), "softcap": 2.0},
+    "bias and sinks": {"bias": Bias((4, 5, 7), "float64"), "sinks": Sinks("float64")},
     "strided bias": {"bias": Bias((4, 5, 7), "float64", layout="permuted")},
 }
 RAGGED_GRADCHECK = {
@@ -76,16 +79,16 @@ RAGGED_GRADCHECK = {
 
 def gradcheck(problem: Problem) -> None:
     case = build(problem)
+    names = tuple(case.inputs())
     leaves = [x.detach().clone().requires_grad_() for x in case.inputs().values()]
 
-    def ours(q, k, v, bias=None):
+    def ours(*inputs):
+        named = {**dict(zip(names, inputs, strict=True)), **case.options, "return_lse": True}
         if case.cu_q is None:
-            more = {"bias": bias, "key_lengths": case.key_lengths}
-            return fm.flash_attention(q, k, v, **more, **case.options, return_lse=True)
-        lengths = (case.cu_q, case.cu_k, case.max_q, case.max_k)
-        return fm.flash_attention_varlen(
-            q, k, v, *lengths, bias=bias, **case.options, return_lse=True
-        )
+            return fm.flash_attention(**named, key_lengths=case.key_lengths)
+        lengths = {"cu_seqlens_q": case.cu_q, "cu_seqlens_k": case.cu_k}
+        lengths |= {"max_seqlen_q": case.max_q, "max_seqlen_k": case.max_k}
+        return fm.flash_attention_varlen(**named, **lengths)
 
     _, lse = ours(*leaves)
     if lse.isfinite().all():
@@ -128,7 +131,7 @@ def test_gradcheck_across_blocks():
 # Autograd's house rules.
 
 
-@pytest.mark.parametrize("wanted", ["q", "k", "v", "bias", "k bias", "q v"])
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "bias", "sinks", "k bias", "q v sinks"])
 @pytest.mark.parametrize("kind", ["dense", "ragged"])
 def test_only_the_gradients_that_are_wanted(kind, wanted):
     if kind == "dense":
@@ -137,12 +140,14 @@ def test_only_the_gradients_that_are_wanted(kind, wanted):
     else:
         tensors, cu, longest, bias = ragged()
         rest = (*cu, *longest)
-    named = dict(zip(("q", "k", "v", "bias"), (*tensors, bias), strict=True))
+    sinks = torch.randn(4)
+    named = dict(zip(("q", "k", "v", "bias", "sinks"), (*tensors, bias, sinks), strict=True))
 
     def run(names):
         leaves = {n: x.detach().requires_grad_(n in names) for n, x in named.items()}
         call = fm.flash_attention if kind == "dense" else fm.flash_attention_varlen
-        out = call(leaves["q"], leaves["k"], leaves["v"], *rest, bias=leaves["bias"])
+        more = {"bias": leaves["bias"], "sinks": leaves["sinks"]}
+        out = call(leaves["q"], leaves["k"], leaves["v"], *rest, **more)
         out.backward(torch.ones_like(out).cumsum(-1))
         return {n: x.grad for n, x in leaves.items()}
 
@@ -224,9 +229,10 @@ def test_the_third_derivative_is_refused(call, how):
             torch.autograd.grad(loss, tensors, allow_unused="allows" in how)
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "out", "lse"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "sinks", "out", "lse"])
 def test_changing_a_saved_tensor_is_noticed(name):
     leaves = {"q": (2, 4, 9, 8), "k": (2, 2, 13, 8), "v": (2, 2, 13, 8), "bias": (4, 9, 13)}
+    leaves["sinks"] = (4,)
     saved = {n: torch.randn(shape, requires_grad=True) * 1.5 for n, shape in leaves.items()}
     saved["out"], saved["lse"] = fm.flash_attention(**saved, return_lse=True)
     loss = saved["out"].sum() + saved["lse"].sum()
@@ -234,20 +240,6 @@ def test_changing_a_saved_tensor_is_noticed(name):
         saved[name].mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_autocast():
-    """Attention follows the dtype of its inputs; mixed dtypes are refused, not converted."""
-    q, k, v = (x.detach() for x in qkv(2, n=33, m=33, hq=2, hk=2))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        weight = torch.randn(8, 8)
-        low = [x @ weight for x in (q, k, v)]
-        assert low[0].dtype == torch.bfloat16
-        inside = fm.flash_attention(*low)
-        with pytest.raises((RuntimeError, TypeError), match="key"):
-            fm.flash_attention(q, low[1], low[2])
-    assert inside.dtype == torch.bfloat16
-    assert same_bits(inside, fm.flash_attention(*low))
 
 
 def test_lazy_negation_is_seen():
@@ -261,17 +253,24 @@ def test_lazy_negation_is_seen():
 # The op registry.
 
 
+KINDS = ["plain", "half", "bias", "sinks", "lengths", "dropout", "ragged"]
+
+
 def forward_arguments(kind: str, grad: bool):
     dtype = torch.float16 if kind == "half" else torch.float32
+    sinks = torch.randn(4) if kind in ("sinks", "half", "ragged") else None
     if kind == "ragged":
         tensors, cu, longest, bias = ragged()
-        arguments = (*tensors, bias, None, *cu, *longest, True, 3, -1, None, 0.0, False)
+        lengths = (None, *cu, *longest)
+        options = (True, 3, -1, None, 0.0, False, 0.0, None)
+        arguments = (*tensors, bias, sinks, *lengths, *options)
     else:
         tensors = qkv(2, 3, dtype=dtype, dv=8 if kind == "half" else 5)
         bias = torch.randn(3, 1, 9, 13, requires_grad=True) if kind == "bias" else None
         lengths = torch.tensor([[5], [13]]) if kind == "lengths" else None
-        options = (0, 0, kind == "half", -1, -1, 0.4, 2.0, True)
-        arguments = (*tensors, bias, lengths, None, None, *options)
+        dropout = (0.3, torch.tensor(7)) if kind == "dropout" else (0.0, None)
+        options = (0, 0, kind == "half", -1, -1, 0.4, 2.0, True, *dropout)
+        arguments = (*tensors, bias, sinks, lengths, None, None, *options)
     return tuple(
         x.detach().requires_grad_(grad and x.is_floating_point())
         if isinstance(x, torch.Tensor)
@@ -281,38 +280,39 @@ def forward_arguments(kind: str, grad: bool):
 
 
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("kind", ["plain", "half", "bias", "lengths", "ragged"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_opcheck_forward(kind, grad):
     torch.library.opcheck(FORWARD, forward_arguments(kind, grad))
 
 
-@pytest.mark.parametrize("kind", ["plain", "half", "bias", "lengths", "ragged"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_opcheck_backward(kind):
     arguments = forward_arguments(kind, grad=False)
     out, lse = FORWARD(*arguments)
     grads = (torch.randn_like(out), torch.randn_like(lse))
-    bias = arguments[3] is not None
-    for needs in ((True, True, True, bias), (False, True, False, False)):
+    bias, sinks = (x is not None for x in arguments[3:5])
+    some = (False, True, False, False, False)
+    for needs in ((True, True, True, bias, sinks), some):
         torch.library.opcheck(BACKWARD, (*grads, out, lse, *arguments, *needs))
-    torch.library.opcheck(BACKWARD, (None, grads[1], out, lse, *arguments, True, True, True, False))
+    needs = (True, True, True, False, False)
+    torch.library.opcheck(BACKWARD, (None, grads[1], out, lse, *arguments, *needs))
 
 
-@pytest.mark.parametrize("kind", ["plain", "bias", "ragged"])
+@pytest.mark.parametrize("kind", ["plain", "bias", "sinks", "dropout", "ragged"])
 def test_the_op_itself_is_differentiable(kind):
     """An exported graph calls it, with no Python of ours around it."""
     arguments = forward_arguments(kind, grad=True)
-    leaves = [x for x in arguments[:4] if x is not None]
+    leaves = [x for x in arguments[:5] if x is not None]
     got = grads_of(torch.ops.flashmoe.attention.default(*arguments), leaves)
-    names = ("causal", "left", "right", "scale", "softcap", "deterministic")
-    named = dict(zip(names, arguments[9:], strict=True))
+    names = ("causal", "left", "right", "scale", "softcap", "deterministic", "dropout_p", "seed")
+    named = dict(zip(names, arguments[10:], strict=True))
     options = {"causal": named["causal"], "window": (named["left"], named["right"])}
-    options |= {"scale": named["scale"], "softcap": named["softcap"], "return_lse": True}
+    options |= {name: named[name] for name in ("scale", "softcap", "dropout_p", "seed")}
+    options |= {"return_lse": True, "bias": arguments[3], "sinks": arguments[4]}
     if kind == "ragged":
-        ours = fm.flash_attention_varlen(
-            *arguments[:3], *arguments[5:9], bias=arguments[3], **options
-        )
+        ours = fm.flash_attention_varlen(*arguments[:3], *arguments[6:10], **options)
     else:
-        ours = fm.flash_attention(*arguments[:3], bias=arguments[3], **options)
+        ours = fm.flash_attention(*arguments[:3], **options)
     for a, b in zip(got, grads_of(ours, leaves), strict=True):
         assert same_bits(a, b)
 

@@ -114,6 +114,15 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     assert any(name.endswith("licenses/LICENSE") for name in metadata)
 
 
+def test_the_wheel_tells_serving_engines_of_itself(wheel):
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (name for name in archive.namelist() if name.endswith("/entry_points.txt"))
+    lines = archive.read(name).decode().replace(" ", "").splitlines()
+    for group, module in (("vllm.general_plugins", "vllm"), ("sglang.srt.plugins", "sglang")):
+        after = lines[lines.index(f"[{group}]") + 1]
+        assert after == f"flashmoe_science=flashmoe_science.{module}:register"
+
+
 def test_the_libraries_look_for_nothing_on_this_machine(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
     for library in tmp_path.rglob("*.so"):

@@ -23,6 +23,8 @@ examples:
   python -m flashmoe_science explain --len 4096 --dim 128 --dtype fp16 --backward --device sm_75
   python -m flashmoe_science explain --len 384 --bias 1,8,384,384 --backward --device sm_90
   python -m flashmoe_science explain --batch 64 --len 31 --ragged --dtype bf16
+  python -m flashmoe_science explain --paged --batch 64 --kv-heads 2 --len 1 --kv-len 8192 --causal
+  python -m flashmoe_science explain --paged --page 64 --fp8 --len 512 --kv-len 8192 --dtype bf16
   python -m flashmoe_science explain --moe --tokens 4096 --width 512 --inner 256 --experts 64 --k 4
   python -m flashmoe_science explain --moe --dtype bf16 --activation gelu --backward --device sm_90
 """
@@ -55,7 +57,7 @@ def pair(text: str) -> tuple[int, int]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `explain`, named as those of flash_attention and moe."""
+    """The options of `explain`, named as those of the functions it answers for."""
     add = parser.add_argument
     add("--dtype", choices=list(DTYPES), default="fp32", help="default: fp32")
     add("--backward", action="store_true", help="the backward pass instead of the forward pass")
@@ -80,8 +82,13 @@ def add_attention_arguments(group: argparse._ArgumentGroup) -> None:
     add("--window", type=pair, metavar="LEFT,RIGHT", help="keys seen on each side, -1 = no limit")
     add("--scale", type=float, help="default: 1 / sqrt(dim)")
     add("--softcap", type=float, help="c of c * tanh(x / c)")
+    add("--sinks", action="store_true", help="a sink for every query head, in fp32")
     add("--key-lengths", action="store_true", help="a key length for every batch entry")
     add("--ragged", action="store_true", help="packed sequences of at most --len and --kv-len")
+    add("--paged", action="store_true",
+        help="at most --len new tokens of each sequence over --kv-len keys in pages")  # fmt: skip
+    add("--page", type=size, default=16, metavar="N", help="keys of a page. default: 16")
+    add("--fp8", action="store_true", help="a cache in float8_e4m3fn, with a scale")
     add("--deterministic", action="store_true", help="a bitwise reproducible backward pass")
     add(
         "--derivative",
@@ -111,9 +118,13 @@ def run(args: argparse.Namespace) -> int:
     if problem := load.problem():
         print(problem, file=sys.stderr)
         return 1
-    from flashmoe_science import explain, explain_moe
+    from flashmoe_science import explain, explain_moe, explain_paged
 
-    ask, given = (explain_moe, moe_arguments) if args.moe else (explain, arguments)
+    ask, given = explain, arguments
+    if args.moe:
+        ask, given = explain_moe, moe_arguments
+    elif args.paged:
+        ask, given = explain_paged, paged_arguments
     try:
         text = ask(**given(args), device=args.device or best_device())
     except (RuntimeError, ValueError, TypeError) as error:
@@ -134,7 +145,7 @@ def best_device() -> str:
 def meta(*size: int, dtype: str) -> torch.Tensor:
     import torch
 
-    return torch.empty(*size, dtype=getattr(torch, dtype), device="meta")
+    return torch.empty(size, dtype=getattr(torch, dtype), device="meta")
 
 
 def moe_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -163,12 +174,53 @@ def moe_arguments(args: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
+def key_sizes(args: argparse.Namespace) -> tuple[int, int, int]:
+    """Heads and number of the keys, and the values' head dim."""
+    return (
+        args.heads if args.kv_heads is None else args.kv_heads,
+        args.length if args.kv_len is None else args.kv_len,
+        args.dim if args.value_dim is None else args.value_dim,
+    )
+
+
+def paged_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """The keyword arguments of explain_paged(): every sequence as long as the maxima allow."""
+    for name in ("backward", "bias", "key_lengths", "ragged", "deterministic"):
+        if getattr(args, name):
+            raise ValueError(f"--{name.replace('_', '-')} means nothing with --paged")
+    if args.page == 0:
+        raise ValueError("--page is 0; a page has at least 1 key")
+    dtype = DTYPES[args.dtype]
+    kv_heads, kv_len, value_dim = key_sizes(args)
+    pages = -(-kv_len // args.page)
+    cache_dtype = "float8_e4m3fn" if args.fp8 else dtype
+    given: dict[str, Any] = {
+        "q": meta(args.batch * args.length, args.heads, args.dim, dtype=dtype),
+        "block_table": meta(args.batch, pages, dtype="int32"),
+        "seq_lens": meta(args.batch, dtype="int32"),
+        "max_seqlen_q": args.length,
+        "max_seqlen_k": kv_len,
+        "causal": args.causal,
+        "window": args.window,
+        "scale": args.scale,
+        "softcap": args.softcap,
+    }
+    for name, dim in (("k", args.dim), ("v", value_dim)):
+        shape = (args.batch * pages, args.page, kv_heads, dim)
+        given[f"{name}_cache"] = meta(*shape, dtype=cache_dtype)
+        if args.fp8:
+            given[f"{name}_scale"] = meta(dtype="float32")
+    if args.length != 1:
+        given["cu_seqlens_q"] = meta(args.batch + 1, dtype="int32")
+    if args.sinks:
+        given["sinks"] = meta(args.heads, dtype="float32")
+    return given
+
+
 def arguments(args: argparse.Namespace) -> dict[str, Any]:
     """The keyword arguments of explain(), with meta tensors of the shapes asked for."""
     dtype = DTYPES[args.dtype]
-    kv_heads = args.heads if args.kv_heads is None else args.kv_heads
-    kv_len = args.length if args.kv_len is None else args.kv_len
-    value_dim = args.dim if args.value_dim is None else args.value_dim
+    kv_heads, kv_len, value_dim = key_sizes(args)
     options: dict[str, Any] = {
         "causal": args.causal,
         "window": args.window,
@@ -180,6 +232,8 @@ def arguments(args: argparse.Namespace) -> dict[str, Any]:
     }
     if args.bias is not None:
         options["bias"] = meta(*args.bias, dtype=DTYPES[args.bias_dtype or args.dtype])
+    if args.sinks:
+        options["sinks"] = meta(args.heads, dtype="float32")
     if args.key_lengths:
         options["key_lengths"] = meta(args.batch, dtype="int32")
     if args.ragged:

@@ -9,20 +9,18 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..attention import flash_attention, flash_attention_varlen
+from ..paged import flash_attention_paged
+from .kvcache import descale, flash_attn_with_kvcache, refuse_q_descale
 
-__all__ = ["flash_attn_func", "flash_attn_varlen_func"]
+__all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
 
-def _refuse(dropout_p, alibi_slopes, block_table=None) -> None:
-    if dropout_p:
-        raise NotImplementedError(f"dropout_p={dropout_p} is not supported; use dropout_p=0.0")
+def _refuse(alibi_slopes) -> None:
     if alibi_slopes is not None:
         raise NotImplementedError(
             "alibi_slopes is not supported; pass the slopes as a bias to "
             "flashmoe_science.flash_attention"
         )
-    if block_table is not None:
-        raise NotImplementedError("block_table is not supported: there is no paged key cache")
 
 
 def flash_attn_func(
@@ -37,21 +35,27 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    s_aux: Tensor | None = None,
 ):
     """Attention over ``(B, S, H, D)`` tensors, as ``flash_attn.flash_attn_func``.
+
+    ``s_aux`` are sinks ``(Hq,)``, under the name that vLLM's FlashAttention-3 has for them.
 
     With ``return_attn_probs`` returns ``(out, softmax_lse, None)``: flash-attn itself fills the
     third only for dropout tests.
     """
-    _refuse(dropout_p, alibi_slopes)
+    _refuse(alibi_slopes)
     out, lse = flash_attention(
         *(t.transpose(-3, -2) for t in (q, k, v)),
         causal=causal,
         window=window_size,
         scale=softmax_scale,
         softcap=softcap,
+        sinks=s_aux,
         return_lse=True,
         deterministic=deterministic,
+        dropout_p=dropout_p,
     )
     out = out.transpose(-3, -2)
     return (out, lse, None) if return_attn_probs else out
@@ -62,37 +66,86 @@ def flash_attn_varlen_func(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] | None = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
+    *,
+    seqused_k: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ):
     """Ragged attention over ``(T, H, D)`` tensors, as ``flash_attn.flash_attn_varlen_func``.
 
+    With ``block_table`` k and v are pages of a cache, ``(blocks, page, Hk, D)``, and the call is
+    forward only. Each sequence then has ``seqused_k`` keys, or those of ``cu_seqlens_k``, and an
+    fp8 cache the scales ``k_descale`` and ``v_descale`` as in :func:`flash_attn_with_kvcache`.
+    These are the names of FlashAttention-3 and of vLLM, as is ``s_aux``, sinks ``(Hq,)``.
+
     With ``return_attn_probs`` returns ``(out, softmax_lse, None)``, softmax_lse being ``(H, T)``.
     """
-    _refuse(dropout_p, alibi_slopes, block_table)
-    out, lse = flash_attention_varlen(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        causal=causal,
-        window=window_size,
-        scale=softmax_scale,
-        softcap=softcap,
-        return_lse=True,
-        deterministic=deterministic,
-    )
+    _refuse(alibi_slopes)
+    refuse_q_descale(q_descale)
+    options = {
+        "causal": causal,
+        "window": window_size,
+        "scale": softmax_scale,
+        "softcap": softcap,
+        "sinks": s_aux,
+        "return_lse": True,
+    }
+    if block_table is None:
+        paged = {"seqused_k": seqused_k, "k_descale": k_descale, "v_descale": v_descale}
+        for name, value in paged.items():
+            if value is not None:
+                raise NotImplementedError(
+                    f"{name} is only supported with block_table, for keys in the pages of a cache"
+                )
+        lengths = {"cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q}
+        for name, value in {**lengths, "max_seqlen_k": max_seqlen_k}.items():
+            if value is None:
+                raise TypeError(f"{name} must be given where there is no block_table")
+        out, lse = flash_attention_varlen(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            deterministic=deterministic,
+            dropout_p=dropout_p,
+            **options,
+        )
+    else:
+        if dropout_p:
+            raise NotImplementedError(f"dropout_p={dropout_p}: there is none over a block_table")
+        if seqused_k is None:
+            if cu_seqlens_k is None:
+                raise TypeError("seqused_k or cu_seqlens_k must be given with block_table")
+            seqused_k = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
+        batch = block_table.shape[0]
+        out, lse = flash_attention_paged(
+            q,
+            k,
+            v,
+            block_table,
+            seqused_k,
+            cu_seqlens_q=cu_seqlens_q,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            k_scale=descale("k_descale", k_descale, batch),
+            v_scale=descale("v_descale", v_descale, batch),
+            **options,
+        )
     return (out, lse.transpose(0, 1), None) if return_attn_probs else out

@@ -6,6 +6,8 @@
 #include "core/numbers.h"
 #include "core/text.h"
 #include "cpu/attention/kernels.h"
+#include "cpu/attention/operands.h"
+#include "cpu/attention/pages.h"
 #include "cpu/targets.h"
 #include "cpu/threads.h"
 
@@ -21,34 +23,6 @@ constexpr int64_t kBackwardBlocks = 4;  // per chunk at least: each costs a pass
 
 const Kernels& kernels(const AttentionProblem& problem) {
   return kernels_for(problem.query.dtype, *target().attention);
-}
-
-// Strides of `spec`, whose last dimensions are (head, row, col) or, for a per-row number, (head,
-// row).
-Operand operand(const TensorSpec& spec, const void* data, const Geometry& g, bool has_col) {
-  Operand op;
-  op.data = const_cast<void*>(data);
-  op.dtype = spec.dtype;
-  int at = spec.rank;
-  const auto next = [&](int64_t& stride) {
-    --at;
-    stride = at >= 0 && spec.shape[at] != 1 ? spec.stride[at] : 0;
-  };
-  if (has_col) next(op.col);
-  if (g.ragged) {  // (T, H, D)
-    next(op.head);
-    next(op.row);
-    return op;
-  }
-  next(op.row);
-  next(op.head);
-  for (int i = g.num_lead - 1; i >= 0; --i) next(op.lead[i]);
-  return op;
-}
-
-Operand operand(const std::optional<TensorSpec>& spec, const void* data, const Geometry& g,
-                bool has_col) {
-  return spec ? operand(*spec, data, g, has_col) : Operand{};
 }
 
 // A packed bias is (rows, H).
@@ -105,6 +79,7 @@ Params make_params(const AttentionPlan& plan, const AttentionTensors& t) {
   p.value = operand(problem.value, t.value, g, true);
   p.has_bias = problem.bias.has_value();
   p.bias = bias_operand(problem.bias, t.bias, g);
+  p.sinks = per_head(problem.sinks, t.sinks);
   p.out = operand(problem.out, t.out, g, true);
   p.lse = operand(problem.lse, t.lse, g, false);
   if (problem.key_lengths) p.key_lengths = integers(*problem.key_lengths, t.key_lengths, g);
@@ -112,6 +87,7 @@ Params make_params(const AttentionPlan& plan, const AttentionTensors& t) {
     p.cu_seqlens_q = integers(problem.ragged->cu_seqlens_q, t.cu_seqlens_q, g);
     p.cu_seqlens_k = integers(problem.ragged->cu_seqlens_k, t.cu_seqlens_k, g);
   }
+  if (t.seed) p.seed = static_cast<uint64_t>(*static_cast<const int64_t*>(t.seed));
   if (!by_queries(problem.pass)) {
     p.grad_out = operand(problem.grad_out, t.grad_out, g, true);
     p.grad_lse = operand(problem.grad_lse, t.grad_lse, g, false);
@@ -119,6 +95,7 @@ Params make_params(const AttentionPlan& plan, const AttentionTensors& t) {
     p.grad_key = operand(problem.grad_key, t.grad_key, g, true);
     p.grad_value = operand(problem.grad_value, t.grad_value, g, true);
     p.grad_bias = bias_operand(problem.grad_bias, t.grad_bias, g);
+    p.grad_sinks = per_head(problem.grad_sinks, t.grad_sinks);
   }
   if (problem.pass == Pass::kTangent || problem.pass == Pass::kSecond) {
     p.tangent_query = operand(problem.tangent_query, t.tangent_query, g, true);
@@ -126,6 +103,7 @@ Params make_params(const AttentionPlan& plan, const AttentionTensors& t) {
     p.tangent_value = operand(problem.tangent_value, t.tangent_value, g, true);
     p.has_tangent_bias = problem.tangent_bias.has_value();
     p.tangent_bias = bias_operand(problem.tangent_bias, t.tangent_bias, g);
+    p.tangent_sinks = per_head(problem.tangent_sinks, t.tangent_sinks);
     p.tangent_out = operand(problem.tangent_out, t.tangent_out, g, true);
     p.tangent_lse = operand(problem.tangent_lse, t.tangent_lse, g, false);
   }
@@ -133,13 +111,14 @@ Params make_params(const AttentionPlan& plan, const AttentionTensors& t) {
   p.block_q = plan.block_q;
   p.block_k = plan.block_k;
   p.chunks = plan.chunks;
+  p.items = plan.work_items;
   return p;
 }
 
 // Where things are in the workspace.
 struct Workspace {
   size_t scratch = 0;  // workers x scratch_bytes
-  size_t bias_offset = 0, partial = 0, bytes = 0;
+  size_t bias_offset = 0, partial = 0, sink_partial = 0, bytes = 0;
 
   Workspace(const AttentionPlan& plan, const Params& p) {
     const Kernels& k = kernels(plan.problem);
@@ -147,30 +126,13 @@ struct Workspace {
     partial =
         bias_offset +
         (p.geometry.ragged && plan.problem.bias ? aligned(p.geometry.batch * sizeof(int64_t)) : 0);
-    bytes = partial + (by_queries(plan.problem.pass) ? 0 : aligned(k.partial_bytes(p)));
+    const bool gives_gradients = !by_queries(plan.problem.pass);
+    sink_partial = partial + (gives_gradients ? aligned(k.partial_bytes(p)) : 0);
+    const bool sinks = gives_gradients && plan.problem.grad_sinks;
+    bytes = sink_partial + (sinks ? aligned(p.items * p.geometry.group * sizeof(double)) : 0);
     if (bytes) bytes += kWorkspaceAlign;  // room to align whatever memory we are given
   }
 };
-
-// Rows of a (T, H, ...) result that belong to no sequence.
-void fill_rest(const Operand& op, int64_t heads, int64_t cols, int64_t first, int64_t last,
-               double value) {
-  if (!op) return;
-  for (int64_t row = first; row < last; ++row) {
-    for (int64_t head = 0; head < heads; ++head) {
-      for (int64_t col = 0; col < cols; ++col) {
-        const int64_t at = row * op.row + head * op.head + col * op.col;
-        if (op.dtype == DType::kFloat64) {
-          static_cast<double*>(op.data)[at] = value;
-        } else if (op.dtype == DType::kFloat32) {
-          static_cast<float*>(op.data)[at] = static_cast<float>(value);
-        } else {
-          static_cast<uint16_t*>(op.data)[at] = 0;  // only zeros are asked of the half types
-        }
-      }
-    }
-  }
-}
 
 int64_t sequence_length(const TensorSpec& cu_seqlens, const void* data, int64_t sequence) {
   return read_int(cu_seqlens, data, sequence + 1) - read_int(cu_seqlens, data, sequence);
@@ -238,6 +200,7 @@ int64_t shared_bias_items(const Params& p) {
 }  // namespace
 
 void cut(AttentionPlan& plan) {
+  if (plan.problem.paged) return cut_pages(plan);
   const bool forward = by_queries(plan.problem.pass);
   plan.kernel = text("cpu_", target().name, kernel_name(plan.problem.pass));
   const Kernels& k = kernels(plan.problem);
@@ -265,6 +228,7 @@ void cut(AttentionPlan& plan) {
 
 void run(const AttentionPlan& plan, const AttentionTensors& tensors, void* memory,
          const Launch& launch) {
+  if (plan.problem.paged) return run_pages(plan, tensors, memory, launch);
   Params p = make_params(plan, tensors);
   const Geometry& g = p.geometry;
   const Kernels& k = kernels(plan.problem);
@@ -296,9 +260,11 @@ void run(const AttentionPlan& plan, const AttentionTensors& tensors, void* memor
   }
   const GradientKernels& of = pass == Pass::kBackward ? k.backward : k.second;
   p.partial = base + workspace.partial;
+  p.sink_partial = reinterpret_cast<double*>(base + workspace.sink_partial);
   phase(plan.work_items, of.gradients);
   if (p.chunks > 1) phase(g.batch * g.heads_k * ceil_div(g.len_k, p.block_k), k.reduce);
   if (p.bias_grad == Params::BiasGrad::kShared) phase(shared_bias_items(p), of.bias);
+  if (p.grad_sinks) phase(g.heads_q, k.sink_grad);
 }
 
 }  // namespace flashmoe::cpu

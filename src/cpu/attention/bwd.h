@@ -3,6 +3,10 @@
 //   S^T = K Q^T     P^T = exp2(S^T - lse)               dV += P^T dO     (keys)
 //   dP^T = V dO^T   dS^T = P^T * (dP^T - delta)         dK += dS^T Q     (keys)
 //   delta = rowsum(O * dO) - dlse                       dQ += dS K       (queries)
+//   dSink = -sum of exp(sink - lse) * delta             (rows of a head)
+//
+// A sink is in O and lse, and changes nothing else. With dropout, what is kept of dP, scaled, takes
+// its place, and that of P in dV.
 //
 // dQ of a block is finished when its keys have passed. dK and dV are summed over the queries in
 // fp32 (fp64) in scratch; where a head is cut into chunks, each chunk sums into memory of its own
@@ -49,7 +53,8 @@ struct BackwardScratch {
   A* lse_rest;       // and what rounding took off it
   A* delta;          // ld
   Mask<A> mask;
-  A* partial;  // dK and dV of this item, when a head is not cut
+  Int<A>* keep;  // block_k x ld, with dropout
+  A* partial;    // dK and dV of this item, when a head is not cut
   size_t bytes;
 
   BackwardScratch(const Params& p, void* memory) {
@@ -80,6 +85,7 @@ struct BackwardScratch {
     delta = arena.take<A>(ld);
     mask.begin = arena.take<Int<A>>(ld);
     mask.end = arena.take<Int<A>>(ld);
+    keep = arena.take<Int<A>>(g.dropped ? p.block_k * ld : 0);
     partial = arena.take<A>(p.chunks == 1 ? partial_elems<A>(g) : 0);
     bytes = arena.used();
   }
@@ -87,10 +93,12 @@ struct BackwardScratch {
 
 // The tensors of one (batch, query head).
 struct HeadTensors {
+  int64_t head;
   Matrix query, key, value, bias, out, lse, grad_out, grad_lse, grad_query, grad_bias;
   Matrix tangent_query, tangent_key, tangent_value, tangent_bias, tangent_out, tangent_lse;
+  double sink, sink_move;
 
-  HeadTensors(const Params& p, const Sequence& s, int64_t head) {
+  HeadTensors(const Params& p, const Sequence& s, int64_t query_head) : head(query_head) {
     const int64_t head_k = head / p.geometry.group;
     query = matrix(p, p.query, s.batch, head, s.first_row);
     key = matrix(p, p.key, s.batch, head_k, s.first_key);
@@ -108,6 +116,8 @@ struct HeadTensors {
     tangent_bias = bias_matrix(p, p.tangent_bias, s, head);
     tangent_out = matrix(p, p.tangent_out, s.batch, head, s.first_row);
     tangent_lse = matrix(p, p.tangent_lse, s.batch, head, s.first_row);
+    sink = sink_of<double>(p, head);
+    sink_move = sink_move_of<double>(p, head);
   }
 };
 
@@ -118,7 +128,9 @@ struct QueryBlock {
   typename M::Right queries, queries_t, grads, grads_t;
 };
 
-// The product of one row of two tensors like out.
+// The product of one row of two tensors like out. Where the first is 0 nobody looks at the second:
+// a row that dropout left nothing of sees no gradient. (In any other row a NaN in the gradient
+// comes in by dP, whatever out is.)
 template <class M, class A = typename M::A>
 A row_product(const Geometry& g, const Matrix& a, const Matrix& b, int64_t row,
               const BackwardScratch<M>& t) {
@@ -126,7 +138,8 @@ A row_product(const Geometry& g, const Matrix& a, const Matrix& b, int64_t row,
   const Block<A> y = load_block(b, row, 1, g.head_dim_v, t.rows + t.ld_out);
   Vec<A> sums = {};
   for (int64_t d = 0; d < t.ld_out; d += kLanes<A>) {
-    sums += load<Vec<A>>(x.data + d) * load<Vec<A>>(y.data + d);
+    const Vec<A> out = load<Vec<A>>(x.data + d);
+    sums += out == A(0) ? Vec<A>{} : out * load<Vec<A>>(y.data + d);
   }
   A sum = 0;
   for (int d = 0; d < kLanes<A>; ++d) sum += sums[d];
@@ -207,7 +220,7 @@ void softmax_gradient(const ScoreRule<A>& rule, int64_t keys, int64_t queries,
   }
 }
 
-// P^T and dS^T of one tile, dS being the gradient of q.k * scale.
+// P^T, as dV takes it, and dS^T of one tile, dS being the gradient of q.k * scale.
 template <class M>
 void score_gradients(const Params& p, const Sequence& s, const HeadTensors& x,
                      const QueryBlock<M>& q, const KeyBlock<M>& k, TileKind kind,
@@ -223,11 +236,19 @@ void score_gradients(const Params& p, const Sequence& s, const HeadTensors& x,
   } else {
     for (int64_t i = 0; i < k.keys * t.ld; ++i) t.dscores[i] = 0;
   }
+  const auto kept_scale = static_cast<A>(g.kept_scale);
+  if (g.dropped) {
+    draw_tile<A>(p, s.batch, x.head, q.row, q.padded, k.key, k.keys, t.keep, t.ld);
+    drop(t.keep, k.keys, q.padded, t.ld, kept_scale, A(0), t.dscores);
+  }
   const ScoreRule<A> rule(g, x.bias ? t.bias : nullptr, masked ? &t.mask : nullptr, t.ld);
   if (rule.plain()) {
     softmax_gradient<true>(rule, k.keys, q.padded, t);
   } else {
     softmax_gradient<false>(rule, k.keys, q.padded, t);
+  }
+  if (g.dropped) {
+    drop(t.keep, k.keys, q.padded, t.ld, kept_scale, kDroppedProbability<A>, t.scores);
   }
 }
 
@@ -284,12 +305,28 @@ void store_bias_tile(const Matrix& grad_bias, int64_t row, int64_t rows, int64_t
   }
 }
 
+// The weight that a row gives its head's sink.
+template <class Scratch>
+double sink_weight(double sink, int64_t i, const Scratch& t) {
+  return __builtin_exp2(sink * kLog2e - t.lse[i] - t.lse_rest[i]);
+}
+
+// What the rows of a block add to the gradient of their head's sink.
+template <class M>
+double sink_gradient(const HeadTensors& x, int64_t rows, const BackwardScratch<M>& t) {
+  double sum = 0;
+  for (int64_t i = 0; i < rows; ++i) sum -= sink_weight(x.sink, i, t) * t.delta[i];
+  return sum;
+}
+
 template <class Scratch, class A = typename Scratch::A>
 void gradients_of_block(const Params& p, const Sequence& s, const HeadTensors& x, int64_t row,
-                        int64_t rows, A* grad_key, A* grad_value, const Scratch& t) {
+                        int64_t rows, A* grad_key, A* grad_value, double* grad_sink,
+                        const Scratch& t) {
   const Geometry& g = p.geometry;
   const bool store_bias = p.bias_grad == Params::BiasGrad::kDirect;
   const auto q = load_query_block(g, x, row, rows, t);
+  if (grad_sink && x.sink != -kInf<double>) *grad_sink += sink_gradient(x, rows, t);
   bool first = true;
   for (int64_t j = 0; j < s.all_keys; j += p.block_k) {
     const int64_t keys = smaller(p.block_k, s.all_keys - j);
@@ -303,7 +340,7 @@ void gradients_of_block(const Params& p, const Sequence& s, const HeadTensors& x
     const auto k = load_key_block(g, x, j, keys, t);
     score_gradients(p, s, x, q, k, kind, t);
     if (store_bias) store_bias_tile(x.grad_bias, row, rows, j, keys, t.bias, t.ld, t.bias_line);
-    accumulate_gradients(p, x, q, k, x.bias || kind == TileKind::kMasked, first,
+    accumulate_gradients(p, x, q, k, x.bias || kind == TileKind::kMasked || g.dropped, first,
                          grad_key + j * t.ld_in, grad_value + j * t.ld_out, t);
     first = false;
   }
@@ -362,13 +399,16 @@ void gradients(const Params& p, int64_t item, void* scratch) {
   A* grad_value = partial + g.len_k * t.ld_in;
   for (int64_t i = 0; i < s.all_keys * t.ld_in; ++i) grad_key[i] = 0;
   for (int64_t i = 0; i < s.all_keys * t.ld_out; ++i) grad_value[i] = 0;
+  double* grad_sinks = p.grad_sinks ? p.sink_partial + item * g.group : nullptr;
+  for (int64_t h = 0; grad_sinks && h < g.group; ++h) grad_sinks[h] = 0;
 
   const int64_t blocks = (s.rows + p.block_q - 1) / p.block_q;
   const int64_t units = blocks * g.group;
   for (int64_t u = units * chunk / p.chunks; u < units * (chunk + 1) / p.chunks; ++u) {
     const HeadTensors x(p, s, head_k * g.group + u / blocks);
     const int64_t row = u % blocks * p.block_q;
-    gradients_of_block(p, s, x, row, smaller(p.block_q, s.rows - row), grad_key, grad_value, t);
+    gradients_of_block(p, s, x, row, smaller(p.block_q, s.rows - row), grad_key, grad_value,
+                       grad_sinks ? grad_sinks + u / blocks : nullptr, t);
   }
   if (p.chunks == 1) store_key_gradients<A>(p, s, head_k, 0, s.all_keys, partial, 1);
 }
@@ -486,6 +526,22 @@ void bias_gradient(const Params& p, int64_t item, void* scratch) {
   const int64_t rows = p.bias_rows ? smaller(p.block_q, s.rows - row) : 1;
   const int64_t keys = p.bias_cols ? smaller(p.block_k, s.all_keys - key) : 1;
   store_bias_tile(grad_bias, row, rows, key, keys, t.bias_sum, t.ld, t.bias_line);
+}
+
+// Work item: one query head, over the whole batch in its order.
+template <class M>
+void sink_grad(const Params& p, int64_t head, void*) {
+  using A = typename M::A;
+  const Geometry& g = p.geometry;
+  double sum = 0;
+  for (int64_t item = head / g.group * p.chunks; item < p.items; item += g.heads_k * p.chunks) {
+    for (int64_t c = 0; c < p.chunks; ++c) {
+      sum += p.sink_partial[(item + c) * g.group + head % g.group];
+    }
+  }
+  const A value = static_cast<A>(sum);
+  const Matrix grad_sinks = matrix(p, p.grad_sinks, 0, head, 0);
+  store_row(grad_sinks.dtype, grad_sinks.data, 1, 1, &value);
 }
 
 template <class Scratch>

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "cpu/attention/contained.h"
+#include "cpu/attention/dropout.h"
 
 namespace flashmoe::cpu {
 namespace {
@@ -30,6 +31,7 @@ struct ForwardScratch {
   A* sum;          // ld
   A* correction;   // ld
   Mask<A> mask;    // ld each
+  Int<A>* keep;    // block_k x ld           with dropout
   size_t bytes;
 
   ForwardScratch(const Params& p, void* memory) {
@@ -52,6 +54,7 @@ struct ForwardScratch {
     correction = arena.take<A>(ld);
     mask.begin = arena.take<Int<A>>(ld);
     mask.end = arena.take<Int<A>>(ld);
+    keep = arena.take<Int<A>>(g.dropped ? p.block_k * ld : 0);
     bytes = arena.used();
   }
 };
@@ -198,20 +201,59 @@ void accumulate(const ForwardScratch<M>& t, int64_t rows, int64_t keys, const Ma
   M::multiply(p, v, rows, t.ld_out, keys, t.out, t.ld_out, !first);
 }
 
+// How a row of sums ends: what makes them its output, and the log of its softmax denominator.
+template <class A>
+struct RowEnd {
+  bool empty;  // no key allowed; a NaN is not empty
+  A factor = 0, lse = -kInf<A>;
+
+  RowEnd(A maximum, A sum, A sink) : empty(sum == 0) {
+    const double top = maximum * kLn2;
+    if (sink == -kInf<A>) {
+      if (empty) return;
+      factor = 1 / sum;
+      lse = static_cast<A>(sum != sum ? sum : top + __builtin_log(static_cast<double>(sum)));
+      return;
+    }
+    // One key more, whose value is 0.
+    const double highest = top > sink ? top : static_cast<double>(sink);
+    const double share = __builtin_exp(top - highest);
+    const double all = sum * share + __builtin_exp(sink - highest);
+    factor = static_cast<A>(share / all);
+    lse = static_cast<A>(highest + __builtin_log(all));
+  }
+};
+
 template <class M, class A = typename M::A>
-void store_output(const ForwardScratch<M>& t, int64_t row, int64_t rows, const Matrix& out,
-                  const Matrix& lse, int64_t head_dim_v) {
+void store_output(const ForwardScratch<M>& t, int64_t row, int64_t rows, A sink, const Matrix& out,
+                  const Matrix& lse, int64_t head_dim_v, double kept_scale = 1) {
   for (int64_t i = 0; i < rows; ++i) {
     A* from = t.out + i * t.ld_out;
-    const bool empty = t.sum[i] == 0;  // no key allowed; a NaN is not empty
-    const A inverse = empty ? 0 : 1 / t.sum[i];
-    for (int64_t d = 0; d < head_dim_v; ++d) from[d] = empty ? 0 : from[d] * inverse;
+    const RowEnd<A> end(t.maximum[i], t.sum[i], sink);
+    const A factor = end.factor * static_cast<A>(kept_scale);
+    for (int64_t d = 0; d < head_dim_v; ++d) from[d] = end.empty ? 0 : from[d] * factor;
     store_row(out.dtype, element(out, row + i, 0), out.col, head_dim_v, from);
-    if (!lse) continue;
-    const double log_sum = t.maximum[i] * kLn2 + __builtin_log(static_cast<double>(t.sum[i]));
-    const A value = empty ? -kInf<A> : static_cast<A>(t.sum[i] != t.sum[i] ? t.sum[i] : log_sum);
-    store_row(lse.dtype, element(lse, row + i, 0), 1, 1, &value);
+    if (lse) store_row(lse.dtype, element(lse, row + i, 0), 1, 1, &end.lse);
   }
+}
+
+// The weights of a block of keys, whose scores are in t.scores as products, in their place.
+template <class M, class A = typename M::A>
+void find_weights(const ScoreRule<A>& rule, int64_t keys, int64_t padded,
+                  const ForwardScratch<M>& t) {
+  if (rule.plain()) {
+    softmax_step<true>(rule, keys, padded, t);
+  } else {
+    softmax_step<false>(rule, keys, padded, t);
+  }
+}
+
+// A block of keys, from their scores to the sums of the output.
+template <class M, class A = typename M::A>
+void forward_keys(const ScoreRule<A>& rule, int64_t rows, int64_t keys, const Matrix& value,
+                  int64_t key, bool first, int64_t head_dim_v, const ForwardScratch<M>& t) {
+  find_weights(rule, keys, round_up(rows, kLanes<A>), t);
+  accumulate(t, rows, keys, value, key, first, rule.bias || rule.mask, head_dim_v);
 }
 
 template <class M>
@@ -242,17 +284,18 @@ void forward_block(const Params& p, const Sequence& s, int64_t head, int64_t row
     M::multiply(k, q, keys, padded, g.head_dim, t.scores, t.ld, false);
     const ScoreRule<A> rule(g, bias ? t.bias : nullptr,
                             kind == TileKind::kMasked ? &t.mask : nullptr, t.ld);
-    if (rule.plain()) {
-      softmax_step<true>(rule, keys, padded, t);
-    } else {
-      softmax_step<false>(rule, keys, padded, t);
+    find_weights(rule, keys, padded, t);
+    if (g.dropped) {
+      draw_tile<A>(p, s.batch, head, row, padded, j, keys, t.keep, t.ld);
+      drop(t.keep, keys, padded, t.ld, A(1), kDroppedProbability<A>, t.scores);
     }
-    accumulate(t, rows, keys, value, j, first, bias || kind == TileKind::kMasked, g.head_dim_v);
+    accumulate(t, rows, keys, value, j, first, bias || kind == TileKind::kMasked || g.dropped,
+               g.head_dim_v);
     first = false;
   }
   const Matrix out = matrix(p, p.out, s.batch, head, s.first_row);
   const Matrix lse = matrix(p, p.lse, s.batch, head, s.first_row);
-  store_output(t, row, rows, out, lse, g.head_dim_v);
+  store_output(t, row, rows, sink_of<A>(p, head), out, lse, g.head_dim_v, g.kept_scale);
 }
 
 // Work item: (batch, query head, chunk of query blocks).

@@ -3,6 +3,7 @@
 
 #include "cpu/attention/bwd.h"
 #include "cpu/attention/fwd.h"
+#include "cpu/attention/paged.h"
 #include "cpu/attention/second.h"
 #include "cpu/attention/tangent.h"
 
@@ -25,6 +26,10 @@ constexpr Kernels kKernels = {
     kGradients<SecondScratch<M>>,
     partial_bytes<M>,
     reduce<M>,
+    sink_grad<M>,
+    paged_scratch<M>,
+    paged<M>,
+    combine<M>,
 };
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "attention/dropout.h"
 #include "attention/lengths.h"
 #include "attention/problem.h"
 #include "core/text.h"
@@ -21,7 +22,9 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 class Layout {
  public:
   Layout(const AttentionProblem& problem, const AttentionTensors& tensors) : g_(geometry(problem)) {
-    if (g_.ragged) {
+    if (g_.paged) {
+      place_pages(*problem.paged, tensors);
+    } else if (g_.ragged) {
       place_sequences(*problem.ragged, tensors);
     } else {
       lengths_q_.assign(g_.batch, g_.len_q);
@@ -35,11 +38,15 @@ class Layout {
   int64_t length_q(int64_t b) const { return lengths_q_[b]; }
   int64_t length_k(int64_t b) const { return lengths_k_[b]; }
 
-  // Position i of head h of sequence b in (..., H, S, D) or, ragged, (T, H, D).
+  // Position i of head h of sequence b in (..., H, S, D) or, packed, (T, H, D).
   int64_t row_q(int64_t b, int64_t h, int64_t i) const {
-    return g_.ragged ? (starts_q_[b] + i) * g_.heads_q + h : (b * g_.heads_q + h) * g_.len_q + i;
+    return g_.packed() ? (starts_q_[b] + i) * g_.heads_q + h : (b * g_.heads_q + h) * g_.len_q + i;
   }
   int64_t row_k(int64_t b, int64_t h, int64_t j) const {
+    if (g_.paged) {  // in (blocks, page, H, D)
+      const int64_t entry = b * table_.shape[1] + j / g_.page;
+      return (read_int(table_, table_data_, entry) * g_.page + j % g_.page) * g_.heads_k + h;
+    }
     return g_.ragged ? (starts_k_[b] + j) * g_.heads_k + h : (b * g_.heads_k + h) * g_.len_k + j;
   }
   int64_t bias_element(int64_t b, int64_t h, int64_t i, int64_t j) const {
@@ -56,6 +63,17 @@ class Layout {
                            starts_q_[b]);
       lengths_k_.push_back(read_int(ragged.cu_seqlens_k, tensors.cu_seqlens_k, b + 1) -
                            starts_k_[b]);
+    }
+  }
+
+  void place_pages(const Paged& paged, const AttentionTensors& tensors) {
+    table_ = paged.block_table;
+    table_data_ = tensors.block_table;
+    for (int64_t b = 0; b < g_.batch; ++b) {
+      starts_q_.push_back(
+          paged.cu_seqlens_q ? read_int(*paged.cu_seqlens_q, tensors.cu_seqlens_q, b) : b);
+      lengths_q_.push_back(paged_rows(paged, tensors.cu_seqlens_q, b));
+      lengths_k_.push_back(read_int(paged.seq_lens, tensors.seq_lens, b));
     }
   }
 
@@ -108,10 +126,31 @@ class Layout {
 
   Geometry g_;
   std::vector<int64_t> lengths_q_, lengths_k_;  // by sequence
-  std::vector<int64_t> starts_q_, starts_k_;    // ragged: first token of each
+  std::vector<int64_t> starts_q_, starts_k_;    // packed: first token of each
+  TensorSpec table_;                            // paged
+  const void* table_data_ = nullptr;
   std::vector<int64_t> bias_starts_;
   int64_t bias_step_h_ = 0, bias_step_q_ = 0, bias_step_k_ = 0;
 };
+
+// A boolean mask is the bias it stands for.
+Array load_bias(const std::optional<TensorSpec>& spec, const void* data) {
+  Array bias = load(spec, data);
+  if (spec && spec->dtype == DType::kBool) {
+    for (double& x : bias) x = x != 0 ? 0 : -kInfinity;
+  }
+  return bias;
+}
+
+// The numbers of a cache, (blocks, page, H, D): what is stored, times a scale for all or one for
+// each head.
+Array scaled(Array cache, const Geometry& g, int64_t head_dim, const Array& scale) {
+  for (size_t i = 0; i < cache.size() && !scale.empty(); ++i) {
+    const size_t head = i / head_dim % g.heads_k;
+    cache[i] *= scale.size() == 1 ? scale[0] : scale[head];
+  }
+  return cache;
+}
 
 // One key that a query row sees.
 struct Seen {
@@ -120,27 +159,31 @@ struct Seen {
   double cap_slope;  // derivative of softcap there,
   double cap_bend;   // and the second one
   double weight;     // softmax of the scores
+  double kept;       // 0 where dropout drops the pair; what it is multiplied by where not
 };
 
 struct Row {
   std::vector<Seen> seen;
+  double sink_weight = 0;  // what the sink takes of the softmax
   double lse = -kInfinity;
 };
 
 // How inputs move; empty where they do not.
 struct Tangents {
-  Array query, key, value, bias;
+  Array query, key, value, bias, sinks;
 
   Tangents(const AttentionProblem& problem, const AttentionTensors& tensors)
       : query(load(problem.tangent_query, tensors.tangent_query)),
         key(load(problem.tangent_key, tensors.tangent_key)),
         value(load(problem.tangent_value, tensors.tangent_value)),
-        bias(load(problem.tangent_bias, tensors.tangent_bias)) {}
+        bias(load(problem.tangent_bias, tensors.tangent_bias)),
+        sinks(load(problem.tangent_sinks, tensors.tangent_sinks)) {}
 };
 
 // How the scores of a row move with the inputs: of scale * q k, and in all.
 struct Moves {
   Array scaled, score;
+  double sink = 0;
   double lse = 0;  // the mean over the weights
 };
 
@@ -152,18 +195,26 @@ class Oracle {
         query_(load(problem.query, tensors.query)),
         key_(load(problem.key, tensors.key)),
         value_(load(problem.value, tensors.value)),
-        bias_(load(problem.bias, tensors.bias)),
-        has_bias_(problem.bias.has_value()) {}
+        bias_(load_bias(problem.bias, tensors.bias)),
+        sinks_(load(problem.sinks, tensors.sinks)),
+        has_bias_(problem.bias.has_value()) {
+    if (tensors.seed) seed_ = static_cast<uint64_t>(*static_cast<const int64_t*>(tensors.seed));
+    if (!problem.paged) return;
+    const Paged& paged = *problem.paged;
+    key_ = scaled(key_, g_, g_.head_dim, load(paged.k_scale, tensors.k_scale));
+    value_ = scaled(value_, g_, g_.head_dim_v, load(paged.v_scale, tensors.v_scale));
+  }
 
   void forward(const AttentionProblem& problem, const AttentionTensors& tensors) const {
-    // What a row without keys, and a token of no sequence, has.
+    // What a row without keys or sink, and a token of no sequence, has.
     Array out = filled(problem.out, 0);
     Array lse(out.size() / g_.head_dim_v, -kInfinity);
     for_each_row([&](int64_t b, int64_t h, int64_t i) {
       const Row row = softmax(b, h, i);
       const int64_t place = layout_.row_q(b, h, i);
       for (const Seen& s : row.seen) {
-        add(&out[place * g_.head_dim_v], value_row(b, h, s.key), s.weight, g_.head_dim_v);
+        if (s.kept == 0 && !std::isnan(s.weight)) continue;  // its value is never looked at
+        add(&out[place * g_.head_dim_v], value_row(b, h, s.key), s.weight * s.kept, g_.head_dim_v);
       }
       lse[place] = row.lse;
     });
@@ -175,7 +226,7 @@ class Oracle {
     const Array grad_out = load(problem.grad_out, tensors.grad_out);
     const Array grad_lse = load(problem.grad_lse, tensors.grad_lse);
     Array grad_query(query_.size()), grad_key(key_.size()), grad_value(value_.size());
-    Array grad_bias(bias_.size());
+    Array grad_bias(bias_.size()), grad_sinks(sinks_.size());
 
     for_each_row([&](int64_t b, int64_t h, int64_t i) {
       const int64_t place = layout_.row_q(b, h, i);
@@ -188,8 +239,10 @@ class Oracle {
       Array d_weight(row.seen.size());
       double mean = 0;
       for (size_t n = 0; d_out && n < row.seen.size(); ++n) {
-        d_weight[n] = dot(d_out, value_row(b, h, row.seen[n].key), g_.head_dim_v);
-        mean += row.seen[n].weight * d_weight[n];
+        const Seen& s = row.seen[n];
+        if (s.kept == 0) continue;
+        d_weight[n] = s.kept * dot(d_out, value_row(b, h, s.key), g_.head_dim_v);
+        mean += s.weight * d_weight[n];
       }
       const double d_lse = grad_lse.empty() ? 0 : grad_lse[place];
 
@@ -200,14 +253,19 @@ class Oracle {
         const double d_dot = d_score * s.cap_slope * g_.scale;
         add(&grad_query[place * g_.head_dim], &key_[place_k * g_.head_dim], d_dot, g_.head_dim);
         add(&grad_key[place_k * g_.head_dim], &query_[place * g_.head_dim], d_dot, g_.head_dim);
-        if (d_out) add(&grad_value[place_k * g_.head_dim_v], d_out, s.weight, g_.head_dim_v);
+        if (d_out && s.kept > 0) {
+          add(&grad_value[place_k * g_.head_dim_v], d_out, s.weight * s.kept, g_.head_dim_v);
+        }
         if (has_bias_) grad_bias[layout_.bias_element(b, h, i, s.key)] += d_score;
       }
+      // A sink is the score of a key whose value is 0.
+      if (sink(h) != -kInfinity) grad_sinks[h] += row.sink_weight * (d_lse - mean);
     });
     store(problem.grad_query, tensors.grad_query, grad_query);
     store(problem.grad_key, tensors.grad_key, grad_key);
     store(problem.grad_value, tensors.grad_value, grad_value);
     store(problem.grad_bias, tensors.grad_bias, grad_bias);
+    store(problem.grad_sinks, tensors.grad_sinks, grad_sinks);
   }
 
   void tangent(const AttentionProblem& problem, const AttentionTensors& tensors) const {
@@ -241,7 +299,7 @@ class Oracle {
     const Array grad_out = load(problem.grad_out, tensors.grad_out);
     const Array grad_lse = load(problem.grad_lse, tensors.grad_lse);
     Array grad_query(query_.size()), grad_key(key_.size()), grad_value(value_.size());
-    Array grad_bias(bias_.size());
+    Array grad_bias(bias_.size()), grad_sinks(sinks_.size());
 
     for_each_row([&](int64_t b, int64_t h, int64_t i) {
       const int64_t place = layout_.row_q(b, h, i);
@@ -264,7 +322,8 @@ class Oracle {
 
       // By each weight, and the mean of that: softmax passes on only the difference.
       Array by_weight(count);
-      double mean = 0;
+      const double by_sink_weight = (d_lse - mean_d_weight) * moves.sink;
+      double mean = row.sink_weight * by_sink_weight;
       for (size_t n = 0; n < count; ++n) {
         by_weight[n] = (d_weight[n] - mean_d_weight + d_lse) * moves.score[n] -
                        d_weight[n] * moves.lse + d_value_move[n];
@@ -295,11 +354,13 @@ class Oracle {
         }
         if (has_bias_) grad_bias[layout_.bias_element(b, h, i, s.key)] += d_score;
       }
+      if (sink(h) != -kInfinity) grad_sinks[h] += row.sink_weight * (by_sink_weight - mean);
     });
     store(problem.grad_query, tensors.grad_query, grad_query);
     store(problem.grad_key, tensors.grad_key, grad_key);
     store(problem.grad_value, tensors.grad_value, grad_value);
     store(problem.grad_bias, tensors.grad_bias, grad_bias);
+    store(problem.grad_sinks, tensors.grad_sinks, grad_sinks);
   }
 
  private:
@@ -317,6 +378,9 @@ class Oracle {
   const double* value_row(int64_t b, int64_t query_head, int64_t j) const {
     return &value_[layout_.row_k(b, query_head / g_.group, j) * g_.head_dim_v];
   }
+
+  // -inf where the head has none.
+  double sink(int64_t h) const { return sinks_.empty() ? -kInfinity : sinks_[h]; }
 
   Row softmax(int64_t b, int64_t h, int64_t i) const {
     Row row;
@@ -336,15 +400,17 @@ class Oracle {
             1 / (std::cosh(x) * std::cosh(x));  // 1 - tanh^2 would cancel where it saturates
         cap_bend = -2 * std::tanh(x) * cap_slope / g_.softcap;
       }
-      row.seen.push_back({j, score + bias, cap_slope, cap_bend, 0});
+      const bool kept = g_.dropped == 0 || dropout::keeps(seed_, g_.dropped, b, h, i, j);
+      row.seen.push_back({j, score + bias, cap_slope, cap_bend, 0, kept ? g_.kept_scale : 0});
     }
-    if (row.seen.empty()) return row;
+    if (row.seen.empty() && sink(h) == -kInfinity) return row;
 
-    double largest = -kInfinity;  // taken out of the exponent, so that nothing overflows
+    double largest = sink(h);  // taken out of the exponent, so that nothing overflows
     for (const Seen& s : row.seen) largest = std::max(largest, s.score);
-    double sum = 0;
+    double sum = std::exp(sink(h) - largest);
     for (const Seen& s : row.seen) sum += std::exp(s.score - largest);
     for (Seen& s : row.seen) s.weight = std::exp(s.score - largest) / sum;
+    row.sink_weight = std::exp(sink(h) - largest) / sum;
     row.lse = largest + std::log(sum);
     return row;
   }
@@ -363,13 +429,18 @@ class Oracle {
       moves.score.push_back(move);
       moves.lse += s.weight * move;
     }
+    if (!tangents.sinks.empty() && sink(h) != -kInfinity) {
+      moves.sink = tangents.sinks[h];
+      moves.lse += row.sink_weight * moves.sink;
+    }
     return moves;
   }
 
   Layout layout_;
   const Geometry& g_;
-  Array query_, key_, value_, bias_;
+  Array query_, key_, value_, bias_, sinks_;
   bool has_bias_;
+  uint64_t seed_ = 0;
 };
 
 }  // namespace

@@ -84,6 +84,16 @@ SecondQueryBlock<M> load_query_block(const Geometry& g, const HeadTensors& x, in
   return q;
 }
 
+// A sink is the score of a key whose value is 0.
+template <class M>
+double sink_gradient(const HeadTensors& x, int64_t rows, const SecondScratch<M>& t) {
+  double sum = 0;
+  for (int64_t i = 0; i < rows; ++i) {
+    sum -= sink_weight(x.sink, i, t) * (t.delta[i] * x.sink_move + t.mean[i]);
+  }
+  return sum;
+}
+
 template <class M>
 SecondKeyBlock<M> load_key_block(const Geometry& g, const HeadTensors& x, int64_t key, int64_t keys,
                                  const SecondScratch<M>& t) {

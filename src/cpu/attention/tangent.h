@@ -149,6 +149,7 @@ void tangent_block(const Params& p, const Sequence& s, int64_t head, int64_t row
   const Matrix bias = bias_matrix(p, p.bias, s, head);
   const Matrix bias_move = bias_matrix(p, p.tangent_bias, s, head);
   const Matrix lse = matrix(p, p.lse, s.batch, head, s.first_row);
+  const A sink = sink_of<A>(p, head), sink_move = sink_move_of<A>(p, head);
   const int64_t padded = round_up(rows, kLanes<A>);
 
   const auto q = M::transposed(query, row, rows, g.head_dim, t.queries, t.rows);
@@ -158,6 +159,10 @@ void tangent_block(const Params& p, const Sequence& s, int64_t head, int64_t row
     t.lse[i] = kInf<A>;
     t.lse_rest[i] = t.lse_moves[i] = t.shift[i] = 0;
     if (i < rows) load_lse(lse, row + i, &t.lse[i], &t.lse_rest[i]);
+    if (sink != -kInf<A>) {
+      const auto weight = __builtin_exp2(sink * kLog2e - t.lse[i] - t.lse_rest[i]);
+      t.lse_moves[i] = static_cast<A>(weight * sink_move);
+    }
   }
 
   bool first = true;

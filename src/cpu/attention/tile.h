@@ -82,6 +82,26 @@ bool load_lse(const Matrix& lse, int64_t row, A* base2, A* rest) {
   return natural != -kInf<A>;
 }
 
+// A number of one head, or `absent`.
+template <class A>
+A number_of_head(const Params& p, const Operand& numbers, int64_t head, A absent) {
+  const Matrix m = matrix(p, numbers, 0, head, 0);
+  if (m) load_row(m.dtype, m.data, 1, 1, &absent);
+  return absent;
+}
+
+// The score that a head's sink adds to every softmax; -inf where there is none.
+template <class A>
+A sink_of(const Params& p, int64_t head) {
+  return number_of_head(p, p.sinks, head, -kInf<A>);
+}
+
+// How it moves.
+template <class A>
+A sink_move_of(const Params& p, int64_t head) {
+  return number_of_head(p, p.tangent_sinks, head, A(0));
+}
+
 // The queries of one block against the mask: each may see the keys [begin, end), both relative to
 // the tile at hand, and both rising with the query.
 template <class A>
@@ -104,11 +124,12 @@ inline TileKind tile_kind(const Params& p, const Sequence& s, int64_t row, int64
   return last.begin <= key && first.end >= key + keys ? TileKind::kFull : TileKind::kMasked;
 }
 
+// A tile of several heads has so many columns for each row.
 template <class A>
 void set_mask(const Params& p, const Sequence& s, int64_t row, int64_t rows, int64_t padded,
-              int64_t key, int64_t keys, const Mask<A>& mask) {
+              int64_t key, int64_t keys, const Mask<A>& mask, int64_t heads = 1) {
   for (int64_t i = 0; i < padded; ++i) {
-    const KeyRange range = i < rows ? row_range(p, s, row + i) : KeyRange{};
+    const KeyRange range = i < rows ? row_range(p, s, (row + i) / heads) : KeyRange{};
     mask.begin[i] = static_cast<Int<A>>(smaller(larger(range.begin - key, 0), keys));
     mask.end[i] = static_cast<Int<A>>(smaller(larger(range.end - key, 0), keys));
   }
@@ -122,19 +143,30 @@ inline bool is_masked(A probability) {
   return probability == 0 && __builtin_signbit(probability);
 }
 
+// n numbers of a bias, `stride` apart; where it is a boolean mask, 0 for true and -inf for false.
+template <class A>
+void load_bias_row(DType dtype, const char* from, int64_t stride, int64_t n, A* to) {
+  if (dtype != DType::kBool) return load_row(dtype, from, stride, n, to);
+  if (stride == 1) {  // a loop that compilers make vectors of
+    for (int64_t i = 0; i < n; ++i) to[i] = from[i] ? A(0) : -kInf<A>;
+    return;
+  }
+  for (int64_t i = 0; i < n; ++i) to[i] = from[i * stride] ? A(0) : -kInf<A>;
+}
+
 // bias (keys x queries, transposed like the scores) for one tile.
 template <class A>
 void load_bias_tile(const Matrix& bias, int64_t row, int64_t rows, int64_t key, int64_t keys,
                     A* line, A* tile, int64_t ld) {
   if (bias.row == 1) {  // a transposed bias already lies the way we want it
     for (int64_t j = 0; j < keys; ++j) {
-      load_row(bias.dtype, element(bias, row, key + j), 1, rows, tile + j * ld);
+      load_bias_row(bias.dtype, element(bias, row, key + j), 1, rows, tile + j * ld);
       for (int64_t i = rows; i < ld; ++i) tile[j * ld + i] = 0;
     }
     return;
   }
   for (int64_t i = 0; i < rows; ++i) {
-    load_row(bias.dtype, element(bias, row + i, key), bias.col, keys, line + i * keys);
+    load_bias_row(bias.dtype, element(bias, row + i, key), bias.col, keys, line + i * keys);
   }
   transpose(line, keys, rows, keys, tile, ld);
 }

@@ -18,12 +18,21 @@ constexpr int64_t kMaxLength = kNoLimit - 1;
 // What no kernel of any family can do of the problem; empty when there is nothing.
 std::string missing_everywhere(const AttentionPlan& plan) {
   const AttentionProblem& p = plan.problem;
+  if (p.paged) return "no kernel of this build reads keys in pages";
   if (p.pass == Pass::kTangent || p.pass == Pass::kSecond) {
     return "CUDA kernels have no second derivatives and no forward mode yet";
   }
   if (p.query.dtype != DType::kFloat16 && p.query.dtype != DType::kBFloat16) {
     return text("query is ", dtype_name(p.query.dtype), "; CUDA kernels take float16 and bfloat16");
   }
+  if (p.options.dropout_p > 0) {
+    return text("dropout_p is ", p.options.dropout_p, "; CUDA kernels have no dropout yet");
+  }
+  if (p.bias && p.bias->dtype == DType::kBool) {
+    return text("bias is a boolean mask, which CUDA kernels do not read yet; pass 0 and -inf in ",
+                dtype_name(p.query.dtype));
+  }
+  if (p.sinks) return "sinks are given, which CUDA kernels do not take yet";
   if (plan.len_q > kMaxLength || plan.len_k > kMaxLength) {
     return text("sequences are longer than ", kMaxLength);
   }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from .moe import moe
+from ..moe import moe
 
 __all__ = ["register_experts"]
 

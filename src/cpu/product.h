@@ -63,15 +63,16 @@ inline void add_products(Vec<A> (&acc)[kRows][kVecs], const Vec<A>* a, Vec<A> b,
   ((acc[kRow][j] = add_product<kRow % kLanes<A>>(acc[kRow][j], b, a[kRow / kLanes<A>])), ...);
 }
 
+// The rows of one column of A lie side by side, those of the next one `next` elements on.
 template <int kRows, int kVecs, class A>
-void strip_tile(const A* a, int64_t, const A* b, int64_t ldb, A* c, int64_t ldc, int64_t depth,
-                bool accumulate) {
+void lane_tile(const A* a, int64_t next, const A* b, int64_t ldb, A* c, int64_t ldc, int64_t depth,
+               bool accumulate) {
   constexpr int kParts = kStripRows / kLanes<A>;
   Vec<A> acc[kRows][kVecs] = {};
   for (int64_t k = 0; k < depth; ++k) {
     Vec<A> ra[kParts];
 #pragma GCC unroll 4
-    for (int i = 0; i < kParts; ++i) ra[i] = load<Vec<A>>(a + k * kStripRows + i * kLanes<A>);
+    for (int i = 0; i < kParts; ++i) ra[i] = load<Vec<A>>(a + k * next + i * kLanes<A>);
 #pragma GCC unroll 4
     for (int j = 0; j < kVecs; ++j) {
       add_products<kRows, kVecs, A>(acc, ra, load<Vec<A>>(b + k * ldb + j * kLanes<A>), j,
@@ -87,6 +88,11 @@ void strip_tile(const A* a, int64_t, const A* b, int64_t ldb, A* c, int64_t ldc,
       store(at, accumulate ? load<Vec<A>>(at) + acc[i][j] : acc[i][j]);
     }
   }
+}
+template <int kRows, int kVecs, class A>
+void strip_tile(const A* a, int64_t, const A* b, int64_t ldb, A* c, int64_t ldc, int64_t depth,
+                bool accumulate) {
+  lane_tile<kRows, kVecs>(a, kStripRows, b, ldb, c, ldc, depth, accumulate);
 }
 #endif
 
@@ -104,6 +110,12 @@ constexpr ProductTile<A> kProductTiles[kProductRows] = {
 #if defined(__ARM_NEON)
 template <>
 constexpr int kRowsOf<Order::kStrips> = kStripRows;
+template <>
+constexpr int kRowsOf<Order::kColMajor> = kStripRows;
+template <int kVecs, class A>
+constexpr ProductTile<A> kProductTiles<Order::kColMajor, kVecs, A>[kStripRows] = {
+    product_tile<Order::kColMajor, 1, kVecs, A>, product_tile<Order::kColMajor, 2, kVecs, A>,
+    product_tile<Order::kColMajor, 3, kVecs, A>, lane_tile<kStripRows, kVecs, A>};
 template <int kVecs, class A>
 constexpr ProductTile<A> kProductTiles<Order::kStrips, kVecs, A>[kStripRows] = {
     strip_tile<1, kVecs, A>, strip_tile<2, kVecs, A>, strip_tile<3, kVecs, A>,

@@ -7,6 +7,7 @@
 #include "attention/problem.h"
 #include "cases.h"
 #include "refusals.h"
+#include "second_cases.h"
 #include "testing.h"
 
 using namespace testing;
@@ -471,6 +472,20 @@ TEST(null_pointers_are_refused) {
     CHECK_CONTAINS(status.message(), name);
   }
   CHECK_CONTAINS(flashmoe::run(plan.value(), c.tensors(), nullptr).message(), "workspace");
+}
+
+TEST(null_tangents_are_refused) {
+  Random random(11);
+  SecondCase c = random_second_case(random);
+  for (Pass pass : {Pass::kTangent, Pass::kSecond}) {
+    const auto plan = flashmoe::plan(c.problem(pass));
+    CHECK(plan.ok(), plan.status().message());
+    std::vector<std::byte> workspace(plan.value().workspace_bytes);
+    AttentionTensors tensors = c.tensors();
+    tensors.tangent_lse = nullptr;
+    const flashmoe::Status status = flashmoe::run(plan.value(), tensors, workspace.data());
+    CHECK_CONTAINS(status.message(), "tangent_lse is null");
+  }
 }
 
 // allowed_keys() against the rule it stands for, near every edge and near the ends of int64.

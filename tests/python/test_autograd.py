@@ -526,7 +526,6 @@ TWICE = {
     ),
     "func.linearize": (linearize, FORWARD_MODE),
     "autograd.grad twice": (second_gradients, SECOND),
-    "autograd.grad twice of a compiled function": (compiled(second_gradients, "eager"), SECOND),
     "gradgradcheck": (gradgradcheck, SECOND),
     "functional.jvp": (twice(functional.jvp), SECOND),
     "functional.hvp": (twice(functional.hvp), SECOND),
@@ -560,10 +559,6 @@ REFUSED = {
     "func.jacfwd of func.jacfwd": (
         lambda f, x: func.jacfwd(func.jacfwd(loss(f)))(*x),
         f"{FORWARD_TWICE}|{FORWARD_MODE}|{NO_VMAP}",
-    ),
-    "func.jacrev of func.hessian": (
-        lambda f, x: func.jacrev(func.hessian(loss(f)))(*x),
-        f"{THIRD}|{FORWARD_MODE}|{SECOND}|{NO_VMAP}",
     ),
 }
 ASKED = {*RIGHT, *MAPS, *TWICE, *TWICE_MAPS, *REFUSED}

@@ -189,6 +189,55 @@ def test_ops_pass_opcheck(op):
     torch.library.opcheck(getattr(torch.ops.flashmoe, op).default, args)
 
 
+def test_second_derivatives_of_a_compiled_function():
+    q, k, v = (double(1, 2, 3, 4, seed=i) for i in range(3))
+
+    def second(call):
+        first = torch.autograd.grad(call(q, k, v).sin().sum(), (q, k, v), create_graph=True)
+        return torch.autograd.grad(sum(x.sin().sum() for x in first), (q, k, v))
+
+    compiled = torch.compile(fm.flash_attention, backend="eager", fullgraph=True)
+    for got, want in zip(second(compiled), second(fm.flash_attention), strict=True):
+        assert same_bits(got, want)
+
+
+def test_an_exported_program_has_second_derivatives():
+    """A potential that was exported gives forces that can be trained on."""
+
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v, bias):
+            return fm.flash_attention(q, k, v, bias=bias)
+
+    inputs = tuple(double(*s) for s in ((1, 2, 3, 4), (1, 2, 5, 4), (1, 2, 5, 4), (2, 3, 5)))
+    program = torch.export.export(Model(), inputs).module()
+
+    def second(call):
+        first = torch.autograd.grad(call(*inputs).sin().sum(), inputs, create_graph=True)
+        return torch.autograd.grad(sum(x.sin().sum() for x in first), inputs)
+
+    for got, want in zip(second(program), second(Model()), strict=True):
+        assert same_bits(got, want)
+
+
+@pytest.mark.parametrize("derivative", ["tangent", "second"])
+def test_explain_answers(derivative):
+    q = torch.empty(2, 4, 300, 24, dtype=torch.bfloat16, device="meta")
+    bias = torch.empty(4, 300, 300, device="meta")
+    text = fm.explain(q, q, q, bias=bias, device="cpu", derivative=derivative)
+    assert f"_attention_{derivative}" in text and "bitwise reproducible" in text
+    assert "bias float32 (4, 300, 300)" in text
+    with pytest.raises(RuntimeError, match="no CUDA kernel of this build"):
+        fm.explain(q, q, q, device="sm_90", derivative=derivative)
+
+
+def test_explain_knows_what_to_explain():
+    q = torch.empty(1, 1, 3, 4)
+    with pytest.raises(ValueError, match='derivative must be "tangent" or "second"'):
+        fm.explain(q, q, q, derivative="third")
+    with pytest.raises(ValueError, match="backward and derivative"):
+        fm.explain(q, q, q, backward=True, derivative="second")
+
+
 def test_dropout_has_gradients_alone():
     q, k, v = double(1, 2, 3, 4), double(1, 2, 5, 4), double(1, 2, 5, 4)
 

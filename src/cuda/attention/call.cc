@@ -134,11 +134,7 @@ void fill_problem(AttentionParams& p, const Call& call, size_t aligned_bias) {
     p.lengths_are_int64 = problem.key_lengths->dtype == DType::kInt64;
   }
   fill_bias(p, call, aligned_bias);
-  if (problem.sinks) {
-    p.sinks = t.sinks;
-    p.sink_head = problem.sinks->stride[0];
-    p.sinks_are_fp32 = problem.sinks->dtype == DType::kFloat32;
-  }
+  fill_sinks(p, call);
   p.group = static_cast<int32_t>(plan.heads_q / plan.heads_k);
   p.len_q = static_cast<int32_t>(plan.len_q);
   p.len_k = static_cast<int32_t>(plan.len_k);
@@ -216,6 +212,14 @@ const Kernel* planned_bias_sum(const AttentionPlan& plan) {
 }
 
 }  // namespace
+
+void fill_sinks(AttentionParams& p, const Call& call) {
+  const std::optional<TensorSpec>& sinks = call.plan.problem.sinks;
+  if (!sinks) return;
+  p.sinks = call.tensors.sinks;
+  p.sink_head = sinks->stride[0];
+  p.sinks_are_fp32 = sinks->dtype == DType::kFloat32;
+}
 
 void fill_scores(AttentionParams& p, const Geometry& g) {
   const auto limit = [](int64_t side) {

@@ -30,6 +30,8 @@ void fill_forward(AttentionFwdParams& p, const Call& call);
 void fill_backward(AttentionBwdParams& p, const Call& call, uint32_t preprocess_heads);
 // Of these: what makes a score of a product, and the keys that a row sees.
 void fill_scores(AttentionParams& p, const Geometry& g);
+// And the sinks, null where there are none.
+void fill_sinks(AttentionParams& p, const Call& call);
 // A forward kernel wants a positive scale: see AttentionFwdParams::sign.
 void fill_sign(AttentionFwdParams& p, const Geometry& g);
 // longest_first: whether the last blocks of a sequence, which a causal mask leaves most to do, come

@@ -43,9 +43,6 @@ struct PagedParams : AttentionFwdParams {
   // Of an fp8 cache: keys and values are these times what is stored; null: 1.
   const float *k_scale, *v_scale;          // () or (heads_k)
   int64_t k_scale_stride, v_scale_stride;  // 0: one for all heads
-  const void* sinks;                       // (heads_q), fp32 or the query's dtype; or null
-  int64_t sinks_stride;
-  int32_t sinks_are_fp32;
 
   // Splits of a sequence's keys follow from its own lengths and from these: see paged_work.cuh.
   int32_t most_splits, least_keys;

@@ -129,17 +129,14 @@ void fill_lengths(PagedParams& p, const Paged& paged, const AttentionTensors& t)
   p.cu_is_int64 = is_int64(*paged.cu_seqlens_q);
 }
 
-void fill_scales(PagedParams& p, const AttentionProblem& problem, const AttentionTensors& t) {
+void fill_scales(PagedParams& p, const Paged& paged, const AttentionTensors& t) {
   const auto stride = [](const std::optional<TensorSpec>& spec) {
     return spec && spec->rank == 1 && spec->shape[0] > 1 ? spec->stride[0] : 0;
   };
   p.k_scale = static_cast<const float*>(t.k_scale);
   p.v_scale = static_cast<const float*>(t.v_scale);
-  p.k_scale_stride = stride(problem.paged->k_scale);
-  p.v_scale_stride = stride(problem.paged->v_scale);
-  p.sinks = problem.sinks ? t.sinks : nullptr;
-  p.sinks_stride = stride(problem.sinks);
-  p.sinks_are_fp32 = problem.sinks && problem.sinks->dtype == DType::kFloat32;
+  p.k_scale_stride = stride(paged.k_scale);
+  p.v_scale_stride = stride(paged.v_scale);
 }
 
 }  // namespace
@@ -245,7 +242,8 @@ Status run_paged(const Call& call) {
   fill_scores(p, call.geometry);
   fill_sign(p, call.geometry);
   fill_lengths(p, *problem.paged, t);
-  fill_scales(p, problem, t);
+  fill_scales(p, *problem.paged, t);
+  fill_sinks(p, call);
   p.most_splits = static_cast<int32_t>(splits.most);
   p.least_keys = kLeastKeys;
   p.cost_keys = static_cast<int32_t>(cost_keys(plan));

@@ -1,5 +1,5 @@
 // The kernel after attention over pages: makes one result of those that the splits of a sequence
-// left in the workspace, O = sum of 2^(LSE_s - LSE) O_s, and adds the sink to LSE.
+// left in the workspace, O = sum of 2^(LSE_s - LSE) O_s; the sink joins LSE here.
 #pragma once
 
 #include "cuda/attention/mma_sync/paged_store.cuh"
@@ -22,8 +22,8 @@ __device__ __forceinline__ void combine_row(const PagedSequence& seq, int sequen
   for (int s = lane; s < seq.splits; s += 32)
     sum += ptx::ex2_approx_ftz(lses[s * step] - reference);
   sum = warp_sum(sum);
-  float lse = sum == 0 ? -INFINITY : reference + __log2f(sum);
-  if (p.sinks) lse = log2_sum(lse, sink_of<T>(head, p));
+  const RowEnd end = end_row(sum, reference, sink_of<T>(p, head));
+  const float inverse = end.share / end.sum;
 
   const int64_t token = seq.token_q + query;
   uint16_t* out =
@@ -37,7 +37,7 @@ __device__ __forceinline__ void combine_row(const PagedSequence& seq, int sequen
       const float4 x =
           *reinterpret_cast<const float4*>(p.partial_out + (first + s * step) * kDim + column);
       if (part == -INFINITY) continue;  // the row sees no key of this split
-      const float weight = ptx::ex2_approx_ftz(part - lse);
+      const float weight = ptx::ex2_approx_ftz(part - reference) * inverse;
       value[0] += weight * x.x;
       value[1] += weight * x.y;
       value[2] += weight * x.z;
@@ -52,7 +52,7 @@ __device__ __forceinline__ void combine_row(const PagedSequence& seq, int sequen
       }
     }
   }
-  if (p.lse && lane == 0) p.lse[token * p.lse_strides.row + head * p.lse_strides.head] = lse * kLn2;
+  if (p.lse && lane == 0) p.lse[token * p.lse_strides.row + head * p.lse_strides.head] = end.lse;
 }
 
 // The kernel: grid (batch, heads by warps, some of the queries at once).

@@ -7,38 +7,12 @@
 
 namespace flashmoe::cuda {
 
-// A query head's sink in base 2; -inf where there is none.
+// The end of a row of the tile. A split's part has no sink: combining adds it once.
 template <class T>
-__device__ __forceinline__ float sink_of(int head, const PagedParams& p) {
-  if (!p.sinks) return -INFINITY;
-  const int64_t at = head * p.sinks_stride;
-  const float sink = p.sinks_are_fp32
-                         ? static_cast<const float*>(p.sinks)[at]
-                         : T::unpack(static_cast<const typename T::Storage*>(p.sinks)[at]);
-  return sink * kLog2e;
-}
-
-// log2(2^a + 2^b); NaN if one is.
-__device__ __forceinline__ float log2_sum(float a, float b) {
-  const float top = fmaxf(a, b);
-  if (top == -INFINITY) return isnan(a) || isnan(b) ? NAN : -INFINITY;
-  return top + __log2f(ptx::ex2_approx_ftz(a - top) + ptx::ex2_approx_ftz(b - top));
-}
-
-// What is left to multiply a row's numbers by, and its LSE in base 2. The sum is over the whole
-// row. A split's part has no sink: combining adds it once.
-template <class T>
-__device__ __forceinline__ RowResult finish_row(float reference, float sum, int row,
-                                                const PagedTask& task, const PagedParams& p) {
-  RowResult result = {0.f, -INFINITY};  // no key allowed; a NaN is not 0
-  if (sum != 0) result = {1.f / sum, reference + __log2f(sum)};
-  if (task.splits == 1 && p.sinks) {
-    const int pair = task.first_row + row;
-    const float all = log2_sum(result.lse, sink_of<T>(task.head * p.group + pair % p.group, p));
-    if (sum != 0) result.inverse *= ptx::ex2_approx_ftz(result.lse - all);
-    result.lse = all;
-  }
-  return result;
+__device__ __forceinline__ RowEnd end_row(float sum, float reference, int row,
+                                          const PagedTask& task, const PagedParams& p) {
+  const int head = task.head * p.group + (task.first_row + row) % p.group;
+  return end_row(sum, reference, task.splits == 1 ? sink_of<T>(p, head) : -INFINITY);
 }
 
 // Where a row's results go.
@@ -61,8 +35,8 @@ struct PagedRow {
     partial = p.partial_out + at * C::kDim;
     lse = p.partial_lse + at;
   }
-  __device__ __forceinline__ void store_lse(float log2) const {
-    if (lse) *lse = out ? log2 * kLn2 : log2;
+  __device__ __forceinline__ void store_lse(float natural) const {
+    if (lse) *lse = out ? natural : natural * kLog2e;
   }
   // Two neighbouring columns, the first of them an even one.
   __device__ __forceinline__ void store(int column, float x, float y, const PagedParams& p) const {
@@ -107,14 +81,13 @@ __device__ __forceinline__ void store_rows(const FwdState<C>& t, float factor, f
     const float sum = quad_sum(t.rows[0].sum[half]);
     const int row = warp.row + 8 * half + warp.lane / 4;
     if (row >= task.rows) continue;
-    const RowResult result =
-        finish_row<typename C::Query>(t.rows[0].reference[half], sum, row, task, p);
+    const RowEnd end = end_row<typename C::Query>(sum, t.rows[0].reference[half], row, task, p);
     const PagedRow<C> to(row, task, p);
-    const float times = result.inverse * factor * poison;
+    const float times = end.share / end.sum * factor * poison;
     for_each_column<C>(t.o[0], half, warp, [&](int column, float x, float y) {
       to.store(column, x * times, y * times, p);
     });
-    if (warp.lane % 4 == 0 && warp.column == 0) to.store_lse(result.lse * poison);
+    if (warp.lane % 4 == 0 && warp.column == 0) to.store_lse(end.lse * poison);
   }
 }
 
@@ -160,12 +133,12 @@ __device__ __forceinline__ void merge_teams(const FwdState<C>& t, float factor, 
       value[2] += weight * x.z;
       value[3] += weight * x.w;
     }
-    const RowResult result = finish_row<typename C::Query>(top, sum, row, task, p);
+    const RowEnd end = end_row<typename C::Query>(sum, top, row, task, p);
     const PagedRow<C> to(row, task, p);
-    const float times = result.inverse * factor * poison;
+    const float times = end.share / end.sum * factor * poison;
     to.store(column, value[0] * times, value[1] * times, p);
     to.store(column + 2, value[2] * times, value[3] * times, p);
-    if (column == 0) to.store_lse(result.lse * poison);
+    if (column == 0) to.store_lse(end.lse * poison);
   }
 }
 

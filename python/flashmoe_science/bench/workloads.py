@@ -301,6 +301,16 @@ GQA: Beside = {
     for heads in (32, 64)
     for causal in ("", ",causal")
 }
+# Query and key heads of language models, causal, and groups of other sizes.
+GROUPS = tuple(
+    f"{16384 // length},{heads},{length},128,kv{kv_heads},causal"
+    for heads, kv_heads, lengths in (
+        (32, 8, (2048, 8192)),  # and 4,096 above
+        *((heads, kv, (2048, 4096, 8192)) for heads, kv in ((32, 4), (28, 4))),
+        *((heads, kv, (4096,)) for heads, kv in ((40, 8), (64, 4), (16, 8))),
+    )
+    for length in lengths
+)
 WINDOW: Beside = {
     gpu_dense_shape(dim, 16384, ",causal,w1024"): (gpu_dense_shape(dim, 16384, ",causal"),)
     for dim in (64, 128)
@@ -362,8 +372,8 @@ WORKLOADS = {
         own_passes={"cpu": ("fwd",), "cuda": ("fwd",)},
     ),
     "gqa": Workload(
-        "dense with 32 or 64 query heads on 8 key heads, beside as many key heads as query heads",
-        {"cpu": ("1,8,128,64", "1,8,128,64,kv2"), "cuda": shapes_of(GQA)},
+        "dense with groups of query heads on a key head, beside as many key heads as query heads",
+        {"cpu": ("1,8,128,64", "1,8,128,64,kv2"), "cuda": (*shapes_of(GQA), *GROUPS)},
         make_dense,
         peers_on=FEW_PEERS,
         own_passes={"cpu": ("fwd",), "cuda": ("fwd", "bwd")},

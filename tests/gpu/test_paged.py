@@ -179,8 +179,8 @@ def test_append_writes_what_the_cpu_writes(d, float8, dtype, layout):
     k, v = (normal(tokens, heads, size, dtype=dtype, std=100) for size in (d, d + 4))
     k[0, 0, 0], v[1, 0, 0], k[2, 0, 0] = nan, 1e4, -1e4
     slots = torch.randperm(blocks * page)[:tokens]
+    slots[3::11] += blocks * page
     slots[::7] = -1
-    slots[3::11] = blocks * page + slots[3::11]
     scales = {}
     if float8:
         scales = {"k_scale": torch.rand(heads) + 0.5, "v_scale": torch.tensor(0.3)}

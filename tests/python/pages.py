@@ -145,7 +145,7 @@ def empty_caches(layout, blocks, page, heads, dims, dtype, device="cpu") -> list
     """(blocks, page, heads, dim) for keys and for values, in memory of that layout; all NaN."""
 
     def nans(*size: int) -> torch.Tensor:
-        return torch.full(size, math.nan, device=device).to(dtype)
+        return torch.full(size, math.nan).to(dtype).to(device)  # a GPU rounds NaN to other bits
 
     d, dv = dims
     if layout == "separate":

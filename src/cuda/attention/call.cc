@@ -331,7 +331,7 @@ SideParams fill_side_params(const Call& call, const AttentionFwdParams& p, bool 
       ragged_slots(call.plan.problem.query.shape[0], call.plan.block_q, call.plan.batch);
   const bool descending = longest_first && p.right < kNoLimit;
   side.ragged.lists[0] = ragged_list(p.blocks, slots, call.plan.block_q, false, descending);
-  if (main_kernel(call.plan).counts_tasks) {
+  if (counts_tasks(call.plan)) {
     side.ragged.tile_counter = at<int32_t>(call, call.forward.tile_counter);
   }
   return side;

@@ -164,8 +164,8 @@ std::vector<Kernel> list_kernels() {
            sm90::kBwdBiasFloat);
   list.add("sm90", both, Role::kBiasSum, "bwd_bias_sum", "bwd_bias", sm90::kBiasSum);
   list.add_small("sm90", both,
-                 {Role::kRaggedBlocks, Role::kRowBounds, Role::kBiasAlign, Role::kPreprocess,
-                  Role::kPackedPreprocess, Role::kBackwardDq, Role::kSinkSum});
+                 {Role::kRaggedBlocks, Role::kRowBounds, Role::kTaskCounter, Role::kBiasAlign,
+                  Role::kPreprocess, Role::kPackedPreprocess, Role::kBackwardDq, Role::kSinkSum});
 
   const auto add_mma_sync = [&](const char* family, const std::initializer_list<DType>& dtypes,
                                 const auto& fwd, const auto& fwd_bias, const auto& bwd,
@@ -206,6 +206,8 @@ const char* role_name(Role role) {
       return "attention_ragged_blocks";
     case Role::kRowBounds:
       return "attention_row_bounds";
+    case Role::kTaskCounter:
+      return "attention_task_counter";
     case Role::kBiasAlign:
       return "attention_bias_align";
     case Role::kBiasTranspose:

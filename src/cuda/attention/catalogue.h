@@ -15,6 +15,7 @@ namespace flashmoe::cuda {
 enum class Role {
   kRaggedBlocks,   // before either pass of a ragged batch
   kRowBounds,      // before a forward pass over packed tokens
+  kTaskCounter,    // before a dense forward pass that counts its tasks
   kBiasAlign,      // before either pass with a bias that many share
   kBiasTranspose,  // before either pass with the bias of a ragged batch, and for its gradient after
   kForward,

@@ -168,11 +168,16 @@ int log2_packed_heads(const AttentionPlan& plan, int64_t block_q) {
 // and shorter tasks come out even over all heads. But where these are no multiple of `unit`,
 // nearly, all are mixed: that comes out even, and where there are few heads many CTAs read the same
 // keys at the same time.
+//
+// With a counter any wave comes out even. The more heads the better then, as long as L2 holds their
+// keys or enough CTAs read the same ones at the same time.
 int64_t forward_heads_per_wave(const AttentionPlan& plan, const Sm90FwdParams& p) {
+  constexpr int64_t kHeadsAtOnce = 16;
   if (p.right >= kNoLimit) return 1;
   const int64_t bytes =
       dtype_bytes(plan.problem.key.dtype) * plan.len_k * (plan.head_dim + plan.head_dim_v);
   const int64_t cached = std::max<int64_t>(kCachedBytes / bytes, 1) * p.group;
+  if (counts_tasks(plan)) return std::max(cached, kHeadsAtOnce * p.group);
   const int64_t both_ways = 2 * persistent_ctas(plan);
   const int64_t unit = both_ways / std::gcd(both_ways, int64_t{p.query_blocks});
   const int64_t heads = int64_t{p.heads} * p.batch;
@@ -275,6 +280,16 @@ void lay_out_packed_backward(AttentionPlan& plan, const Kernel& kernel, const Gp
   plan.workspace_bytes = backward_workspace(plan, nullptr).bytes;
 }
 
+// Whether a dense pass counts its tasks: where a mask makes long ones and short ones. Of short
+// sequences, and above head dim 128, a list that CTAs go forth and back through is as even and
+// shares more of the keys (docs/log/sm90.md).
+bool counts_dense_tasks(const AttentionPlan& plan, const Kernel& kernel) {
+  constexpr int64_t kLeastLength = 1024;
+  const AttentionProblem& p = plan.problem;
+  return !p.ragged && !p.bias && geometry(p).right >= 0 && plan.len_q >= kLeastLength &&
+         kernel.head_dim >= 64 && kernel.head_dim <= 128;
+}
+
 void lay_out_forward(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
   if (kernel.packed) return lay_out_packed(plan, kernel, gpu);
   const AttentionProblem& p = plan.problem;
@@ -285,8 +300,14 @@ void lay_out_forward(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) 
                         : ceil_div(plan.len_q << pack, rows) * (plan.heads_q >> pack) * plan.batch;
   add_first_launches(plan);
   const int64_t ctas = ceil_div(plan.work_items, kernel.teams);
-  plan.launches.push_back(
-      once(kernel, grid_of(std::min(ctas, gpu.multiprocessors * kernel.ctas)), Given::kCall));
+  AttentionLaunch main =
+      once(kernel, grid_of(std::min(ctas, gpu.multiprocessors * kernel.ctas)), Given::kCall);
+  if (counts_dense_tasks(plan, kernel)) {
+    const Kernel* counter = find_kernel(Role::kTaskCounter, plan.family, p.query.dtype);
+    plan.launches.push_back(once(*counter, grid_of(1), Given::kCall));
+    main.overlaps = true;
+  }
+  plan.launches.push_back(main);
   plan.workspace_bytes = forward_workspace(plan).bytes;
 }
 
@@ -389,7 +410,9 @@ Status run_forward(const Call& call) {
   p.num_tasks = static_cast<int32_t>(plan.work_items);
   p.heads_per_wave = static_cast<int32_t>(forward_heads_per_wave(plan, p));
   const SideParams side = fill_side_params(call, p, true);
-  p.tile_counter = side.ragged.tile_counter;
+  if (counts_tasks(plan)) {
+    p.tile_counter = reinterpret_cast<int32_t*>(call.workspace + call.forward.tile_counter);
+  }
   if (Status status = fill_maps(p, call); !status.ok()) return status;
   return run_launches(call, p, side);
 }

@@ -59,6 +59,11 @@ int64_t sink_parts(const AttentionPlan& plan) {
   return std::clamp<int64_t>(ceil_div(sink_rows(plan), kRowsOfPart), 1, most);
 }
 
+bool counts_tasks(const AttentionPlan& plan) {
+  if (!main_kernel(plan).counts_tasks) return false;
+  return plan.problem.ragged || kernel_of(plan.launches.front()).role == Role::kTaskCounter;
+}
+
 ForwardWorkspace forward_workspace(const AttentionPlan& plan) {
   const AttentionProblem& p = plan.problem;
   ForwardWorkspace w;
@@ -74,7 +79,7 @@ ForwardWorkspace forward_workspace(const AttentionPlan& plan) {
   w.blocks = place(slots * static_cast<int64_t>(sizeof(RaggedBlock)));
   w.row_bounds = place(packed ? round_up(p.query.shape[0], plan.block_q) * 2 * sizeof(int32_t) : 0);
   w.transposed_bias = place(transposed_bias_bytes(plan));
-  w.tile_counter = place(main_kernel(plan).counts_tasks && p.ragged ? kAlignment : 0);
+  w.tile_counter = place(counts_tasks(plan) ? kAlignment : 0);
   const int64_t rows =
       plan.splits > 1 ? plan.splits * plan.batch * forward_heads(plan) * forward_rows(plan) : 0;
   const int64_t out_bytes = rows * main_kernel(plan).head_dim * static_cast<int64_t>(sizeof(float));

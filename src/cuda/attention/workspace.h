@@ -59,6 +59,8 @@ struct ForwardWorkspace {
   size_t bytes = 0;
 };
 ForwardWorkspace forward_workspace(const AttentionPlan& plan);
+// Whether the CTAs of a forward pass take their tasks from a counter.
+bool counts_tasks(const AttentionPlan& plan);
 
 struct BackwardWorkspace {
   int64_t rows = 0;           // of one head, all sequences, in whole blocks of queries

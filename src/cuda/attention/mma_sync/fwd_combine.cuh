@@ -23,21 +23,18 @@ __device__ __forceinline__ void attention_combine(const AttentionFwdParams& p) {
   const int64_t rows = int64_t{p.batch} * gridDim.y * p.len_q;  // of one split
   const int64_t mine = (int64_t{batch} * gridDim.y + head) * p.len_q + row;
   const float* lses = p.partial_lse + mine;
-  const float sink = sink_of<T>(p, head, row);
 
   float top = -INFINITY, sum = 0;
   for (int s = lane; s < p.splits; s += 32) top = fmaxf(top, lses[s * rows]);
-  top = fmaxf(warp_max(top), sink * kLog2e);
+  top = warp_max(top);
   const float reference = top == -INFINITY ? 0.f : top;
   for (int s = lane; s < p.splits; s += 32) sum += ptx::ex2_approx_ftz(lses[s * rows] - reference);
   sum = warp_sum(sum);
-  const float all = sum + ptx::ex2_approx_ftz(sink * kLog2e - reference);
-  const float lse = all == 0 ? -INFINITY : reference + __log2f(all);
+  const RowEnd end = end_row(sum, reference, sink_of<T>(p, head, row));
+  const float inverse = end.share / end.sum;
   if (p.lse && threadIdx.x == 0) {
-    p.lse[offset(p, p.lse_strides, batch, head, 0) + row * p.lse_strides.row] = !seq.valid ? NAN
-                                                                                : sum == 0
-                                                                                    ? sink
-                                                                                    : lse * kLn2;
+    p.lse[offset(p, p.lse_strides, batch, head, 0) + row * p.lse_strides.row] =
+        seq.valid ? end.lse : NAN;
   }
 
   const char* to =
@@ -52,7 +49,7 @@ __device__ __forceinline__ void attention_combine(const AttentionFwdParams& p) {
       if (part == -INFINITY || column >= p.dim) continue;
       const float4 x =
           *reinterpret_cast<const float4*>(p.partial_out + (s * rows + mine) * p.dim + column);
-      const float weight = ptx::ex2_approx_ftz(part - lse);
+      const float weight = ptx::ex2_approx_ftz(part - reference) * inverse;
       value[0] += weight * x.x;
       value[1] += weight * x.y;
       value[2] += weight * x.z;

@@ -24,7 +24,8 @@ class FwdProducer {
       run_slabs();
     } else {
       const FwdScheduler<C> scheduler{p_};
-      int number = scheduler.first();
+      int number = blockIdx.x;
+      ptx::griddepcontrol_wait();  // for the counter
 #pragma unroll 1
       for (;;) {
         const uint32_t count = tasks_.count();

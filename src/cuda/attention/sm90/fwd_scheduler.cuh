@@ -6,6 +6,7 @@
 #include "cuda/attention/sequence.cuh"
 #include "cuda/attention/sm90/params.h"
 #include "cuda/attention/sm90/warpgroup.cuh"
+#include "cuda/ptx/grid.cuh"
 
 namespace flashmoe::cuda::sm90 {
 
@@ -33,15 +34,11 @@ template <class C>
 struct FwdScheduler {
   const Sm90FwdParams& p;
 
-  __device__ __forceinline__ int first() const {
-    return p.tile_counter ? atomicAdd(p.tile_counter, 1) : blockIdx.x;
-  }
-
-  // The task of this CTA after its task `number`, which was its `count`th. Ragged: the next that no
-  // CTA has. Dense: CTAs go forth and back through the list, so that the one that had the longest
-  // task of one pass has the shortest of the next.
+  // The task of this CTA after its task `number`, which was its `count`th; the first is blockIdx.x.
+  // With a counter the next that no CTA has. Else CTAs go forth and back through the list, so that
+  // the one that had the longest task of one pass has the shortest of the next.
   __device__ __forceinline__ int next(int number, uint32_t count) const {
-    if (p.tile_counter) return atomicAdd(p.tile_counter, 1);
+    if (p.tile_counter) return gridDim.x + atomicAdd(p.tile_counter, 1);
     return number + 1 + 2 * (count % 2 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
   }
 
@@ -122,5 +119,11 @@ struct FwdScheduler {
     }
   }
 };
+
+// The kernel before a dense pass that counts its tasks.
+__device__ __forceinline__ void attention_task_counter(const Sm90FwdParams& p) {
+  ptx::griddepcontrol_launch_dependents();
+  if (threadIdx.x == 0) *p.tile_counter = 0;
+}
 
 }  // namespace flashmoe::cuda::sm90

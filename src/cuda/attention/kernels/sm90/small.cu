@@ -6,6 +6,7 @@
 #include "cuda/attention/sm90/bwd_convert_dq.cuh"
 #include "cuda/attention/sm90/bwd_packed_preprocess.cuh"
 #include "cuda/attention/sm90/bwd_preprocess.cuh"
+#include "cuda/attention/sm90/fwd_scheduler.cuh"
 #include "cuda/attention/sm90/row_bounds.cuh"
 
 using namespace flashmoe::cuda;
@@ -18,6 +19,11 @@ extern "C" __global__ void __launch_bounds__(kRaggedThreads)
 extern "C" __global__ void __launch_bounds__(kRaggedThreads)
     FLASHMOE_KERNEL(attention_row_bounds)(const __grid_constant__ Sm90PackedParams p) {
   sm90::attention_row_bounds(p);
+}
+
+extern "C" __global__ void __launch_bounds__(kRowThreads)
+    FLASHMOE_KERNEL(attention_task_counter)(const __grid_constant__ Sm90FwdParams p) {
+  sm90::attention_task_counter(p);
 }
 
 extern "C" __global__ void __launch_bounds__(kRowThreads)

@@ -19,8 +19,10 @@ constexpr int64_t kMaxLength = kNoLimit - 1;
 // What no kernel of any family can do of the problem; empty when there is nothing.
 std::string missing_everywhere(const AttentionPlan& plan) {
   const AttentionProblem& p = plan.problem;
-  if (p.pass == Pass::kTangent) return "CUDA kernels have no forward mode yet";
-  if (p.pass == Pass::kSecond) return "CUDA kernels have no second derivatives yet";
+  // One after the other make a second derivative.
+  if (p.pass == Pass::kTangent || p.pass == Pass::kSecond) {
+    return "CUDA kernels have no second derivatives and no forward mode yet";
+  }
   if (p.query.dtype != DType::kFloat16 && p.query.dtype != DType::kBFloat16) {
     return text("query is ", dtype_name(p.query.dtype), "; CUDA kernels take float16 and bfloat16");
   }

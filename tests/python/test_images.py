@@ -48,6 +48,7 @@ ROWS = {
 HOPPER_ROWS = {
     "attention_ragged_blocks": 32,
     "attention_row_bounds": 32,
+    "attention_task_counter": 4,
     "attention_bias_align": 4,
     "attention_bwd_preprocess": 4,
     "attention_bwd_packed_preprocess": 32,
@@ -674,7 +675,7 @@ def test_sizes():
     """The wheel of all families, which is compressed, stays far below 100 MB."""
     assert all(image.stat().st_size < 8e6 for image in IMAGES)
     assert sum(len(zlib.compress(image.read_bytes(), 1)) for image in IMAGES) < 60e6
-    assert (ROOT / "python/flashmoe_science/lib/libflashmoe.so").stat().st_size < 120e6
+    assert (ROOT / "python/flashmoe_science/lib/libflashmoe.so").stat().st_size < 160e6
 
 
 def test_compile_times():

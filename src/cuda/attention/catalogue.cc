@@ -48,6 +48,9 @@ const char* params_type(const Sm90BiasSumTile&) { return "Sm90BwdParams"; }
 const char* params_type(const PagedTile&) { return "PagedParams"; }
 const char* params_type(const Sm90ChunkTile&) { return "Sm90PagedParams"; }
 
+// A sum for each warp.
+constexpr int kSinkSumSharedBytes = kRowThreads / 32 * sizeof(float);
+
 // Lists kernels, as far as this build has an image of theirs.
 class Lister {
  public:
@@ -80,6 +83,7 @@ class Lister {
                                  : bounds                       ? kRowBoundsSharedBytes
                                  : role == Role::kBiasTranspose ? kBiasTransposeSharedBytes
                                  : role == Role::kBackwardDq    ? kConvertDqSharedBytes
+                                 : role == Role::kSinkSum       ? kSinkSumSharedBytes
                                                                 : 0;
         add({embedded_kernel(image, name, name), family, role, dtype, 0, 0, 0, threads,
              shared_bytes, 0});

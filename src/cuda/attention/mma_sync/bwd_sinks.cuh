@@ -14,7 +14,8 @@ namespace flashmoe::cuda {
 // The sum over the CTA, in thread 0.
 __device__ __forceinline__ float block_sum(float x) {
   constexpr int kWarps = kRowThreads / 32;
-  __shared__ float sums[kWarps];
+  extern __shared__ __align__(16) char shared[];
+  float* const sums = reinterpret_cast<float*>(shared);
   x = warp_sum(x);
   if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
   __syncthreads();  // the sums of all warps are there

@@ -26,6 +26,7 @@ __device__ __forceinline__ void combine_row(const PagedSequence& seq, int sequen
   const float inverse = end.share / end.sum;
 
   const int64_t token = seq.token_q + query;
+  if (p.lse && lane == 0) p.lse[token * p.lse_strides.row + head * p.lse_strides.head] = end.lse;
   uint16_t* out =
       static_cast<uint16_t*>(p.out) + token * p.out_strides.row + head * p.out_strides.head;
 #pragma unroll
@@ -52,7 +53,6 @@ __device__ __forceinline__ void combine_row(const PagedSequence& seq, int sequen
       }
     }
   }
-  if (p.lse && lane == 0) p.lse[token * p.lse_strides.row + head * p.lse_strides.head] = end.lse;
 }
 
 // The kernel: grid (batch, heads by warps, some of the queries at once).

@@ -42,7 +42,7 @@ class Known:
 KNOWN = {
     "racecheck": [
         Known(
-            r"sm90_attention_bwd_(?!preprocess|dq)",
+            r"sm90_attention_(bwd_(?!preprocess|dq)|fwd_packed_|fwd_bias_rows_)",
             "one lane arrives at an mbarrier for its warp after __syncwarp(); the tool does not "
             "follow an order made of the two",
             counted=True,

@@ -176,6 +176,28 @@ def test_explain_paged(capsys):
     assert capsys.readouterr().out.strip() == expected.strip()
 
 
+def test_explain_append(capsys):
+    command = "explain --append --page 8 --batch 5 --heads 6 --kv-heads 2 --kv-len 33 --dim 16"
+    assert main([*command.split(), *"--len 1 --value-dim 12 --fp8 --device cpu".split()]) == 0
+    caches = [meta(25, 8, 2, dim, dtype=torch.float8_e4m3fn) for dim in (16, 12)]
+    expected = flashmoe_science.explain_append(
+        *(meta(5, 2, dim) for dim in (16, 12)),
+        *caches,
+        meta(5, dtype=torch.int64),
+        k_scale=1.0,
+        v_scale=1.0,
+        device="cpu",
+    )
+    assert capsys.readouterr().out.strip() == expected.strip()
+    assert "5 tokens" in expected and "pages of 8 in float8_e4m3fn, scaled" in expected
+
+
+@pytest.mark.parametrize("option", ["--causal", "--window 8,0", "--derivative second"])
+def test_options_that_mean_nothing_are_refused(capsys, option):
+    assert main(["explain", "--append", *option.split()]) == 1
+    assert f"{option.split()[0]} means nothing with --append" in capsys.readouterr().err
+
+
 def test_explain_of_experts_says_what_explain_moe_says(capsys):
     shape = "--tokens 40 --width 24 --inner 20 --experts 7 --k 3 --dtype bf16 --device cpu"
     bf16 = torch.bfloat16

@@ -2,8 +2,8 @@
 
 A workload makes a Case from a shape: the tensors, our call, the same thing said with PyTorch's math
 backend (the correctness reference, in any dtype), and the peers. To add a workload, write a
-function that makes its Case and add an entry at the end of this file; moe.py has those of mixtures
-of experts.
+function that makes its Case and add an entry at the end of this file; paged.py has those of
+attention over pages, append.py of writing to a cache, moe.py of mixtures of experts.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 from flashmoe_science import explain, flash_attention, flash_attention_varlen
+from flashmoe_science.bench import dropout
+from flashmoe_science.bench.append import APPEND_WORKLOADS
 from flashmoe_science.bench.case import (
     Case,
     Implementation,
@@ -25,7 +27,14 @@ from flashmoe_science.bench.case import (
     tokens_first,
 )
 from flashmoe_science.bench.moe import MOE_WORKLOADS
-from flashmoe_science.bench.peers import CompiledFlex, sdpa_dense, sdpa_peers, window_mask
+from flashmoe_science.bench.paged import PAGED_WORKLOADS
+from flashmoe_science.bench.peers import (
+    CompiledFlex,
+    of_heads,
+    sdpa_dense,
+    sdpa_peers,
+    window_mask,
+)
 from flashmoe_science.bench.ragged import (
     MOST_ATOMS,
     Ragged,
@@ -33,11 +42,17 @@ from flashmoe_science.bench.ragged import (
     ragged_lengths,
     uniform_lengths,
 )
+from flashmoe_science.bench.second import FIRST, SECOND, twice
 
 # Our own calls as peers, for rows about what an option costs.
 NONDETERMINISTIC = "nondeterministic"  # a backward pass that is free to add in any order
 WITHOUT_BIAS = "without_bias"
 ROUNDED_BIAS = "rounded_bias"  # in the dtype of q, k and v
+MASK_AS_BIAS = "mask_as_bias"  # 0 and -inf in the dtype of q, k and v
+WITHOUT_DROPOUT = "without_dropout"
+
+DROPPED = 0.1  # of the workload dropout
+SEED = 2**40 + 3
 
 
 def normal(*size: int, like: torch.Tensor) -> torch.Tensor:
@@ -45,13 +60,24 @@ def normal(*size: int, like: torch.Tensor) -> torch.Tensor:
     return torch.randn(*size, dtype=torch.float32, device=like.device).to(like.dtype)
 
 
-def ours_dense(leaves: Tensors, **options: Any) -> torch.Tensor:
+def ours_dense(leaves: Tensors, mask: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
     q, k, v = leaves["q"], leaves["k"], leaves["v"]
-    return flash_attention(q, k, v, bias=leaves.get("bias"), **options)
+    return flash_attention(q, k, v, bias=leaves.get("bias", of_heads(mask, q)), **options)
 
 
-def explain_dense(leaves: Tensors, backward: bool, **options: Any) -> str:
-    return explain(**leaves, backward=backward, **options)
+def explain_dense(
+    leaves: Tensors, backward: bool, mask: torch.Tensor | None = None, **options: Any
+) -> str:
+    options.pop("seed", None)  # which pairs are dropped changes nothing
+    given = leaves if mask is None else {**leaves, "bias": of_heads(mask, leaves["q"])}
+    return explain(**given, backward=backward, **options)
+
+
+def explain_derivative(explain_pass: Callable[..., str], leaves: Tensors, backward: bool) -> str:
+    """Of a case of second derivatives: what their first and their second part would run."""
+    return (
+        explain_pass(leaves, False, derivative="second") if backward else explain_pass(leaves, True)
+    )
 
 
 def dense_options(shape: Shape) -> dict[str, Any]:
@@ -96,11 +122,13 @@ def ours_ragged(leaves: Tensors, ragged: Ragged) -> torch.Tensor:
     )  # fmt: skip
 
 
-def explain_ragged(leaves: Tensors, backward: bool, ragged: Ragged) -> str:
+def explain_ragged(
+    leaves: Tensors, backward: bool, ragged: Ragged, derivative: str | None = None
+) -> str:
     cu, longest = ragged.cu_seqlens, ragged.longest
     return explain(
         **leaves, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=longest, max_seqlen_k=longest,
-        causal=ragged.causal, backward=backward,
+        causal=ragged.causal, backward=backward, derivative=derivative,
     )  # fmt: skip
 
 
@@ -256,6 +284,70 @@ def make_crystals(
     return dataclasses.replace(case, bytes=moved, baseline=WITHOUT_BIAS if with_bias else "varlen")
 
 
+def make_second(shape: Shape, dtype: torch.dtype, device: torch.device) -> Case:
+    """Second derivatives of dense attention, with a bias for every pair of a sequence if asked."""
+    case = make_dense(shape, dtype, device, bias_batch=shape.batch if shape.bias else 0)
+    return twice(case, functools.partial(explain_derivative, case.ours.explain))
+
+
+def make_second_crystals(shape: Shape, dtype: torch.dtype, device: torch.device) -> Case:
+    """The same for a ragged batch; math gets all sequences of one length at a time, unpadded."""
+    case = make_ragged(shape, dtype, device, draw=crystal_lengths)
+    return twice(case, functools.partial(explain_derivative, case.ours.explain))
+
+
+def make_fp32(shape: Shape, dtype: torch.dtype, device: torch.device) -> Case:
+    """Dense attention, or pair_bias; with everyone's products in TF32 where that is allowed."""
+    case = make_dense(shape, dtype, device, bias_batch=shape.batch if shape.bias else 0)
+    allow = functools.partial(dataclasses.replace, tf32=shape.tf32)
+    return dataclasses.replace(
+        case,
+        ours=allow(case.ours),
+        reference=allow(case.reference),
+        peers={name: allow(peer) for name, peer in case.peers.items()},
+    )
+
+
+def make_dropout(shape: Shape, dtype: torch.dtype, device: torch.device) -> Case:
+    """Dense attention that drops pairs. Peers drop as many, and others: theirs are not compared."""
+    case, options = make_dense(shape, dtype, device), dense_options(shape)
+    # On the device, as torch's generator keeps its own.
+    dropped = {"dropout_p": DROPPED, "seed": torch.tensor(SEED, device=device)}
+    gqa = shape.kv_heads != shape.heads
+    sdpa = functools.partial(sdpa_dense, causal=shape.causal, gqa=gqa, dropout_p=DROPPED)
+    theirs = {n: dataclasses.replace(p, another=True) for n, p in sdpa_peers(sdpa).items()}
+    exact = functools.partial(dropout.attention, causal=shape.causal, p=DROPPED, seed=SEED)
+    without = dataclasses.replace(our_dense(**options), another=True)
+    return dataclasses.replace(
+        case,
+        ours=our_dense(**options, **dropped),
+        reference=Implementation(exact),
+        peers={**theirs, WITHOUT_DROPOUT: without},
+        baseline="flash" if device.type == "cuda" else "math",
+        keywords={**options, **dropped},
+    )
+
+
+def make_mask(shape: Shape, dtype: torch.dtype, device: torch.device) -> Case:
+    """A mask of bytes, (B, H, S, S) or shared by all heads, that hides half of all pairs.
+
+    No query sees no key at all: PyTorch has no answer for that.
+    """
+    case = make_dense(shape, dtype, device)
+    size = (shape.batch, 1 if shape.shared else shape.heads, shape.length, shape.length)
+    mask = torch.rand(size, device=device) < 0.5
+    mask.diagonal(dim1=-2, dim2=-1).fill_(True)
+    bias = torch.zeros(size, dtype=dtype, device=device).masked_fill_(~mask, -torch.inf)
+    sdpa = functools.partial(sdpa_dense, causal=False, gqa=shape.kv_heads != shape.heads, mask=mask)
+    return dataclasses.replace(
+        case,
+        ours=our_dense(mask=mask),
+        reference=Implementation(sdpa, backend="math"),
+        peers={**sdpa_peers(sdpa), MASK_AS_BIAS: our_dense(mask=bias)},
+        keywords={"mask": mask},
+    )
+
+
 def make_mixed_lengths(shape: Shape, dtype: torch.dtype, device: torch.device) -> Case:
     """Sequences of every length up to shape.length, packed; where even, dense ones of that length.
 
@@ -342,6 +434,16 @@ PADDED = {"cpu": ("flash", "math"), "cuda": ("cudnn", "efficient", "math")}
 # For rows that are held to other rows of ours: peers that say where those stand.
 FEW_PEERS = {"cpu": ("math",), "cuda": ("flash", "cudnn")}
 DENSE_OPTIONS = frozenset({"causal", "kv", "window"})
+CAUSAL = ("", ",causal")
+SECOND_DERIVATIVES = {
+    "operator": "second derivatives of attention",
+    "backward_flops": SECOND / FIRST,
+    "peers_on": {"cpu": ("math",), "cuda": ("math",)},
+    "passes": ("bwd", "fwd+bwd"),
+    "own_passes": {device: ("bwd", "fwd+bwd") for device in ("cpu", "cuda")},
+    "own_dtypes": {"cuda": ("fp32", "bf16")},
+    "in_graph": True,
+}
 
 WORKLOADS = {
     "dense": Workload(
@@ -485,5 +587,60 @@ WORKLOADS = {
         peers_on=PADDED | {"cuda": (WITHOUT_BIAS, "efficient")},
         in_graph=True,
     ),
+    "second": Workload(
+        "second derivatives: the backward pass of a backward pass, with a pair bias too",
+        {
+            "cpu": ("2,4,64,32", "1,4,96,32,bias"),
+            "cuda": ("8,8,256,64", "1,10,400,64,bias"),
+        },
+        make_second,
+        options=frozenset({"kv", "bias"}),
+        **SECOND_DERIVATIVES,
+    ),
+    "second_crystals": Workload(
+        "second derivatives of crystals; PyTorch's math gets those of one length at a time",
+        {"cpu": ("32,4,64,16",), "cuda": (f"4096,8,{MOST_ATOMS},64",)},
+        make_second_crystals,
+        options=frozenset({"kv"}),
+        **SECOND_DERIVATIVES,
+    ),
+    "fp32": Workload(
+        "dense, and with a pair bias (bias), in fp32; with TF32 for everyone where allowed (tf32)",
+        {
+            "cpu": ("1,4,256,64", "1,4,128,64,bias"),
+            "cuda": tuple(
+                s + t for t in ("", ",tf32") for s in ("4,16,1024,64", "4,16,384,64,bias")
+            ),
+        },
+        make_fp32,
+        options=frozenset({"kv", "bias", "tf32"}),
+        dtypes=("fp32",),
+        own_dtypes={"cuda": ("fp32",)},
+    ),
+    "dropout": Workload(
+        f"dense that drops {DROPPED} of all pairs, beside the same in PyTorch",
+        {"cpu": ("1,4,256,64",), "cuda": tuple(gpu_dense_shape(64, 4096, c) for c in CAUSAL)},
+        make_dropout,
+        peers_on={
+            "cpu": ("math", WITHOUT_DROPOUT),
+            "cuda": ("flash", "cudnn", "efficient", WITHOUT_DROPOUT),
+        },
+        own_passes={"cuda": ("fwd", "bwd")},
+    ),
+    "mask": Workload(
+        "dense with a mask of bytes, one for each head or for all (shared), beside it as a bias",
+        {
+            "cpu": ("2,4,128,64", "2,4,128,64,shared"),
+            "cuda": ("8,8,1024,64", "8,8,1024,64,shared"),
+        },
+        make_mask,
+        options=frozenset({"kv", "shared"}),
+        peers_on={
+            "cpu": ("flash", "math", MASK_AS_BIAS),
+            "cuda": ("cudnn", "efficient", "math", MASK_AS_BIAS),
+        },
+    ),
+    **PAGED_WORKLOADS,
+    **APPEND_WORKLOADS,
     **MOE_WORKLOADS,
 }

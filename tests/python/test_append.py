@@ -278,5 +278,5 @@ def test_explain(float8):
     assert "_cache_append\n" in text and "chosen: " in text
     with pytest.raises(ERRORS, match="k_scale"):
         fm.explain_append(k, v, *caches, slots, k_scale=torch.empty(3, **meta), device="cpu")
-    with pytest.raises(ERRORS, match="k must be a torch.Tensor"):
+    with pytest.raises(ERRORS, match=r"k must be a torch\.Tensor"):
         fm.explain_append(None, v, *caches, slots)

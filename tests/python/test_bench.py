@@ -59,6 +59,7 @@ def test_every_row_is_there(bench_run):
         for w, workload in ATTENTION.items()
         for d in ("fp32", "bf16")
         for p in workload.passes
+        if d in workload.dtypes
     }
     assert len(rows) == len(expected) and set(rows) == expected
     assert all(row["check"]["status"] == "ok" for row in results["rows"])
@@ -75,7 +76,7 @@ def test_ratios_and_means_follow_from_the_times(bench_run):
         times = {name: i["ms"] for name, i in row["implementations"].items()}
         ours = times.pop("ours")
         assert ours > 0
-        best = min(ms for ms in times.values() if ms is not None)
+        best = min(ms for name, ms in times.items() if ms and name != "without_dropout")
         assert row["ratio"] == pytest.approx(best / ours)
         assert times[row["best_peer"]] == best
         for name, ms in times.items():
@@ -280,6 +281,10 @@ def test_peers_compute_the_same_thing(name):
     case = WORKLOADS[name].make(shape, torch.float32, CPU)
     truth = accuracy.compute(case.reference, accuracy.in_double(case), backward=True)
     math_peer = case.peers.get("math") or case.peers[case.baseline]
+    if name == "dropout":  # of which math drops other pairs
+        assert accuracy.Oracle(case, backward=True).verdict(case.ours).ok
+        assert not accuracy.Oracle(case, backward=True).verdict(math_peer).ok
+        return
     found = accuracy.compute(math_peer, case, backward=True)
     if case.lengths:
         unpad = functools.partial(packed_again, case.lengths)

@@ -72,7 +72,8 @@ def test_what_can_never_run_is_no_peer():
     with_mask = [*MATERIALS, "ragged", "ragged_bias"]
     assert not [n for n in with_mask if "flash" in WORKLOADS[n].peers("cuda")], "takes no mask"
     varlen = [n for n in WORKLOADS if "varlen" in WORKLOADS[n].peers("cuda")]
-    assert varlen == ["mixed_lengths", "ragged", "crystals"], "takes no bias"
+    paged = [n for n in WORKLOADS if n.startswith("paged_")]
+    assert varlen == ["mixed_lengths", "ragged", "crystals", *paged], "takes no bias"
     flex = [n for n in WORKLOADS if "flex" in WORKLOADS[n].peers("cuda")]
     assert flex == ["pair_bias", "diffusion", "triangle"]
     assert not [n for n in WORKLOADS if {"varlen", "flex"} & {*WORKLOADS[n].peers("cpu")}]

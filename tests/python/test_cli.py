@@ -178,7 +178,8 @@ def test_explain_paged(capsys):
 
 def test_explain_append(capsys):
     command = "explain --append --page 8 --batch 5 --heads 6 --kv-heads 2 --kv-len 33 --dim 16"
-    assert main([*command.split(), *"--len 1 --value-dim 12 --fp8 --device cpu".split()]) == 0
+    command += " --len 1 --value-dim 12 --fp8 --device cpu"
+    assert main(command.split()) == 0
     caches = [meta(25, 8, 2, dim, dtype=torch.float8_e4m3fn) for dim in (16, 12)]
     expected = flashmoe_science.explain_append(
         *(meta(5, 2, dim) for dim in (16, 12)),

@@ -99,11 +99,12 @@ class Append:
         return explain_append(*leaves["new"], *leaves["cache"], **self.keywords)
 
     def to_store(self, new: torch.Tensor) -> torch.Tensor:
-        """What the cache is to hold, as bytes where it is fp8: torch copies those by index."""
+        """What the cache is to hold; where it is fp8, divided in fp32 and as bytes: torch copies
+        those by index."""
         if self.scale is None:
             return new
         largest = torch.finfo(FLOAT8).max
-        return (new / self.scale).clamp(-largest, largest).to(FLOAT8).view(torch.uint8)
+        return (new.float() / self.scale).clamp(-largest, largest).to(FLOAT8).view(torch.uint8)
 
     def index_copy(self, leaves: Tensors) -> torch.Tensor:
         for new, cache in zip(leaves["new"], leaves["cache"], strict=True):

@@ -45,7 +45,7 @@ OUR_LABELS = {
 
 def make_console() -> Console:
     """A console; wide enough for the table where the output is a file or a pipe."""
-    return Console() if sys.stdout.isatty() else Console(width=190, color_system=None)
+    return Console() if sys.stdout.isatty() else Console(width=300, color_system=None)
 
 
 def format_duration(seconds: float) -> str:

@@ -344,7 +344,7 @@ def make_mask(shape: Shape, dtype: torch.dtype, device: torch.device) -> Case:
         ours=our_dense(mask=mask),
         reference=Implementation(sdpa, backend="math"),
         peers={**sdpa_peers(sdpa), MASK_AS_BIAS: our_dense(mask=bias)},
-        keywords={"mask": mask},
+        keywords={**dense_options(shape), "mask": mask},
     )
 
 

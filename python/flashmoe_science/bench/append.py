@@ -162,12 +162,15 @@ def make_append(shape: AppendShape, dtype: torch.dtype, device: torch.device) ->
     )
 
 
+SMALL = ("64,8,128,16", "64,8,128,16,e4m3")
+LARGE = ("8192,8,128,16", "8192,8,128,16,e4m3")
+
 APPEND_WORKLOADS = {
     "append": Workload(
         "T new tokens of H heads to a cache in pages of N, next to a plain copy of their bytes",
         {
             "cpu": ("64,2,64,16", "64,2,64,16,e4m3", "1024,2,64,16"),
-            "cuda": ("64,8,128,16", "8192,8,128,16", "64,8,128,16,e4m3", "8192,8,128,16,e4m3"),
+            "cuda": (*SMALL, *LARGE),
         },
         make_append,
         operator="writing to a cache",

@@ -385,6 +385,11 @@ def shapes(sizes: Iterable[str], options: str) -> tuple[str, ...]:
     return tuple(f"{batch},32,{keys},{HEADS},{options}" for batch, keys in pairs)
 
 
+def chunk_shapes(options: str) -> tuple[str, ...]:
+    """Chunks of a prompt that has 8,192 tokens with them."""
+    return tuple(s for n in CHUNKS for s in shapes(("1x8192",), f"q{n},{options}"))
+
+
 # Where memory is not yet busy, and where it is: from 256k keys on.
 FEW_KEYS = ("1x512", "1x8192", "16x512", "16x2048", "16x8192")
 MANY_KEYS = ("256x1024", "64x8192", "8x32768")
@@ -456,11 +461,10 @@ PAGED_WORKLOADS = {
         "a chunk of N tokens (qN) over S keys in pages",
         {
             "cpu": ("1,8,512,64,kv2,q128,p16",),
-            "cuda": tuple(
-                shape
-                for cache in ("p16", "p64", "p16,e4m3")
-                for chunk in CHUNKS
-                for shape in shapes(("1x8192",), f"q{chunk},{cache}")
+            "cuda": (
+                *chunk_shapes("p16"),
+                *chunk_shapes("p64"),
+                *chunk_shapes("p16,e4m3"),
             ),
         },
         make_prefill,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flashmoe_science.bench.paged import USUAL_PAGE
 from flashmoe_science.bench.results import RESTED, SUSTAINED, Row, geometric_mean, headline
 from speed_picture import Panel, draw
 
@@ -319,14 +320,21 @@ def size_names(rows: list[Row]) -> list[str]:
     if not all("length" in row["shape"] for row in rows):
         return [row["label"] for row in rows]
     shapes = [row["shape"] for row in rows]
+    if shapes[0].get("page"):
+        return [paged_name(shape) for shape in shapes]
     # Of dense rows the batch follows from the length.
     others = [{k: v for k, v in shape.items() if k not in ("batch", "length")} for shape in shapes]
-    if all(other == others[0] for other in others):
-        if shapes[0].get("page"):
-            return [f"{shape['batch']} x {shape['length']:,}" for shape in shapes]
-        if len({shape["length"] for shape in shapes}) == len(shapes):
-            return [f"{shape['length']:,}" for shape in shapes]
+    if len({s["length"] for s in shapes}) == len(rows) and all(o == others[0] for o in others):
+        return [f"{shape['length']:,}" for shape in shapes]
     return [row["label"] for row in rows]
+
+
+def paged_name(shape: dict[str, Any]) -> str:
+    """Sequences and keys, a chunk's tokens, pages that are not the usual ones, and fp8."""
+    page = f"p{shape['page']}" if shape["page"] != USUAL_PAGE else ""
+    chunk = f"q{shape['queries']}" if shape.get("queries") else ""
+    words = [chunk, page, "e4m3" if shape.get("e4m3") else ""]
+    return " ".join([f"{shape['batch']} x {shape['length']:,}", *filter(None, words)])
 
 
 def few_of(count: int) -> list[int]:
@@ -412,8 +420,9 @@ def speed_page(sections: list[Section], summaries: dict[str, str]) -> str:
             "turn by turn, in rotated order; the median of the turns counts. Sustained: without "
             "pauses, at the power limit of a GPU, as in training. Rested: the same pause before "
             "every turn. Sizes are a sequence's length, or batch, heads, length, head dim; over "
-            "pages sequences x keys; of experts tokens, width, inner width, experts, experts of a "
-            "token; of append tokens, heads, head dim, page. `python "
+            "pages sequences x keys, q512 a chunk of so many tokens; of experts tokens, width, "
+            "inner width, experts, experts of a token; of append tokens, heads, head dim, page. "
+            "`python "
             "-m flashmoe_science bench` measures your machine, and `--peer FILE.py` your own "
             "implementation beside ours."
         ),

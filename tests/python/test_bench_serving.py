@@ -69,6 +69,24 @@ def test_everyone_computes_the_same_thing(name, options):
                 assert verdict.ok, (peer, verdict.worst)
 
 
+@pytest.mark.parametrize("name", ["paged_mixed", "paged_prefill"])
+def test_corners_are_masks(name):
+    """What a GPU's flash and efficient are told is what the others' masks say."""
+    case = make(name, dtype=torch.float64)
+    attention = case.attention
+    plain, _ = attention.batches(case.leaves, case.grad)
+    masked, _ = attention.masked(case.leaves, case.grad)
+    assert set(masked) - set(plain) == {"mask1" if name == "paged_mixed" else "mask0"}
+    for ours, theirs in zip(attention.sdpa(plain), attention.sdpa(masked), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    there = dataclasses.replace(
+        attention, pages=dataclasses.replace(attention.pages, device=torch.device("cuda"))
+    )
+    assert there.sdpa_peers()["flash"].prepare == there.batches
+    assert there.sdpa_peers()["cudnn"].prepare == there.masked
+    assert attention.sdpa_peers()["flash"].prepare == attention.masked
+
+
 @pytest.mark.parametrize("name", PAGED)
 @pytest.mark.parametrize("part", ["block_table", "seq_lens", "cu_seqlens_q"])
 def test_a_wrong_page_or_length_would_be_found(name, part):

@@ -237,27 +237,53 @@ class Attention:
         outs = (out.transpose(1, 2).flatten(0, 1) for out in results.values())
         return {"out": torch.cat(list(outs))}
 
+    def masked(self, leaves: Tensors, grad: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        """The same with "mask0", ...: 0 and -inf, where a group's queries do not see all keys."""
+        found, _ = self.batches(leaves, grad)
+        q, device = leaves["q"], self.pages.device
+        for i, group in enumerate(self.pages.groups):
+            keys = group.keys if len(set(group.keys)) > 1 else group.keys[:1]  # one mask for all
+            if group.queries > 1 or len(keys) > 1:
+                key = torch.arange(group.longest, device=device)
+                row = torch.arange(group.queries, device=device)
+                last = self.pages.integers(keys)[:, None, None, None] - group.queries
+                hidden = key > last + row[:, None]
+                mask = torch.zeros(hidden.shape, dtype=q.dtype, device=device)
+                found[f"mask{i}"] = mask.masked_fill_(hidden, -torch.inf)
+        return found, grad
+
     @functools.cached_property
-    def masks(self) -> list[Any]:
-        """Of each group, what SDPA is told of the keys its queries see: None means all."""
-        found: list[Any] = []
-        for group in self.pages.groups:
-            if group.queries > 1:
-                found.append(causal_lower_right(group.queries, group.longest))
-            elif min(group.keys) < group.longest:
-                position = torch.arange(group.longest, device=self.pages.device)
-                found.append((position < self.pages.integers(group.keys)[:, None])[:, None, None])
-            else:
-                found.append(None)
-        return found
+    def corners(self) -> list[Any]:
+        """Of each group, what tells SDPA that the last query sees the last key."""
+        return [
+            causal_lower_right(group.queries, group.longest) if group.queries > 1 else None
+            for group in self.pages.groups
+        ]
 
     def sdpa(self, leaves: Tensors) -> tuple[torch.Tensor, ...]:
         return tuple(
             F.scaled_dot_product_attention(
-                leaves[f"q{i}"], leaves[f"k{i}"], leaves[f"v{i}"], attn_mask=mask, enable_gqa=True
+                leaves[f"q{i}"],
+                leaves[f"k{i}"],
+                leaves[f"v{i}"],
+                attn_mask=leaves.get(f"mask{i}", corner),
+                enable_gqa=True,
             )
-            for i, mask in enumerate(self.masks)
+            for i, corner in enumerate(self.corners)
         )
+
+    def sdpa_peers(self) -> dict[str, Implementation]:
+        """Those that know of corners go without a mask, which others would make in every call."""
+        found = sdpa_peers(self.sdpa, self.masked, self.unbatched)
+        if self.pages.device.type == "cuda" and not self.uneven:
+            for name in ("flash", "efficient"):
+                found[name] = dataclasses.replace(found[name], prepare=self.batches)
+        return found
+
+    @property
+    def uneven(self) -> bool:
+        """Some sequences that have as many queries have other numbers of keys."""
+        return any(len(set(group.keys)) > 1 for group in self.pages.groups)
 
     def varlen(self, leaves: Tensors) -> torch.Tensor:
         pages, maxima = self.pages, self.pages.maxima.values()
@@ -279,10 +305,9 @@ class Attention:
         return {"q": q, **{n: leaves[n].to(q.dtype) * scale for n, scale in scales.items()}}, grad
 
     def peers(self) -> dict[str, Implementation]:
-        found = sdpa_peers(self.sdpa, self.batches, self.unbatched)
+        found = self.sdpa_peers()
         found["varlen"] = Implementation(self.varlen, self.packed)
-        uneven = len(self.pages.groups) > 1 or len(set(self.pages.groups[0].keys)) > 1
-        if uneven:
+        if self.uneven or len(self.pages.groups) > 1:
             found[CONTIGUOUS] = Implementation(self.ours_packed, self.packed)
         else:
             dense = Implementation(self.ours_dense, self.batches, restore=self.unbatched)

@@ -21,7 +21,7 @@ import flashmoe_science
 from bench_rows import ATTENTION
 from clocks import CPU, ONE_TURN, FakeCudaClock
 from flashmoe_science.__main__ import main
-from flashmoe_science.bench import accuracy, machine, ragged, report, runner, timing, workloads
+from flashmoe_science.bench import accuracy, attention, machine, ragged, report, runner, timing
 from flashmoe_science.bench import results as results_file
 from flashmoe_science.bench.case import Shape, tokens_first
 from flashmoe_science.bench.workloads import WORKLOADS
@@ -166,8 +166,8 @@ def test_plot_is_a_picture(bench_run, name):
 
 
 def test_a_wrong_answer_fails_the_run(monkeypatch, tmp_path, capsys):
-    right = workloads.flash_attention
-    monkeypatch.setattr(workloads, "flash_attention", lambda *a, **o: right(*a, **o) * 1.01)
+    right = attention.flash_attention
+    monkeypatch.setattr(attention, "flash_attention", lambda *a, **o: right(*a, **o) * 1.01)
     arguments = "--shape 1,2,16,8 --dtype fp32 --pass fwd --budget 0.001 --no-plot"
     assert main(["bench", "--device", "cpu", *arguments.split(), "--out", str(tmp_path)]) == 1
     text = capsys.readouterr().out
@@ -182,7 +182,7 @@ def test_a_call_that_fails_fails_the_run(monkeypatch, tmp_path, capsys):
     def broken(*args, **options):
         raise RuntimeError("the kernel is on strike")
 
-    monkeypatch.setattr(workloads, "flash_attention", broken)
+    monkeypatch.setattr(attention, "flash_attention", broken)
     arguments = "--shape 1,2,16,8 --dtype fp32 --pass fwd --budget 0.001 --no-plot"
     assert main(["bench", "--device", "cpu", *arguments.split(), "--out", str(tmp_path)]) == 1
     assert "the kernel is on strike" in capsys.readouterr().out
@@ -330,13 +330,13 @@ def test_a_deterministic_row_must_repeat_its_bits(monkeypatch):
     assert case.peers["nondeterministic"].run.keywords["deterministic"] is False
     verdict = accuracy.check(case, backward=True)
     assert verdict.ok and verdict.deviations["grad_k twice"].ours == 0
-    calls, right = [], workloads.flash_attention
+    calls, right = [], attention.flash_attention
 
     def moody(*args, **options):
         calls.append(options["deterministic"])
         return right(*args, **options) * (1 + 1e-7 * len(calls))
 
-    monkeypatch.setattr(workloads, "flash_attention", moody)
+    monkeypatch.setattr(attention, "flash_attention", moody)
     verdict = accuracy.check(case, backward=True)
     assert calls == [True, True] and not verdict.ok
     assert verdict.worst[0].endswith("twice"), "within the tolerance, but not the same"

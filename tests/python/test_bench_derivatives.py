@@ -11,7 +11,7 @@ import torch
 import test_dropout
 from clocks import CPU, FakeCudaClock
 from flashmoe_science.__main__ import main
-from flashmoe_science.bench import accuracy, dropout, memory, runner, timing, workloads
+from flashmoe_science.bench import accuracy, attention, dropout, memory, options, runner, timing
 from flashmoe_science.bench.case import Shape, each, forced_backend, named
 from flashmoe_science.bench.peer_file import PeerFile
 from flashmoe_science.bench.workloads import WORKLOADS
@@ -67,9 +67,9 @@ def test_a_wrong_second_derivative_would_be_found(name, monkeypatch):
     case = make(name, SECOND[name])
     assert accuracy.check(case, backward=True).ok
     for function in ("flash_attention", "flash_attention_varlen"):
-        right = getattr(workloads, function)
+        right = getattr(attention, function)
         # Of the same first gradient where v is, and another second one.
-        monkeypatch.setattr(workloads, function, lambda *a, _right=right, **o: off(_right(*a, **o)))
+        monkeypatch.setattr(attention, function, lambda *a, _right=right, **o: off(_right(*a, **o)))
     verdict = accuracy.check(case, backward=True)
     assert not verdict.ok and all(
         deviation.ok for name, deviation in verdict.deviations.items() if name.startswith("out_")
@@ -179,7 +179,7 @@ def test_fp32_has_one_dtype(capsys):
 def test_dropped_pairs_are_those_of_philox():
     """Against what the tests of dropout wrote down for themselves."""
     size = torch.Size((2, 3, 37, 70))
-    for p, seed in ((0.1, workloads.SEED), (0.5, 7), (0.9, -1)):
+    for p, seed in ((0.1, options.SEED), (0.5, 7), (0.9, -1)):
         found = dropout.kept(size, p, seed, torch.empty(0, dtype=torch.float64))
         assert torch.equal(found, test_dropout.kept(seed, p, *size))
 
@@ -190,9 +190,9 @@ def test_dropout_is_compared_and_peers_are_not(shape, dtype):
     case = make("dropout", shape, dtype)
     assert accuracy.check(case, backward=True).ok
     assert all(peer.another for peer in case.peers.values()) and case.baseline == "math"
-    seed = torch.tensor(workloads.SEED + 1)
-    options = {"causal": "causal" in shape, "dropout_p": workloads.DROPPED, "seed": seed}
-    wrong = dataclasses.replace(case, ours=workloads.our_dense(**options))
+    seed = torch.tensor(options.SEED + 1)
+    other = {"causal": "causal" in shape, "dropout_p": options.DROPPED, "seed": seed}
+    wrong = dataclasses.replace(case, ours=attention.our_dense(**other))
     assert not accuracy.check(wrong, backward=True).ok
 
 
@@ -207,7 +207,7 @@ def test_a_mask_is_bytes(dtype, shared):
     for name in ("math", "mask_as_bias"):
         assert oracle.verdict(case.peers[name]).ok, name
     assert oracle.verdict(case.ours).ok
-    other = workloads.our_dense(mask=mask.roll(1, -1))
+    other = attention.our_dense(mask=mask.roll(1, -1))
     assert not accuracy.check(dataclasses.replace(case, ours=other), backward=True).ok
     assert not case.keywords["mask"].is_floating_point() and "mask" in case.keywords
 

@@ -14,7 +14,7 @@ import torch
 
 import flashmoe_science
 from flashmoe_science.__main__ import main
-from flashmoe_science.bench import moe, workloads
+from flashmoe_science.bench import attention, moe
 from flashmoe_science.cli import doctor
 
 PACKAGE = Path(flashmoe_science.__file__).parent
@@ -69,7 +69,7 @@ def test_doctor_tells_of_the_environment(monkeypatch, capsys):
 
 
 def test_doctor_finds_one_wrong_number(monkeypatch, capsys):
-    right = workloads.flash_attention
+    right = attention.flash_attention
 
     def wrong(q, k, v, **options):
         out = right(q, k, v, **options)
@@ -77,7 +77,7 @@ def test_doctor_finds_one_wrong_number(monkeypatch, capsys):
         mask[0, 0, -1, -1] = 0.05
         return out + mask
 
-    monkeypatch.setattr(workloads, "flash_attention", wrong)
+    monkeypatch.setattr(attention, "flash_attention", wrong)
     assert main(["doctor"]) == 1
     text = capsys.readouterr().out
     assert "WRONG" in text and "verdict: broken" in text
@@ -98,7 +98,7 @@ def test_doctor_reports_a_call_that_fails(monkeypatch, capsys):
     def broken(*args, **options):
         raise RuntimeError("the kernel is on strike")
 
-    monkeypatch.setattr(workloads, "flash_attention_varlen", broken)
+    monkeypatch.setattr(attention, "flash_attention_varlen", broken)
     assert main(["doctor"]) == 1
     assert "FAILED: the kernel is on strike" in capsys.readouterr().out
 

@@ -11,19 +11,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from flashmoe_science.bench.append import COPY, INDEX_COPY
+from flashmoe_science.bench.attention import NONDETERMINISTIC, ROUNDED_BIAS, WITHOUT_BIAS
 from flashmoe_science.bench.case import BACKENDS
 from flashmoe_science.bench.machine import title
+from flashmoe_science.bench.options import MASK_AS_BIAS, WITHOUT_DROPOUT
 from flashmoe_science.bench.paged import APART, CHUNK, CONTIGUOUS, DECODES, SIXTEEN_BITS
 from flashmoe_science.bench.results import OURS, Row, name_of, regimes_of, rows_in
 from flashmoe_science.bench.runner import RowSpec
-from flashmoe_science.bench.workloads import (
-    MASK_AS_BIAS,
-    NONDETERMINISTIC,
-    ROUNDED_BIAS,
-    WITHOUT_BIAS,
-    WITHOUT_DROPOUT,
-    WORKLOADS,
-)
+from flashmoe_science.bench.workloads import WORKLOADS
 
 MARKS = {"few": "*", "estimated": "~"}
 LEGEND = "~ one call on a few heads, scaled   * few samples   - cannot run"

@@ -179,7 +179,8 @@ class Attention:
 
     @functools.cached_property
     def keywords(self) -> dict[str, Any]:
-        """What our call is told besides the leaves, and a peer's file."""
+        """What our call is told besides the leaves, and a peer's file: as engines tell it, with
+        cu_seqlens_q of decodes too."""
         pages = self.pages
         told = {name: getattr(pages, name) for name in ("block_table", "seq_lens", "cu_seqlens_q")}
         told |= pages.maxima

@@ -3,7 +3,10 @@
 
 A ratio is a peer's time over ours: above 1 we are faster. A few goals are about other ratios, which
 are the better the higher they are, too: our speed in one row over that in others, and the memory
-that is needed over the memory that was held. Sustained rows count, where they were measured.
+that is needed over the memory that was held. Of serving, where others' kernels do not run beside
+ours, some are about the best time that anyone had on an H200 on another day (2026-11-16: captured
+graphs, cold L2; FlashInfer 0.7.2, vLLM's FlashAttention-3, cuDNN). Sustained rows count, where they
+were measured.
 
 A family of kernels has goals of its own. All rows of a workload and pass are held to those of the
 newest family that ran one of them: a row left to an older family is not let off. FlashAttention-3
@@ -18,13 +21,14 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 
-from flashmoe_science.bench import moe, workloads
+from flashmoe_science.bench import append, moe, options, paged, workloads
 from flashmoe_science.bench.results import Row, geometric_mean, headline, name_of
 
 
@@ -52,7 +56,8 @@ class Sibling:
 class Goal:
     """What the rows it holds for must reach. An empty selection means any.
 
-    The ratio is about a peer, unless it is about all of them, a sibling, or memory.
+    The ratio is about a peer, unless it is about all of them, a sibling, times of another day, or
+    memory.
     """
 
     name: str
@@ -61,6 +66,7 @@ class Goal:
     peer: str | tuple[str, ...] | None = "flash"  # the best of several; None: the row's own
     everyone: bool = False  # the best of all peers, those of EVERYONE among them
     sibling: Sibling | None = None
+    times: Mapping[str, float] = field(default_factory=dict)  # microseconds by the row's shape
     memory: bool = False
     families: tuple[str, ...] = ()
     workloads: tuple[str, ...] = ()
@@ -88,6 +94,7 @@ class Goal:
             and among(row["label"], self.shapes)
             and self.shortest <= shape.get("length", 0) <= self.longest
             and among(row["label"], tuple(self.sibling.shapes) if self.sibling else ())
+            and among(row["label"], tuple(self.times))
         )
 
     @property
@@ -99,6 +106,8 @@ class Goal:
             return "best of all"
         if self.sibling:
             return "our other row"
+        if self.times:
+            return "another day"
         if isinstance(self.peer, tuple):
             return " or ".join(self.peer)
         return self.peer or "its peer"
@@ -160,6 +169,68 @@ def experts(name: str, wanted: float, workload: str, **rows: Any) -> Goal:
     return Goal(name, wanted, wanted, workloads=(workload,), **rows)
 
 
+def of_sizes(options: str, **microseconds: float) -> dict[str, float]:
+    """Times by shape: b16x512=20.5 is about 16 sequences of 512 keys."""
+    return {paged.shapes((size[1:],), options)[0]: us for size, us in microseconds.items()}
+
+
+def beside(rows: tuple[str, ...], others: tuple[str, ...]) -> workloads.Beside:
+    """The rows of as many sequences and keys, which differ in their pages."""
+    return {row: tuple(o for o in others if o.split(",")[:4] == row.split(",")[:4]) for row in rows}
+
+
+MANY_KEYS = paged.shapes(paged.MANY_KEYS, "p16")
+OVER_PAGES = {"workloads": ("paged_decode",), "peer": None}
+FEW_TIMES = {"b1x512": 12.67, "b1x8192": 23.84, "b16x512": 20.54, "b16x2048": 49.25}
+FEW_TIMES |= {"b16x8192": 140.16}
+FEW_TIMES_E4M3 = {"b1x512": 10.85, "b1x8192": 19.3, "b16x512": 15.3, "b16x2048": 37.06}
+FEW_TIMES_E4M3 |= {"b16x8192": 103.87}
+MIXED_TIMES = {"b16x8192": (512, 258.46), "b64x8192": (512, 675.04), "b255x8192": (2048, 2692.58)}
+CHUNK_TIMES = {512: 117.79, 1024: 223.87, 2048: 412.19}
+
+SERVING = (
+    Goal("paged decode from 256k keys on (the best over contiguous keys)", 0.98, 0.98,
+         shapes=MANY_KEYS, workloads=("paged_decode",),
+         peer=("flash", "cudnn", "efficient", paged.CONTIGUOUS)),
+    Goal("the same, pages of 16 (ours of 64)", 0.98, 0.98, **OVER_PAGES,
+         sibling=Sibling(beside(MANY_KEYS, paged.DECODE["p64"]))),
+    Goal("the same, pages of 1 (ours of 64; 0.91 is 10% more time)", 1 / 1.1, 1 / 1.1, **OVER_PAGES,
+         sibling=Sibling(beside(paged.shapes(paged.MANY_KEYS, "p1"), paged.DECODE["p64"]))),
+    Goal("paged decode of few keys (the best paged one)", 1.15, 1.15, **OVER_PAGES,
+         times=of_sizes("p16", **FEW_TIMES)),
+    Goal("decode over uneven lengths (the best paged one)", 1.3, 1.3, peer=None,
+         workloads=("paged_uneven",), times=of_sizes("p16", b16x1262=40.83, b256x2571=709.17)),
+    Goal("decodes and a chunk (the best paged one)", 1.15, 1.15, peer=None,
+         workloads=("paged_mixed",), times={
+             label: us for size, (chunk, us) in MIXED_TIMES.items()
+             for label, us in of_sizes(f"q{chunk},p16", **{size: us}).items()}),
+    Goal("decodes and a chunk (ours in two calls; 0.91 is 10% more time)", 1 / 1.1, 1 / 1.1,
+         workloads=("paged_mixed",), peer=paged.APART),
+    Goal("chunks over pages (ours without pages)", 0.95, 0.95, workloads=("paged_prefill",),
+         peer=paged.CONTIGUOUS, shapes=tuple(paged.chunk_shapes("p16"))),
+    Goal("chunks over pages (the best paged one)", 1.08, 1.08, peer=None,
+         workloads=("paged_prefill",),
+         times=dict(zip(paged.chunk_shapes("p16"), CHUNK_TIMES.values(), strict=True))),
+    Goal("decode over e4m3 from 256k keys on (ours in 16 bits; 1.79 is 0.56 of its time)",
+         1 / 0.56, 1 / 0.56, workloads=("paged_decode",), peer=paged.SIXTEEN_BITS,
+         shapes=paged.shapes(paged.MANY_KEYS, "p16,e4m3")),
+    Goal("decode over e4m3 of few keys (the best paged one)", 1.1, 1.1, **OVER_PAGES,
+         times=of_sizes("p16,e4m3", **FEW_TIMES_E4M3)),
+    Goal("append of 8,192 tokens (a plain copy)", 0.9, 0.9, workloads=("append",),
+         peer=append.COPY, shapes=tuple(append.LARGE)),
+    Goal("append of 64 tokens (5 us)", 1.0, 1.0, peer=None, workloads=("append",),
+         times=dict.fromkeys(append.SMALL, 5.0)),
+)  # fmt: skip
+
+DERIVATIVES = (
+    Goal("second derivatives (math)", 3.0, 3.0, peer="math",
+         workloads=("second", "second_crystals")),
+    Goal("fp32 (the best that PyTorch has)", 1.3, 1.3, peer=None, workloads=("fp32",)),
+    Goal("dropout (FlashAttention-2 with it)", 1.1, 1.1, workloads=("dropout",)),
+    Goal("a mask of bytes (ours as a bias)", 1.0, 1.0, peer=options.MASK_AS_BIAS,
+         workloads=("mask",)),
+)  # fmt: skip
+
 PYTORCH_EXPERTS = {"peer": ("loop", "grouped_mm")}
 COMPOSITION = {"peer": "grouped_mm"}
 
@@ -177,6 +248,7 @@ GOALS = {
         Goal("fp32", 1.0, 0.9, dtypes=("fp32",), **CPU),
         Goal("fp16", 1.2, 0.9, dtypes=("fp16",), **CPU),
         Goal("bf16", 1.2, 0.9, dtypes=("bf16",), **CPU),
+        Goal("second derivatives", 1.5, 1.5, peer="math", workloads=("second", "second_crystals")),
     ),
     "cuda": (
         Goal("dense forward, head dims 64, 128", 1.05, 1.0, dims=(64, 128), **FORWARD, **DENSE,
@@ -230,6 +302,8 @@ GOALS = {
         experts("experts, training", 1.2, "moe", shapes=moe.TRAINING, **COMPOSITION, **SM80),
         experts("small experts", 2.0, "moe", shapes=(moe.SMALL,), **COMPOSITION, **SM80),
         experts("experts by element", 2.0, "moe_elements", **COMPOSITION, **SM80),
+        *SERVING,
+        *DERIVATIVES,
         Goal("peak memory (inputs and results; 0.91 is 10% more)", 1 / 1.1, 1 / 1.1, peer=None,
             workloads=MATERIALS, memory=True),
     ),
@@ -290,6 +364,9 @@ def ratio_of(goal: Goal, row: Row, rows: list[Row]) -> float | None:
         return held["needed_bytes"] / held["peak_bytes"] if held else None
     if goal.everyone:
         return ratio_to_everyone(row)
+    if goal.times:
+        ms = our_ms(row)
+        return goal.times[row["label"]] / ms / 1e3 if ms else None
     if goal.sibling is None:
         return ratio_to(row, goal.peer)
     speeds = speed(row), goal.sibling.speed(row, rows)

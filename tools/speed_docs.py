@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flashmoe_science.bench.paged import USUAL_PAGE
 from flashmoe_science.bench.results import RESTED, SUSTAINED, Row, geometric_mean, headline
 from speed_picture import Panel, draw
 
@@ -29,6 +30,15 @@ PEERS = {
     "nondeterministic": "ours, not deterministic",
     "without_bias": "ours without the bias",
     "rounded_bias": "ours, bias in 16 bits",
+    "mask_as_bias": "ours, the mask as a bias",
+    "without_dropout": "ours without dropout",
+    "contiguous": "ours without pages",
+    "sixteen_bits": "ours, cache in 16 bits",
+    "apart": "ours in two calls",
+    "decodes": "the decodes alone",
+    "chunk": "the chunk alone",
+    "copy": "a plain copy",
+    "index_copy": "PyTorch index_copy",
     "efficient": "PyTorch efficient",
     "flex": "FlexAttention",
     "varlen": "varlen_attn",
@@ -165,6 +175,15 @@ def results_page(files: list[ResultsFile]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def numbers_of(shape: dict[str, Any]) -> str:
+    """What the numbers of a shape are."""
+    if "length" in shape:
+        return "batch, heads, length, dim"
+    if "experts" in shape:
+        return "tokens, width, inner, experts, k"
+    return "tokens, heads, dim, page"
+
+
 def file_section(file: ResultsFile) -> str:
     results, about, on_gpu = file.results, file.about, file.about.get("device") == "cuda"
     peers = list(dict.fromkeys(n for r in file.rows for n in r["implementations"] if n != "ours"))
@@ -178,9 +197,7 @@ def file_section(file: ResultsFile) -> str:
     if "turns" in results:
         where += f"; the median of {results['turns']} turns of {results['budget_s']:g} s"
     where += "" if results.get("complete", True) else "; cut short"
-    sizes = {"batch, heads, length, dim": True, "tokens, width, inner, experts, k": False}
-    known = {"length" in row["shape"] for row in file.rows}
-    sizes = " or ".join(name for name, attention in sizes.items() if attention in known)
+    sizes = " or ".join(dict.fromkeys(numbers_of(row["shape"]) for row in file.rows))
     header = ["workload", sizes, "dtype", "pass", "regime", "ours ms"]
     header += [unit_of([], on_gpu), *(f"{peer_name(p, on_gpu)} ms" for p in peers), "ratio"]
     lines = [markdown_row(header), markdown_row(["---"] * 5 + ["--:"] * (len(header) - 5))]
@@ -266,9 +283,9 @@ Chosen = dict[tuple[str, str], ResultsFile]  # by pass and dtype
 
 
 def usual_dtype(chosen: Chosen) -> Chosen:
-    """Of a GPU bf16, in a pass that has it: fp16 tells the same story."""
+    """Of a GPU no fp16, in a pass that has bf16: it tells the same story."""
     in_bf16 = {direction for direction, dtype in chosen if dtype == "bf16"}
-    return {k: f for k, f in chosen.items() if k[1] == "bf16" or k[0] not in in_bf16}
+    return {k: f for k, f in chosen.items() if k[1] != "fp16" or k[0] not in in_bf16}
 
 
 def is_right(row: Row) -> bool:
@@ -285,22 +302,39 @@ def groups_of(rows: list[Row]) -> dict[str, list[Row]]:
     split: dict[str, list[Row]] = {}
     for name, members in groups.items():
         for row in members:
-            shape, detail = row["shape"], ""
-            if len(members) > CROWDED and "dim" in shape:
-                detail = f", head dim {shape['dim']}{', causal' if shape['causal'] else ''}"
-            split.setdefault(name + detail, []).append(row)
+            detail = "".join(f", {word}" for word in kind_of(row["shape"]))
+            split.setdefault(name + detail * (len(members) > CROWDED), []).append(row)
     return split
+
+
+def kind_of(shape: dict[str, Any]) -> list[str]:
+    """What the rows of a group have in common."""
+    flags = [flag for flag in ("causal", "e4m3") if shape.get(flag)]
+    if shape.get("page"):
+        return [f"pages of {shape['page']}", *flags]
+    return [f"head dim {shape['dim']}", *flags] if "dim" in shape else []
 
 
 def size_names(rows: list[Row]) -> list[str]:
     """What tells the rows of a group apart: lengths where those do, else whole shapes."""
     if not all("length" in row["shape"] for row in rows):
         return [row["label"] for row in rows]
-    lengths = [row["shape"]["length"] for row in rows]
-    others = {(r["shape"]["dim"], r["shape"]["causal"], r["shape"]["heads"]) for r in rows}
-    if len(set(lengths)) == len(rows) and len(others) == 1:
-        return [f"{length:,}" for length in lengths]
+    shapes = [row["shape"] for row in rows]
+    if shapes[0].get("page"):
+        return [paged_name(shape) for shape in shapes]
+    # Of dense rows the batch follows from the length.
+    others = [{k: v for k, v in shape.items() if k not in ("batch", "length")} for shape in shapes]
+    if len({s["length"] for s in shapes}) == len(rows) and all(o == others[0] for o in others):
+        return [f"{shape['length']:,}" for shape in shapes]
     return [row["label"] for row in rows]
+
+
+def paged_name(shape: dict[str, Any]) -> str:
+    """Sequences and keys, a chunk's tokens, pages that are not the usual ones, and fp8."""
+    page = f"p{shape['page']}" if shape["page"] != USUAL_PAGE else ""
+    chunk = f"q{shape['queries']}" if shape.get("queries") else ""
+    words = [chunk, page, "e4m3" if shape.get("e4m3") else ""]
+    return " ".join([f"{shape['batch']} x {shape['length']:,}", *filter(None, words)])
 
 
 def few_of(count: int) -> list[int]:
@@ -385,8 +419,10 @@ def speed_page(sections: list[Section], summaries: dict[str, str]) -> str:
             "ours: above 1 we are faster, **below 1 slower**. Everyone is timed in the same run, "
             "turn by turn, in rotated order; the median of the turns counts. Sustained: without "
             "pauses, at the power limit of a GPU, as in training. Rested: the same pause before "
-            "every turn. Sizes are a sequence's length, or batch, heads, length, head dim; of "
-            "experts tokens, width, inner width, experts, experts of a token. `python "
+            "every turn. Sizes are a sequence's length, or batch, heads, length, head dim; over "
+            "pages sequences x keys, q512 a chunk of so many tokens; of experts tokens, width, "
+            "inner width, experts, experts of a token; of append tokens, heads, head dim, page. "
+            "`python "
             "-m flashmoe_science bench` measures your machine, and `--peer FILE.py` your own "
             "implementation beside ours."
         ),
@@ -414,8 +450,10 @@ def attention(q, k, v, causal):  # (B, S, H, D), k and v (B, S, Hkv, D); out as 
 `python -m flashmoe_science bench --workload dense,gqa --peer peer.py` checks it against float64,
 gradients included where they are timed, by the rule that ours is held to, and then gives it the
 same turns. What is wrong is reported and not timed. A function
-`attention_varlen(q, k, v, cu_seqlens, max_seqlen, causal)` is for ragged batches, and parameters
-`bias`, `window` and `deterministic` are for workloads that need them:
+`attention_varlen(q, k, v, cu_seqlens, max_seqlen, causal)` is for ragged batches,
+`attention_paged(q, k_cache, v_cache, block_table, seq_lens, ...)` and `cache_append(k, v, k_cache,
+v_cache, slot_mapping)` are for caches in pages, and parameters `bias`, `window` and
+`deterministic` are for workloads that need them:
 `python/flashmoe_science/bench/peer_file.py` says it all."""
 
 

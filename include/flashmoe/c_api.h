@@ -2,7 +2,7 @@
  * whatever calls C: Fortran, Julia, Rust, ...
  *
  *   out = softmax(softcap(scale * q k^T) + bias, over the allowed keys) v
- *   lse = natural log of the softmax denominator
+ *   lse = natural log of the softmax denominator, which sinks add to
  *
  *   flash_attention_args args;
  *   flash_attention_args_init(&args, sizeof args);
@@ -45,7 +45,11 @@ enum {
 };
 
 enum { FLASH_ATTENTION_FP16 = 0, FLASH_ATTENTION_BF16 = 1 };
-enum { FLASH_ATTENTION_BIAS_LIKE_INPUT = 0, FLASH_ATTENTION_BIAS_FP32 = 1 };
+enum {
+  FLASH_ATTENTION_BIAS_LIKE_INPUT = 0,
+  FLASH_ATTENTION_BIAS_FP32 = 1,
+  FLASH_ATTENTION_BIAS_MASK = 2 /* a byte for each pair: 1, the key is seen; 0, it is not */
+};
 
 enum { FLASH_ATTENTION_FORWARD = 0, FLASH_ATTENTION_BACKWARD = 1 };
 
@@ -78,10 +82,10 @@ typedef struct flash_attention_args {
   flash_attention_tensor key;   /* (batch, heads_k, len_k, head_dim) */
   flash_attention_tensor value; /* (batch, heads_k, len_k, head_dim_v) */
 
-  /* Added to the scores. data NULL: none. -inf hides a key. */
+  /* Added to the scores, or a mask of bytes. data NULL: none. -inf hides a key. */
   flash_attention_tensor bias; /* (batch or 1, heads_q or 1, len_q or 1, len_k or 1) */
   int64_t bias_shape[4];       /* those sizes; all 0: full size */
-  int32_t bias_dtype;          /* FLASH_ATTENTION_BIAS_LIKE_INPUT (default) or _BIAS_FP32 */
+  int32_t bias_dtype; /* FLASH_ATTENTION_BIAS_LIKE_INPUT (default), _BIAS_FP32 or _BIAS_MASK */
 
   /* Options. With L keys in a sequence, query row i sits at key position p = i + L - len_q, so the
    * last query is level with the last key. */
@@ -92,7 +96,12 @@ typedef struct flash_attention_args {
   double softcap;        /* c * tanh(score / c) for c > 0; 0 (default): off */
   int32_t has_scale;     /* 0 (default): scale is 1 / sqrt(head_dim), whatever `scale` says */
   int32_t deterministic; /* not 0: the backward pass must be bitwise repeatable. Default 0 */
-  const int32_t* key_lengths; /* (batch), dense, each 0 to len_k; NULL (default): all len_k */
+  const int32_t* key_lengths;   /* (batch), dense, each 0 to len_k; NULL (default): all len_k */
+  flash_attention_tensor sinks; /* float, (heads_q): exp(sink) joins the denominator of every row of
+                                   a head; strides[1] and on are not used. NULL: none */
+  /* Pairs to drop after the softmax, which are the same in both passes and on every device. */
+  double dropout_p;    /* their share, 0 (default) to 1; the others count 1 / (1 - dropout_p) */
+  const int64_t* seed; /* one number, where the tensors are: which pairs. Needed with dropout_p */
 
   /* Results of the forward pass, inputs of the backward pass. */
   flash_attention_tensor out; /* (batch, heads_q, len_q, head_dim_v) */
@@ -106,7 +115,8 @@ typedef struct flash_attention_args {
   flash_attention_tensor grad_query;
   flash_attention_tensor grad_key;
   flash_attention_tensor grad_value;
-  flash_attention_tensor grad_bias; /* the shape and type of bias */
+  flash_attention_tensor grad_bias;  /* the shape and type of bias; a mask has none */
+  flash_attention_tensor grad_sinks; /* float, (heads_q) */
 
   /* Scratch memory, flash_attention_workspace_bytes() of it, 64-byte aligned, on the device of the
    * tensors. NULL, for host memory only: the library allocates and frees it within the call. */
@@ -122,8 +132,8 @@ typedef struct flash_attention_args {
  * version is refused, not misread. */
 FLASHMOE_C_API int flash_attention_args_init(flash_attention_args* args, size_t struct_size);
 
-/* Reads query, key, value (bias, key_lengths); writes out (lse). Returns when done on the host,
- * when launched on a CUDA device. */
+/* Reads query, key, value (bias, key_lengths, sinks, seed); writes out (lse). Returns when done on
+ * the host, when launched on a CUDA device. */
 FLASHMOE_C_API int flash_attention_forward_fp16(const flash_attention_args* args);
 FLASHMOE_C_API int flash_attention_forward_bf16(const flash_attention_args* args);
 

@@ -57,4 +57,7 @@ FLASHMOE_API Status run(const AppendPlan& plan, const AppendTensors& tensors,
                         const Launch& launch = {});
 FLASHMOE_API Status run_reference(const AppendProblem& problem, const AppendTensors& tensors);
 
+// What would run and why, for humans.
+FLASHMOE_API std::string explain(const AppendProblem& problem);
+
 }  // namespace flashmoe

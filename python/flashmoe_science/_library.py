@@ -193,6 +193,7 @@ attention = torch.ops.flashmoe.attention.default
 explain = torch.ops.flashmoe.explain.default
 
 explain_paged = torch.ops.flashmoe.explain_paged.default
+explain_append = torch.ops.flashmoe.explain_append.default
 
 moe_forward = torch.ops.flashmoe.moe_forward.default
 moe_backward = torch.ops.flashmoe.moe_backward.default

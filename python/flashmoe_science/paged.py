@@ -11,7 +11,7 @@ from . import _library
 from ._forward_only import ForwardOnly
 from .attention import _check_tensors, _score_options
 
-__all__ = ["explain_paged", "flash_attention_paged", "kv_cache_append"]
+__all__ = ["explain_append", "explain_paged", "flash_attention_paged", "kv_cache_append"]
 
 _paged = ForwardOnly("attention_paged", "flash_attention_paged")
 _paged_out = ForwardOnly("attention_paged_out", "flash_attention_paged")
@@ -140,6 +140,18 @@ def flash_attention_paged(
     return (out, lse) if return_lse else out
 
 
+def _append_tensors(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale) -> tuple:
+    """The inputs of the ops, in the order of their schema."""
+    tensors = (k, v, k_cache, v_cache, slot_mapping)
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            caches = {"k_cache": k_cache, "v_cache": v_cache}
+            _check_tensors(k=k, v=v, **caches, slot_mapping=slot_mapping)
+    if k_scale is not None or v_scale is not None:
+        k_scale, v_scale = _scale("k_scale", k_scale, k), _scale("v_scale", v_scale, k)
+    return *tensors, k_scale, v_scale
+
+
 def kv_cache_append(
     k: Tensor,
     v: Tensor,
@@ -165,20 +177,14 @@ def kv_cache_append(
             held within +-448; a NaN stays one. As in :func:`flash_attention_paged`.
         v_scale: the same for ``v``.
     """
-    tensors = (k, v, k_cache, v_cache, slot_mapping)
-    for tensor in tensors:
-        if not isinstance(tensor, Tensor):
-            caches = {"k_cache": k_cache, "v_cache": v_cache}
-            _check_tensors(k=k, v=v, **caches, slot_mapping=slot_mapping)
-    if k_scale is not None or v_scale is not None:
-        k_scale, v_scale = _scale("k_scale", k_scale, k), _scale("v_scale", v_scale, k)
+    tensors = _append_tensors(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     if k_cache.requires_grad or v_cache.requires_grad:
         name = "k_cache" if k_cache.requires_grad else "v_cache"
         raise NotImplementedError(
             f"kv_cache_append writes to {name}, which requires a gradient; pass {name}.detach() "
             f"or make it without: {name}.requires_grad_(False)"
         )
-    _append(*tensors, k_scale, v_scale)
+    _append(*tensors)
 
 
 def explain_paged(
@@ -216,3 +222,25 @@ def explain_paged(
     )
     options = _score_options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap)
     return _library.explain_paged(*tensors, *options, bool(return_lse), device or "")
+
+
+def explain_append(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
+    device: str | None = None,
+) -> str:
+    """Says which kernel would run for :func:`kv_cache_append`, and why not others.
+
+    Takes its arguments, and ``device`` as :func:`explain_paged` does; meta tensors do.
+
+    Raises:
+        RuntimeError: nothing can run the call; the message says why and what would work.
+    """
+    tensors = _append_tensors(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    return _library.explain_append(*tensors, device or "")

@@ -1,7 +1,9 @@
-// What the C functions of all operators share: errors, strides, devices, workspaces.
+// What the C functions of all operators share: errors, strides, devices, workspaces, and the way
+// from the arguments of a call to its end.
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <new>
 #include <optional>
@@ -39,6 +41,20 @@ int guarded(Call&& call) noexcept {
 
 // `init` is the function that sets it.
 Status check_struct_size(uint64_t struct_size, size_t expected, const char* init);
+
+// The struct of a call, as `init` leaves it: everything off, on the host.
+template <class Args>
+int init_args(Args* args, size_t struct_size, const char* init) noexcept {
+  return guarded([&]() -> Status {
+    if (!args) return invalid("args is NULL");
+    if (Status s = check_struct_size(struct_size, sizeof(Args), init); !s.ok()) return s;
+    std::memset(args, 0, sizeof *args);
+    args->struct_size = struct_size;
+    args->device = FLASH_ATTENTION_HOST;
+    if constexpr (requires { args->window_left; }) args->window_left = args->window_right = -1;
+    return {};
+  });
+}
 
 using Shape = std::vector<int64_t>;
 
@@ -91,18 +107,56 @@ Status run_with_workspace(const Plan& plan, const Tensors& tensors, const Args& 
   return run(plan, tensors, workspace.get(), launch);
 }
 
-// How much workspace a call needs. plan_of(dtype, pass) plans it.
-template <class PlanOf>
-int workspace_bytes(int dtype, int pass, uint64_t* bytes, const PlanOf& plan_of) noexcept {
+// The functions below are about one operator, a struct with
+//   Args                        the C struct of its calls
+//   kInit                       the name of the function that fills in its defaults
+//   check(args)                 what plan() cannot see: values that C lets through and a problem
+//                               cannot hold
+//   problem(args, dtype, pass)  what is asked, but for the device
+//   tensors(args)               and of which memory
+
+// A Result with the plan of a call.
+template <class Operator>
+auto plan_of(const typename Operator::Args* args, DType dtype, Pass pass)
+    -> decltype(plan(Operator::problem(*args, dtype, pass))) {
+  if (!args) return invalid("args is NULL");
+  if (Status s = check_struct_size(args->struct_size, sizeof *args, Operator::kInit); !s.ok()) {
+    return s;
+  }
+  if (Status s = Operator::check(*args); !s.ok()) return s;
+  const Result<Device> device = device_of(args->device);
+  if (!device.ok()) return device.status();
+  auto problem = Operator::problem(*args, dtype, pass);
+  problem.device = device.value();
+  return plan(problem);
+}
+
+template <class Operator>
+int call(const typename Operator::Args* args, DType dtype, Pass pass = Pass::kForward) noexcept {
+  return guarded([&]() -> Status {
+    const auto planned = plan_of<Operator>(args, dtype, pass);
+    if (!planned.ok()) return planned.status();
+    if constexpr (requires { args->workspace; }) {
+      return run_with_workspace(planned.value(), Operator::tensors(*args), *args);
+    } else {
+      return run(planned.value(), Operator::tensors(*args), {.stream = args->stream});
+    }
+  });
+}
+
+// How much workspace a call needs.
+template <class Operator>
+int workspace_bytes(const typename Operator::Args* args, int dtype, int pass,
+                    uint64_t* bytes) noexcept {
   return guarded([&]() -> Status {
     const Result<DType> dtype_asked = dtype_of(dtype);
     if (!dtype_asked.ok()) return dtype_asked.status();
     const Result<Pass> pass_asked = pass_of(pass);
     if (!pass_asked.ok()) return pass_asked.status();
     if (!bytes) return invalid("bytes is NULL");
-    const auto plan = plan_of(dtype_asked.value(), pass_asked.value());
-    if (!plan.ok()) return plan.status();
-    *bytes = plan.value().workspace_bytes;
+    const auto planned = plan_of<Operator>(args, dtype_asked.value(), pass_asked.value());
+    if (!planned.ok()) return planned.status();
+    *bytes = planned.value().workspace_bytes;
     return {};
   });
 }

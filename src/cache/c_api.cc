@@ -1,12 +1,26 @@
 // The C functions of caches: attention over their pages, and writing to them.
-#include <cstring>
-
 #include "c_api/border.h"
 #include "flashmoe/attention.h"
 #include "flashmoe/cache.h"
 
 namespace flashmoe::c_api {
 namespace {
+
+struct PagedAttention {
+  using Args = flash_attention_paged_args;
+  static constexpr const char* kInit = "flash_attention_paged_args_init";
+  static Status check(const Args& args);
+  static AttentionProblem problem(const Args& a, DType dtype, Pass);
+  static AttentionTensors tensors(const Args& a);
+};
+
+struct Append {
+  using Args = flash_kv_cache_append_args;
+  static constexpr const char* kInit = "flash_kv_cache_append_args_init";
+  static Status check(const Args& args);
+  static AppendProblem problem(const Args& a, DType dtype, Pass);
+  static AppendTensors tensors(const Args& a);
+};
 
 DType int_dtype_of(int32_t dtype) {
   return dtype == FLASH_ATTENTION_INT64 ? DType::kInt64 : DType::kInt32;
@@ -36,26 +50,9 @@ Status check_dtypes(const Args& args) {
   return {};
 }
 
-template <class Args>
-Status check_args(const Args* args, const char* init) {
-  if (!args) return invalid("args is NULL");
-  if (Status s = check_struct_size(args->struct_size, sizeof(Args), init); !s.ok()) return s;
-  return check_dtypes(*args);
-}
+Status PagedAttention::check(const Args& args) { return check_dtypes(args); }
 
-template <class Args>
-int init_args(Args* args, size_t struct_size, const char* init) noexcept {
-  return guarded([&]() -> Status {
-    if (!args) return invalid("args is NULL");
-    if (Status s = check_struct_size(struct_size, sizeof(Args), init); !s.ok()) return s;
-    std::memset(args, 0, sizeof *args);
-    args->struct_size = struct_size;
-    args->device = FLASH_ATTENTION_HOST;
-    return {};
-  });
-}
-
-AttentionProblem problem_of(const flash_attention_paged_args& a, DType dtype) {
+AttentionProblem PagedAttention::problem(const Args& a, DType dtype, Pass) {
   const DType ints = int_dtype_of(a.int_dtype), cache = cache_dtype_of(a.cache_dtype, dtype);
   const Shape out{a.tokens, a.heads_q, a.head_dim_v}, lse{a.tokens, a.heads_q};
   int64_t starts = 0;
@@ -82,7 +79,7 @@ AttentionProblem problem_of(const flash_attention_paged_args& a, DType dtype) {
   return p;
 }
 
-AttentionTensors tensors_of(const flash_attention_paged_args& a) {
+AttentionTensors PagedAttention::tensors(const Args& a) {
   AttentionTensors t;
   t.query = a.query.data;
   t.key = a.k_cache.data;
@@ -98,24 +95,9 @@ AttentionTensors tensors_of(const flash_attention_paged_args& a) {
   return t;
 }
 
-Result<AttentionPlan> plan_of(const flash_attention_paged_args* args, DType dtype) {
-  if (Status s = check_args(args, "flash_attention_paged_args_init"); !s.ok()) return s;
-  const Result<Device> device = device_of(args->device);
-  if (!device.ok()) return device.status();
-  AttentionProblem problem = problem_of(*args, dtype);
-  problem.device = device.value();
-  return plan(problem);
-}
+Status Append::check(const Args& args) { return check_dtypes(args); }
 
-int call(const flash_attention_paged_args* args, DType dtype) noexcept {
-  return guarded([&]() -> Status {
-    const Result<AttentionPlan> plan = plan_of(args, dtype);
-    if (!plan.ok()) return plan.status();
-    return run_with_workspace(plan.value(), tensors_of(*args), *args);
-  });
-}
-
-AppendProblem problem_of(const flash_kv_cache_append_args& a, DType dtype) {
+AppendProblem Append::problem(const Args& a, DType dtype, Pass) {
   const DType cache = cache_dtype_of(a.cache_dtype, dtype);
   AppendProblem p;
   p.key = spec_of(a.key, dtype, {a.tokens, a.heads, a.head_dim});
@@ -128,20 +110,9 @@ AppendProblem problem_of(const flash_kv_cache_append_args& a, DType dtype) {
   return p;
 }
 
-int call(const flash_kv_cache_append_args* args, DType dtype) noexcept {
-  return guarded([&]() -> Status {
-    if (Status s = check_args(args, "flash_kv_cache_append_args_init"); !s.ok()) return s;
-    const Result<Device> device = device_of(args->device);
-    if (!device.ok()) return device.status();
-    AppendProblem problem = problem_of(*args, dtype);
-    problem.device = device.value();
-    const Result<AppendPlan> planned = plan(problem);
-    if (!planned.ok()) return planned.status();
-    const AppendTensors tensors{args->key.data,     args->value.data,        args->k_cache.data,
-                                args->v_cache.data, args->slot_mapping.data, args->k_scale,
-                                args->v_scale};
-    return run(planned.value(), tensors, {.stream = args->stream});
-  });
+AppendTensors Append::tensors(const Args& a) {
+  return {a.key.data,          a.value.data, a.k_cache.data, a.v_cache.data,
+          a.slot_mapping.data, a.k_scale,    a.v_scale};
 }
 
 }  // namespace
@@ -151,33 +122,30 @@ using flashmoe::DType;
 namespace c_api = flashmoe::c_api;
 
 int flash_attention_paged_args_init(flash_attention_paged_args* args, size_t struct_size) {
-  const int code = c_api::init_args(args, struct_size, "flash_attention_paged_args_init");
-  if (code == FLASH_ATTENTION_OK) args->window_left = args->window_right = -1;
-  return code;
+  return c_api::init_args(args, struct_size, c_api::PagedAttention::kInit);
 }
 
 int flash_attention_paged_forward_fp16(const flash_attention_paged_args* args) {
-  return c_api::call(args, DType::kFloat16);
+  return c_api::call<c_api::PagedAttention>(args, DType::kFloat16);
 }
 
 int flash_attention_paged_forward_bf16(const flash_attention_paged_args* args) {
-  return c_api::call(args, DType::kBFloat16);
+  return c_api::call<c_api::PagedAttention>(args, DType::kBFloat16);
 }
 
 int flash_attention_paged_workspace_bytes(const flash_attention_paged_args* args, int dtype,
                                           uint64_t* bytes) {
-  return c_api::workspace_bytes(dtype, FLASH_ATTENTION_FORWARD, bytes,
-                                [&](DType d, flashmoe::Pass) { return c_api::plan_of(args, d); });
+  return c_api::workspace_bytes<c_api::PagedAttention>(args, dtype, FLASH_ATTENTION_FORWARD, bytes);
 }
 
 int flash_kv_cache_append_args_init(flash_kv_cache_append_args* args, size_t struct_size) {
-  return c_api::init_args(args, struct_size, "flash_kv_cache_append_args_init");
+  return c_api::init_args(args, struct_size, c_api::Append::kInit);
 }
 
 int flash_kv_cache_append_fp16(const flash_kv_cache_append_args* args) {
-  return c_api::call(args, DType::kFloat16);
+  return c_api::call<c_api::Append>(args, DType::kFloat16);
 }
 
 int flash_kv_cache_append_bf16(const flash_kv_cache_append_args* args) {
-  return c_api::call(args, DType::kBFloat16);
+  return c_api::call<c_api::Append>(args, DType::kBFloat16);
 }

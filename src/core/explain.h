@@ -26,6 +26,13 @@ inline std::string launch_text(const LaunchStep& step) {
   return line;
 }
 
+// A line for each.
+inline std::string launches_text(const std::vector<LaunchStep>& launches) {
+  std::string lines = text("launches   ", launches.size());
+  for (const LaunchStep& step : launches) lines += launch_text(step);
+  return lines;
+}
+
 inline std::string workers_text(int workers) {
   return text(" on ", workers, workers == 1 ? " thread" : " threads");
 }

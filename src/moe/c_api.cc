@@ -1,16 +1,30 @@
-#include <cstring>
-
 #include "c_api/border.h"
 #include "flashmoe/moe.h"
 
 namespace flashmoe::c_api {
 namespace {
 
-Status check_size(uint64_t struct_size) {
-  return check_struct_size(struct_size, sizeof(flash_moe_args), "flash_moe_args_init");
+struct Moe {
+  using Args = flash_moe_args;
+  static constexpr const char* kInit = "flash_moe_args_init";
+  static Status check(const Args& args);
+  static MoeProblem problem(const Args& a, DType dtype, Pass pass);
+  static MoeTensors tensors(const Args& a);
+};
+
+Status Moe::check(const Args& args) {
+  if (args.activation < FLASH_MOE_SWIGLU || args.activation > FLASH_MOE_RELU) {
+    return invalid("activation is ", args.activation,
+                   "; it must be from FLASH_MOE_SWIGLU (0) to FLASH_MOE_RELU (5)");
+  }
+  if (args.ids_dtype != FLASH_MOE_IDS_INT32 && args.ids_dtype != FLASH_MOE_IDS_INT64) {
+    return invalid("ids_dtype is ", args.ids_dtype,
+                   "; it must be FLASH_MOE_IDS_INT32 (0) or FLASH_MOE_IDS_INT64 (1)");
+  }
+  return {};
 }
 
-MoeProblem problem_of(const flash_moe_args& a, DType dtype, Pass pass) {
+MoeProblem Moe::problem(const Args& a, DType dtype, Pass pass) {
   MoeProblem p;
   p.pass = pass;
   p.activation = static_cast<Activation>(a.activation);
@@ -48,7 +62,7 @@ MoeProblem problem_of(const flash_moe_args& a, DType dtype, Pass pass) {
   return p;
 }
 
-MoeTensors tensors_of(const flash_moe_args& a) {
+MoeTensors Moe::tensors(const Args& a) {
   MoeTensors t;
   t.x = a.x.data;
   t.gate_up = a.gate_up.data;
@@ -70,33 +84,6 @@ MoeTensors tensors_of(const flash_moe_args& a) {
   return t;
 }
 
-// What plan() cannot see: values that C lets through and MoeProblem cannot hold.
-Result<MoePlan> plan_of(const flash_moe_args* args, DType dtype, Pass pass) {
-  if (!args) return invalid("args is NULL");
-  if (Status status = check_size(args->struct_size); !status.ok()) return status;
-  if (args->activation < FLASH_MOE_SWIGLU || args->activation > FLASH_MOE_RELU) {
-    return invalid("activation is ", args->activation,
-                   "; it must be from FLASH_MOE_SWIGLU (0) to FLASH_MOE_RELU (5)");
-  }
-  if (args->ids_dtype != FLASH_MOE_IDS_INT32 && args->ids_dtype != FLASH_MOE_IDS_INT64) {
-    return invalid("ids_dtype is ", args->ids_dtype,
-                   "; it must be FLASH_MOE_IDS_INT32 (0) or FLASH_MOE_IDS_INT64 (1)");
-  }
-  const Result<Device> device = device_of(args->device);
-  if (!device.ok()) return device.status();
-  MoeProblem problem = problem_of(*args, dtype, pass);
-  problem.device = device.value();
-  return plan(problem);
-}
-
-int call(const flash_moe_args* args, DType dtype, Pass pass) noexcept {
-  return guarded([&]() -> Status {
-    const Result<MoePlan> plan = plan_of(args, dtype, pass);
-    if (!plan.ok()) return plan.status();
-    return run_with_workspace(plan.value(), tensors_of(*args), *args);
-  });
-}
-
 }  // namespace
 }  // namespace flashmoe::c_api
 
@@ -105,35 +92,27 @@ using flashmoe::Pass;
 namespace c_api = flashmoe::c_api;
 
 int flash_moe_args_init(flash_moe_args* args, size_t struct_size) {
-  return c_api::guarded([&]() -> flashmoe::Status {
-    if (!args) return flashmoe::invalid("args is NULL");
-    if (flashmoe::Status s = c_api::check_size(struct_size); !s.ok()) return s;
-    std::memset(args, 0, sizeof *args);
-    args->struct_size = struct_size;
-    args->device = FLASH_ATTENTION_HOST;
-    return {};
-  });
+  return c_api::init_args(args, struct_size, c_api::Moe::kInit);
 }
 
 int flash_moe_forward_fp16(const flash_moe_args* args) {
-  return c_api::call(args, DType::kFloat16, Pass::kForward);
+  return c_api::call<c_api::Moe>(args, DType::kFloat16, Pass::kForward);
 }
 
 int flash_moe_forward_bf16(const flash_moe_args* args) {
-  return c_api::call(args, DType::kBFloat16, Pass::kForward);
+  return c_api::call<c_api::Moe>(args, DType::kBFloat16, Pass::kForward);
 }
 
 int flash_moe_backward_fp16(const flash_moe_args* args) {
-  return c_api::call(args, DType::kFloat16, Pass::kBackward);
+  return c_api::call<c_api::Moe>(args, DType::kFloat16, Pass::kBackward);
 }
 
 int flash_moe_backward_bf16(const flash_moe_args* args) {
-  return c_api::call(args, DType::kBFloat16, Pass::kBackward);
+  return c_api::call<c_api::Moe>(args, DType::kBFloat16, Pass::kBackward);
 }
 
 int flash_moe_workspace_bytes(const flash_moe_args* args, int dtype, int pass, uint64_t* bytes) {
-  return c_api::workspace_bytes(dtype, pass, bytes,
-                                [&](DType d, Pass p) { return c_api::plan_of(args, d, p); });
+  return c_api::workspace_bytes<c_api::Moe>(args, dtype, pass, bytes);
 }
 
 const char* flash_moe_last_error(void) { return c_api::last_error().c_str(); }

@@ -16,11 +16,7 @@ std::string options_text(const MoeProblem& p) {
 }
 
 std::string work_text(const MoePlan& plan) {
-  if (plan.problem.device.type == DeviceType::kCuda) {
-    std::string lines = text("launches   ", plan.launches.size());
-    for (const LaunchStep& step : plan.launches) lines += launch_text(step);
-    return lines;
-  }
+  if (plan.problem.device.type == DeviceType::kCuda) return launches_text(plan.launches);
   return text("work       up to ", plan.work_items, " items", workers_text(plan.workers));
 }
 

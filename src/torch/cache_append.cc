@@ -1,4 +1,5 @@
 // Writing keys and values to a cache.
+#include <string>
 #include <tuple>
 
 #include "execute.h"
@@ -8,22 +9,8 @@ namespace flashmoe::ops {
 namespace {
 
 std::tuple<> cache_append(const AppendArguments& a) {
-  check_same_device({"key", &a.key}, {{"value", &a.value},
-                                      {"k_cache", &a.k_cache},
-                                      {"v_cache", &a.v_cache},
-                                      {"slot_mapping", &a.slot_mapping},
-                                      {"k_scale", pointer_to(a.k_scale)},
-                                      {"v_scale", pointer_to(a.v_scale)}});
-  AppendProblem problem;
-  problem.device = device_of(a.key);
-  problem.key = spec_of("key", a.key);
-  problem.value = spec_of("value", a.value);
-  problem.key_cache = cache_spec("k_cache", a.k_cache);
-  problem.value_cache = cache_spec("v_cache", a.v_cache);
-  problem.slots = spec_of("slot_mapping", a.slot_mapping);
-  problem.k_scale = scale_spec("k_scale", a.k_scale);
-  problem.v_scale = scale_spec("v_scale", a.v_scale);
-  const auto plan = plan_or_fail<AppendPlan>(problem);
+  check_same_device(a);
+  const auto plan = plan_or_fail<AppendPlan>(append_problem(a, device_of(a.key)));
 
   AppendTensors tensors;
   tensors.key = a.key.const_data_ptr();
@@ -37,6 +24,14 @@ std::tuple<> cache_append(const AppendArguments& a) {
   return {};
 }
 
+// What would run, and why. Only shapes matter, so meta tensors do.
+std::tuple<std::string> explain_append(const ExplainAppendArguments& e) {
+  check_same_device(e.append);
+  const AppendProblem problem = append_problem(e.append, device_named(e.device, e.append.key));
+  raise_if_error(plan(problem).status());
+  return explain(problem);
+}
+
 }  // namespace
 }  // namespace flashmoe::ops
 
@@ -48,4 +43,8 @@ STABLE_TORCH_LIBRARY_IMPL(flashmoe, CPU, m) {
 STABLE_TORCH_LIBRARY_IMPL(flashmoe, CUDA, m) {
   m.impl("cache_append", flashmoe::ops::Boxed<flashmoe::ops::cache_append>::call);
   m.impl("cache_append_unchecked", flashmoe::ops::Boxed<flashmoe::ops::cache_append>::call);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flashmoe, CompositeExplicitAutograd, m) {
+  m.impl("explain_append", flashmoe::ops::Boxed<flashmoe::ops::explain_append>::call);
 }

@@ -48,6 +48,10 @@ AppendArguments AppendArguments::read(ArgumentReader& in) {
           .v_scale = in.next<OptionalTensor>()};
 }
 
+ExplainAppendArguments ExplainAppendArguments::read(ArgumentReader& in) {
+  return {.append = AppendArguments::read(in), .device = in.next<std::string>()};
+}
+
 void check_same_device(const PagedArguments& a, std::initializer_list<NamedTensor> more) {
   const NamedTensor query = {"query", &a.query};
   check_same_device(query, {{"k_cache", &a.k_cache},
@@ -59,6 +63,28 @@ void check_same_device(const PagedArguments& a, std::initializer_list<NamedTenso
                             {"k_scale", pointer_to(a.k_scale)},
                             {"v_scale", pointer_to(a.v_scale)}});
   check_same_device(query, more);
+}
+
+void check_same_device(const AppendArguments& a) {
+  check_same_device({"key", &a.key}, {{"value", &a.value},
+                                      {"k_cache", &a.k_cache},
+                                      {"v_cache", &a.v_cache},
+                                      {"slot_mapping", &a.slot_mapping},
+                                      {"k_scale", pointer_to(a.k_scale)},
+                                      {"v_scale", pointer_to(a.v_scale)}});
+}
+
+AppendProblem append_problem(const AppendArguments& a, const Device& device) {
+  AppendProblem problem;
+  problem.device = device;
+  problem.key = spec_of("key", a.key);
+  problem.value = spec_of("value", a.value);
+  problem.key_cache = cache_spec("k_cache", a.k_cache);
+  problem.value_cache = cache_spec("v_cache", a.v_cache);
+  problem.slots = spec_of("slot_mapping", a.slot_mapping);
+  problem.k_scale = scale_spec("k_scale", a.k_scale);
+  problem.v_scale = scale_spec("v_scale", a.v_scale);
+  return problem;
 }
 
 TensorSpec cache_spec(const char* name, const Tensor& cache) {

@@ -52,8 +52,19 @@ struct AppendArguments {
   static AppendArguments read(ArgumentReader& in);
 };
 
+struct ExplainAppendArguments {
+  AppendArguments append;
+  std::string device;  // "": the tensors' own
+
+  static ExplainAppendArguments read(ArgumentReader& in);
+};
+
 // Fails unless all of them, and the tensors that an op has besides, are where query is.
 void check_same_device(const PagedArguments& a, std::initializer_list<NamedTensor> more = {});
+void check_same_device(const AppendArguments& a);
+
+// What is asked of a device.
+AppendProblem append_problem(const AppendArguments& a, const Device& device);
 
 // A cache as it lies: one is never copied. Fails for bytes, which are how some keep fp8 numbers.
 TensorSpec cache_spec(const char* name, const Tensor& cache);

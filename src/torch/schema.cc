@@ -64,6 +64,9 @@ STABLE_TORCH_LIBRARY(flashmoe, m) {
   m.def("explain_paged(" FLASHMOE_PAGED_ARGUMENTS ", bool return_lse, str device) -> str");
   m.def("cache_append(" FLASHMOE_APPEND_ARGUMENTS ") -> ()");
   m.def("cache_append_unchecked(" FLASHMOE_APPEND_ARGUMENTS ") -> ()");
+  m.def(
+      "explain_append(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slot_mapping, "
+      "Tensor? k_scale, Tensor? v_scale, str device) -> str");
 
   // Without `keep`, pre and routing are empty.
   m.def("moe_forward(" FLASHMOE_MOE_ARGUMENTS

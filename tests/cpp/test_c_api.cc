@@ -76,8 +76,48 @@ struct Call {
     args.grad_key.data = c.grad_key.data();
     args.grad_value.data = c.grad_value.data();
     args.grad_bias.data = c.grad_bias.data();
+    args.sinks.data = c.sinks.data();
+    args.grad_sinks.data = c.grad_sinks.data();
+    args.seed = static_cast<const int64_t*>(c.seed.data());
+  }
+
+  // A mask of bytes in place of the bias.
+  void hide_pairs() {
+    Random random(12);
+    c.bias = Tensor(DType::kBool, {kBatch, 1, kRows, kKeys});
+    Values seen(c.bias.count());
+    for (double& x : seen) x = chance(random, 0.7) ? 1 : 0;
+    c.bias.set(seen);
+    c.grad_bias = {};
+    const int64_t shape[] = {kBatch, 1, kRows, kKeys};
+    std::copy_n(shape, 4, args.bias_shape);
+    args.bias_dtype = FLASH_ATTENTION_BIAS_MASK;
+    point_at_tensors();
+  }
+
+  void add_sinks() {
+    c.sinks = Tensor(DType::kFloat32, {kHeadsQ});
+    c.sinks.set({0.5, -1, 2, 0});
+    c.grad_sinks = Tensor(DType::kFloat32, {kHeadsQ});
+    point_at_tensors();
+  }
+
+  void drop_pairs() {
+    c.seed = Tensor(DType::kInt64, {});
+    c.seed.set({12345});
+    c.options.dropout_p = args.dropout_p = 0.4;
+    point_at_tensors();
   }
 };
+
+// Every way to ask for the options that a call can do without.
+Call with_options(DType dtype, bool mask, bool sinks, bool dropout) {
+  Call call(dtype);
+  if (mask) call.hide_pairs();
+  if (sinks) call.add_sinks();
+  if (dropout) call.drop_pairs();
+  return call;
+}
 
 int run_c(const Call& call, DType dtype, Pass pass) {
   const bool half = dtype == DType::kFloat16;
@@ -116,15 +156,32 @@ void check_refused(const flash_attention_args& args, int code, const char* said)
 
 TEST(same_bits_as_cpp) {
   for (DType dtype : {DType::kFloat16, DType::kBFloat16}) {
-    Call call(dtype);
-    for (Pass pass : {Pass::kForward, Pass::kBackward}) {
-      run_cpp(call.c, pass);
-      const auto want = take_results(call.c, pass);
-      CHECK_EQ(run_c(call, dtype, pass), FLASH_ATTENTION_OK);
-      CHECK_EQ(std::string(flash_attention_last_error()), std::string());
-      CHECK(take_results(call.c, pass) == want);
+    for (int options = 0; options < 8; ++options) {
+      Call call = with_options(dtype, options & 1, options & 2, options & 4);
+      for (Pass pass : {Pass::kForward, Pass::kBackward}) {
+        run_cpp(call.c, pass);
+        const auto want = take_results(call.c, pass);
+        CHECK_EQ(run_c(call, dtype, pass), FLASH_ATTENTION_OK);
+        CHECK_EQ(std::string(flash_attention_last_error()), std::string());
+        CHECK(take_results(call.c, pass) == want, "options", options);
+      }
     }
   }
+}
+
+// Each of them changes the result, or a pointer that is passed on to nobody would not be noticed.
+TEST(options_are_heard) {
+  std::vector<std::vector<double>> outs;
+  for (int options = 0; options < 8; ++options) {
+    Call call = with_options(DType::kFloat16, options & 1, options & 2, options & 4);
+    CHECK_EQ(flash_attention_forward_fp16(&call.args), FLASH_ATTENTION_OK);
+    for (const auto& other : outs) CHECK(call.c.out.values() != other, "options", options);
+    outs.push_back(call.c.out.values());
+  }
+  Call other = with_options(DType::kFloat16, false, false, true);
+  other.c.seed.set({12346});
+  CHECK_EQ(flash_attention_forward_fp16(&other.args), FLASH_ATTENTION_OK);
+  CHECK(other.c.out.values() != outs[4]);
 }
 
 // (batch, length, heads, dim) memory through strides gives what the dense call gives.
@@ -191,7 +248,10 @@ TEST(wrong_calls_are_refused_by_name) {
   refused([](Args a) { a.out.data = nullptr; }, kInvalid, "out");
   refused([](Args a) { a.bias.data = nullptr; }, kInvalid, "bias");
   refused([](Args a) { a.bias_shape[3] = 5; }, kInvalid, "bias");
-  refused([](Args a) { a.bias_dtype = 2; }, kInvalid, "bias_dtype is 2");
+  refused([](Args a) { a.bias_dtype = 3; }, kInvalid, "bias_dtype is 3");
+  refused([](Args a) { a.bias_dtype = -1; }, kInvalid, "bias_dtype is -1");
+  refused([](Args a) { a.dropout_p = 0.5; }, kInvalid, "seed is missing");
+  refused([](Args a) { a.dropout_p = 1.5; }, kInvalid, "dropout_p");
   refused([](Args a) { a.heads_q = 5; }, kInvalid, "query has 5 heads");
   refused([](Args a) { a.head_dim = 0; }, kInvalid, "head dim 0");
   refused([](Args a) { a.head_dim_v = 1000; }, kInvalid, "1000");
@@ -204,6 +264,15 @@ TEST(wrong_calls_are_refused_by_name) {
   refused([](Args a) { a.device = 0; }, FLASH_ATTENTION_UNSUPPORTED, "CUDA");
   const int32_t too_long[] = {23, 24};
   refused([&](Args a) { a.key_lengths = too_long; }, kInvalid, "key_lengths[1] is 24");
+
+  Call mask = with_options(DType::kFloat16, true, false, false);
+  mask.args.grad_bias.data = mask.c.grad_query.data();
+  CHECK_EQ(flash_attention_backward_fp16(&mask.args), kInvalid);
+  CHECK_CONTAINS(flash_attention_last_error(), "grad_bias");
+  Call sinks(DType::kFloat16);
+  sinks.args.grad_sinks.data = sinks.c.grad_query.data();
+  CHECK_EQ(flash_attention_backward_fp16(&sinks.args), kInvalid);
+  CHECK_CONTAINS(flash_attention_last_error(), "grad_sinks");
 
   Call call(DType::kFloat16);
   call.args.lse.data = nullptr;

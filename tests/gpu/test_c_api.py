@@ -37,8 +37,12 @@ class Args(ctypes.Structure):
         ("has_scale", ctypes.c_int32),
         ("deterministic", ctypes.c_int32),
         ("key_lengths", ctypes.c_void_p),
+        ("sinks", Tensor),
+        ("dropout_p", ctypes.c_double),
+        ("seed", ctypes.c_void_p),
         *((n, Tensor) for n in ("out", "lse", "grad_out", "grad_lse")),
         *((n, Tensor) for n in ("grad_query", "grad_key", "grad_value", "grad_bias")),
+        ("grad_sinks", Tensor),
         ("workspace", ctypes.c_void_p),
         ("workspace_bytes", ctypes.c_uint64),
         ("device", ctypes.c_int64),
@@ -80,7 +84,7 @@ def arguments(library, stream, **tensors) -> Args:
     if "bias" in tensors:
         bias = tensors["bias"]
         args.bias_shape[:] = bias.shape
-        args.bias_dtype = int(bias.dtype == torch.float32)
+        args.bias_dtype = {torch.float32: 1, torch.bool: 2}.get(bias.dtype, 0)
     args.device, args.stream = -1 if q.device.index is None else q.device.index, stream.cuda_stream
     return args
 
@@ -243,6 +247,55 @@ def test_options_and_lengths(library, device, stream):
     assert torch.equal(out, want) and torch.equal(lse, want_lse)
 
 
+@pytest.mark.parametrize("option", ["sinks", "mask", "dropout"])
+def test_sinks_masks_and_dropout(library, option, device, stream):
+    """As Python's function does it, or refuses it: there may be no kernel yet."""
+    kind = {"dtype": torch.float16, "device": device}
+    q, k, v = (torch.randn(2, h, rows, 64, **kind) for h, rows in ((4, 70), (2, 77), (2, 77)))
+    named, options = {"query": q, "key": k, "value": v}, {}
+    if option == "sinks":
+        named["sinks"] = options["sinks"] = torch.randn(4, device=device)
+    elif option == "mask":
+        named["bias"] = options["bias"] = torch.rand(2, 1, 70, 77, device=device) < 0.7
+    else:
+        options = {"dropout_p": 0.3, "seed": torch.tensor(2**40 + 3, device=device)}
+    out, grad_q, grad_k, grad_v = (torch.full_like(x, nan) for x in (q, q, k, v))
+    lse, grad_out = torch.full(q.shape[:-1], nan, device=device), torch.randn_like(q)
+    grads = {"grad_query": grad_q, "grad_key": grad_k, "grad_value": grad_v}
+    leaves = {name: x.detach().requires_grad_() for name, x in zip("qkv", (q, k, v), strict=True)}
+    if option == "sinks":
+        grads["grad_sinks"] = torch.full_like(named["sinks"], nan)
+        leaves["sinks"] = options["sinks"].detach().requires_grad_()
+    given = {**options, **leaves, "return_lse": True, "deterministic": True}
+
+    def call(direction: str, **tensors: torch.Tensor) -> int:
+        args = arguments(library, stream, **named, out=out, lse=lse, **tensors)
+        args.deterministic = 1
+        if option == "dropout":
+            args.dropout_p, args.seed = 0.3, options["seed"].data_ptr()
+        scratch = workspace(library, args, "fp16", backward=direction == "backward")
+        code = getattr(library, f"flash_attention_{direction}_fp16")(ctypes.byref(args))
+        stream.synchronize()
+        del scratch
+        return code
+
+    try:
+        want, want_lse = flashmoe_science.flash_attention(**given)
+    except RuntimeError as error:
+        assert "no CUDA kernel of this build" in str(error)
+        args = arguments(library, stream, **named, out=out, lse=lse)
+        if option == "dropout":
+            args.dropout_p, args.seed = 0.3, options["seed"].data_ptr()
+        assert library.flash_attention_forward_fp16(ctypes.byref(args)) == 2
+        return
+    assert call("forward") == 0, library.flash_attention_last_error()
+    assert same_bits(out, want) and same_bits(lse, want_lse)
+    assert call("backward", grad_out=grad_out, **grads) == 0, library.flash_attention_last_error()
+    wanted = torch.autograd.grad(want, list(leaves.values()), grad_out)
+    for (name, got), grad in zip(grads.items(), wanted, strict=True):
+        assert same_bits(got, grad), name
+
+
 @on_a_gpu
 def test_refusals_name_the_argument(library):
     q = torch.randn(1, 1, 8, 64, dtype=torch.float16, device="cuda:0")
@@ -252,9 +305,9 @@ def test_refusals_name_the_argument(library):
     args = arguments(library, torch.cuda.current_stream(), **named, bias=bias)
     assert library.flash_attention_forward_fp16(ctypes.byref(args)) != 0
     assert b"bias" in library.flash_attention_last_error()
-    args.bias_shape[3], args.bias_dtype = 8, 2
+    args.bias_shape[3], args.bias_dtype = 8, 3
     assert library.flash_attention_forward_fp16(ctypes.byref(args)) != 0
-    assert b"bias_dtype is 2" in library.flash_attention_last_error()
+    assert b"bias_dtype is 3" in library.flash_attention_last_error()
     args.bias_shape[:], args.bias_dtype = [0] * 4, 0
     args.bias.data, args.device = None, 1000
     assert library.flash_attention_forward_fp16(ctypes.byref(args)) != 0

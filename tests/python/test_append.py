@@ -262,3 +262,21 @@ def test_opcheck(kind):
 def test_meta_tensors():
     meta = {name: x.to("meta") for name, x in call().items()}
     assert fm.kv_cache_append(**meta) is None
+
+
+@pytest.mark.parametrize("float8", [False, True])
+def test_explain(float8):
+    meta = {"device": "meta"}
+    k, v = (torch.empty(77, 4, dim, dtype=torch.bfloat16, **meta) for dim in (64, 32))
+    stored_as = FLOAT8 if float8 else torch.bfloat16
+    caches = [torch.empty(9, 16, 4, dim, dtype=stored_as, **meta) for dim in (64, 32)]
+    slots = torch.empty(77, dtype=torch.int64, **meta)
+    scales = {"k_scale": 0.5} if float8 else {}
+    text = fm.explain_append(k, v, *caches, slots, **scales, device="cpu")
+    assert text.startswith("append to a cache in bfloat16: 77 tokens, heads 4, head dim 64/32\n")
+    assert ("in float8_e4m3fn, scaled" in text) == float8
+    assert "_cache_append\n" in text and "chosen: " in text
+    with pytest.raises(ERRORS, match="k_scale"):
+        fm.explain_append(k, v, *caches, slots, k_scale=torch.empty(3, **meta), device="cpu")
+    with pytest.raises(ERRORS, match=r"k must be a torch\.Tensor"):
+        fm.explain_append(None, v, *caches, slots)

@@ -184,7 +184,8 @@ SUBJECTS = {
         instead="topk",
     ),
 }
-NO_TENSORS = {"explain", "explain_moe", "explain_paged", "register_experts", "register_attention"}
+EXPLANATIONS = {"explain", "explain_append", "explain_moe", "explain_paged"}
+NO_TENSORS = {*EXPLANATIONS, "register_experts", "register_attention"}
 # They refuse every derivative, which test_paged.py, test_append.py and test_compat_cache.py ask of.
 FORWARD_ONLY = {"flash_attention_paged", "kv_cache_append", "flash_attn_with_kvcache"}
 

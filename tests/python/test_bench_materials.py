@@ -16,6 +16,7 @@ from bench_rows import ATTENTION
 from clocks import CPU, ONE_TURN, FakeCudaClock
 from flashmoe_science.bench import (
     accuracy,
+    attention,
     memory,
     peers,
     plot,
@@ -23,7 +24,6 @@ from flashmoe_science.bench import (
     report,
     runner,
     timing,
-    workloads,
 )
 from flashmoe_science.bench.case import Implementation, Shape
 from flashmoe_science.bench.results import compare
@@ -72,7 +72,8 @@ def test_what_can_never_run_is_no_peer():
     with_mask = [*MATERIALS, "ragged", "ragged_bias"]
     assert not [n for n in with_mask if "flash" in WORKLOADS[n].peers("cuda")], "takes no mask"
     varlen = [n for n in WORKLOADS if "varlen" in WORKLOADS[n].peers("cuda")]
-    assert varlen == ["mixed_lengths", "ragged", "crystals"], "takes no bias"
+    paged = [n for n in WORKLOADS if n.startswith("paged_")]
+    assert varlen == ["mixed_lengths", "ragged", "crystals", *paged], "takes no bias"
     flex = [n for n in WORKLOADS if "flex" in WORKLOADS[n].peers("cuda")]
     assert flex == ["pair_bias", "diffusion", "triangle"]
     assert not [n for n in WORKLOADS if {"varlen", "flex"} & {*WORKLOADS[n].peers("cpu")}]
@@ -82,13 +83,13 @@ def test_triangle_is_rows_that_share_a_bias(monkeypatch):
     case = make("triangle", "5,4,7,8")
     assert case.leaves["q"].shape == (5, 4, 7, 8) and case.leaves["bias"].shape == (1, 4, 7, 7)
     assert case.scores == 5 * 4 * 7 * 7
-    seen, right = {}, workloads.flash_attention
+    seen, right = {}, attention.flash_attention
 
     def watched(q, k, v, bias):
         seen.update(q=q.shape, v=v.shape, bias=bias.shape)
         return right(q, k, v, bias=bias)
 
-    monkeypatch.setattr(workloads, "flash_attention", watched)
+    monkeypatch.setattr(attention, "flash_attention", watched)
     verdict = accuracy.check(case, backward=True)
     assert verdict.ok and "grad_bias rms" in verdict.deviations
     assert seen == {"q": (1, 5, 4, 7, 8), "v": (1, 5, 4, 7, 8), "bias": (1, 1, 4, 7, 7)}
@@ -118,7 +119,7 @@ def test_a_bias_in_fp32_is_next_to_a_rounded_one(dtype):
 
 def test_crystals_with_a_bias_are_next_to_our_own_without(monkeypatch):
     case = on_gpu(monkeypatch, with_bias=True)
-    assert case.baseline == workloads.WITHOUT_BIAS and case.peers[case.baseline].another
+    assert case.baseline == attention.WITHOUT_BIAS and case.peers[case.baseline].another
     found = accuracy.compute(case.peers[case.baseline], case, backward=True)
     assert list(found) == ["out", "grad_q", "grad_k", "grad_v"]
     without = dataclasses.replace(
@@ -313,14 +314,14 @@ def test_padding_and_the_reference_agree_with_a_loop():
 
 def on_gpu(monkeypatch, with_bias: bool):
     """The Case of a GPU, its tensors on the CPU."""
-    right = workloads.make_ragged
+    right = attention.make_ragged
     monkeypatch.setattr(
-        workloads,
+        attention,
         "make_ragged",
         lambda shape, dtype, device, *rest: right(shape, dtype, CPU, *rest),
     )
     shape = Shape.parse("6,4,50,8")
-    return workloads.make_crystals(shape, torch.bfloat16, CUDA, with_bias)
+    return attention.make_crystals(shape, torch.bfloat16, CUDA, with_bias)
 
 
 def test_crystals_on_a_gpu_are_about_varlen_and_bytes(monkeypatch):

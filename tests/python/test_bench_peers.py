@@ -98,9 +98,14 @@ def seen(queries, keys, causal, window):
     mask = (behind >= 0) if causal else torch.ones(queries, keys, dtype=bool)
     return mask & (behind <= window[0]) if window else mask
 
-def attention(q, k, v, causal, bias=None, window=None, deterministic=False):
+def attention(q, k, v, causal, bias=None, window=None, deterministic=False, mask=None,
+              dropout_p=0.0, seed=None):
     gqa = q.shape[1] != k.shape[1]
-    mask = bias if bias is not None else seen(q.shape[2], k.shape[2], causal, window)
+    if dropout_p:
+        from flashmoe_science.bench import dropout
+        return dropout.attention({"q": q, "k": k, "v": v}, causal, dropout_p, int(seed))
+    if mask is None:
+        mask = bias if bias is not None else seen(q.shape[2], k.shape[2], causal, window)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
 
 def attention_varlen(q, k, v, cu_seqlens, max_seqlen, causal, bias=None):
@@ -222,6 +227,9 @@ def test_a_peer_is_told_what_a_workload_needs(tmp_path, name):
         ("window", "1,2,8,8,causal,w3", "attention() has no parameter window"),
         ("deterministic", "1,2,8,8", "attention() has no parameter deterministic"),
         ("ragged", "2,2,8,8", "peer.py has no attention_varlen()"),
+        ("mask", "1,2,8,8", "attention() has no parameter mask"),
+        ("dropout", "1,2,8,8", "attention() has no parameter dropout_p, seed"),
+        ("paged_decode", "2,2,8,8", "peer.py has no attention_paged()"),
     ],
 )
 def test_a_peer_that_lacks_something_is_none(tmp_path, workload, shape, reason):
@@ -288,7 +296,7 @@ def test_a_file_may_import_what_lies_beside_it(bench, tmp_path):
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("x = 1", "none of attention(), attention_varlen(), moe()"),
+        ("x = 1", "none of attention(), attention_varlen(), attention_paged(), cache_append(), "),
         ("raise ImportError('built for another chip')", "ImportError: built for another chip"),
         ("LAYOUT = 'SBHD'\ndef attention(q, k, v, causal): ...", "LAYOUT 'SBHD'"),
         ("NAME = 'flash'\ndef attention(q, k, v, causal): ...", "there is a flash already"),

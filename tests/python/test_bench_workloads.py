@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench_rows import ATTENTION, flops_of
 from clocks import CPU, ONE_TURN
-from flashmoe_science.bench import peers, ragged, runner, timing, workloads
+from flashmoe_science.bench import attention, peers, ragged, runner, timing, workloads
 from flashmoe_science.bench.accuracy import check, heads_to_compare
 from flashmoe_science.bench.case import Implementation, Shape
 from flashmoe_science.bench.workloads import WORKLOADS
@@ -70,7 +70,7 @@ def test_a_window_is_that_of_the_library(dtype):
     assert check(case, backward=True).ok and case.scores == 2 * 4 * (21 + 34 * 6)
     assert case.reference_scores == 2 * 4 * 40 * 40, "of which few heads fit, where they are long"
     assert heads_to_compare(dataclasses.replace(case, reference_scores=1 << 25)) == 2
-    wider = workloads.our_dense(causal=True, window=(6, 0))
+    wider = attention.our_dense(causal=True, window=(6, 0))
     assert not check(dataclasses.replace(case, ours=wider), backward=True).ok
 
 
@@ -78,7 +78,7 @@ def test_a_window_is_that_of_the_library(dtype):
 def test_dense_cases_of_a_gpu_have_their_tokens_first(monkeypatch, name):
     """For everyone: a layout that only peers get would be another condition."""
     relaid = []
-    monkeypatch.setattr(workloads, "tokens_first", lambda x, g: relaid.append([*x]) or (x, g))
+    monkeypatch.setattr(attention, "tokens_first", lambda x, g: relaid.append([*x]) or (x, g))
     shape = Shape.parse("2,4,8,16")
     with FakeTensorMode():
         case = WORKLOADS[name].make(shape, torch.bfloat16, CUDA)
@@ -96,13 +96,13 @@ def test_even_lengths_are_dense():
 
 def test_a_peer_that_a_case_lacks_is_left_out(monkeypatch):
     """Packed sequences on a GPU have varlen_attn alone, the dense ones beside them no varlen."""
-    right = workloads.make_ragged
+    right = attention.make_ragged
     monkeypatch.setattr(
-        workloads,
+        attention,
         "make_ragged",
         lambda shape, dtype, device, draw: right(shape, dtype, CPU, draw=draw),
     )
-    case = workloads.make_mixed_lengths(Shape.parse("3,4,21,8"), torch.float32, CUDA)
+    case = attention.make_mixed_lengths(Shape.parse("3,4,21,8"), torch.float32, CUDA)
     assert list(case.peers) == ["varlen"]
     made = dataclasses.replace(WORKLOADS["mixed_lengths"], make=lambda *_: case)
     monkeypatch.setitem(WORKLOADS, "mixed_lengths", made)

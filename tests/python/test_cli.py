@@ -14,7 +14,7 @@ import torch
 
 import flashmoe_science
 from flashmoe_science.__main__ import main
-from flashmoe_science.bench import moe, workloads
+from flashmoe_science.bench import attention, moe
 from flashmoe_science.cli import doctor
 
 PACKAGE = Path(flashmoe_science.__file__).parent
@@ -69,7 +69,7 @@ def test_doctor_tells_of_the_environment(monkeypatch, capsys):
 
 
 def test_doctor_finds_one_wrong_number(monkeypatch, capsys):
-    right = workloads.flash_attention
+    right = attention.flash_attention
 
     def wrong(q, k, v, **options):
         out = right(q, k, v, **options)
@@ -77,7 +77,7 @@ def test_doctor_finds_one_wrong_number(monkeypatch, capsys):
         mask[0, 0, -1, -1] = 0.05
         return out + mask
 
-    monkeypatch.setattr(workloads, "flash_attention", wrong)
+    monkeypatch.setattr(attention, "flash_attention", wrong)
     assert main(["doctor"]) == 1
     text = capsys.readouterr().out
     assert "WRONG" in text and "verdict: broken" in text
@@ -98,7 +98,7 @@ def test_doctor_reports_a_call_that_fails(monkeypatch, capsys):
     def broken(*args, **options):
         raise RuntimeError("the kernel is on strike")
 
-    monkeypatch.setattr(workloads, "flash_attention_varlen", broken)
+    monkeypatch.setattr(attention, "flash_attention_varlen", broken)
     assert main(["doctor"]) == 1
     assert "FAILED: the kernel is on strike" in capsys.readouterr().out
 
@@ -174,6 +174,29 @@ def test_explain_paged(capsys):
         meta(35, 6, 16, dtype=bf16), *caches, **given, **options
     )
     assert capsys.readouterr().out.strip() == expected.strip()
+
+
+def test_explain_append(capsys):
+    command = "explain --append --page 8 --batch 5 --heads 6 --kv-heads 2 --kv-len 33 --dim 16"
+    command += " --len 1 --value-dim 12 --fp8 --device cpu"
+    assert main(command.split()) == 0
+    caches = [meta(25, 8, 2, dim, dtype=torch.float8_e4m3fn) for dim in (16, 12)]
+    expected = flashmoe_science.explain_append(
+        *(meta(5, 2, dim) for dim in (16, 12)),
+        *caches,
+        meta(5, dtype=torch.int64),
+        k_scale=1.0,
+        v_scale=1.0,
+        device="cpu",
+    )
+    assert capsys.readouterr().out.strip() == expected.strip()
+    assert "5 tokens" in expected and "pages of 8 in float8_e4m3fn, scaled" in expected
+
+
+@pytest.mark.parametrize("option", ["--causal", "--window 8,0", "--derivative second"])
+def test_options_that_mean_nothing_are_refused(capsys, option):
+    assert main(["explain", "--append", *option.split()]) == 1
+    assert f"{option.split()[0]} means nothing with --append" in capsys.readouterr().err
 
 
 def test_explain_of_experts_says_what_explain_moe_says(capsys):

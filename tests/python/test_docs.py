@@ -14,8 +14,10 @@ import pytest
 import torch
 
 import flashmoe_science  # noqa: F401  (registers the ops)
+from flashmoe_science.bench import runner
 from flashmoe_science.bench.case import Shape
 from flashmoe_science.bench.results import compare
+from flashmoe_science.bench.workloads import WORKLOADS
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -80,9 +82,9 @@ def house(tmp_path):
     return tmp_path
 
 
-def row_of(workload: str, shape: str, dtype: str, direction: str, ms: dict) -> dict:
+def row_of(workload: str, shape: str, dtype: str, direction: str, ms: dict, kind=Shape) -> dict:
     """A row in which everyone takes so many milliseconds; 100 GFLOP of work."""
-    parsed = Shape.parse(shape)
+    parsed = kind.parse(shape)
     implementations = {n: {"ms": t, "gflops": t and 1e5 / t} for n, t in ms.items()}
     return {
         "workload": workload, "label": shape, "dtype": dtype, "pass": direction,
@@ -251,6 +253,44 @@ def test_users_read_what_was_timed_as_cuda_graphs(house):
     found["ours"]["method"] = "events"
     path.write_text(json.dumps(results))
     assert "CUDA graph" not in read(house, "docs/speed.md")
+
+
+def test_rows_of_serving_and_of_derivatives_have_their_tables(house):
+    """As a run on a GPU leaves them: nothing but the file is needed."""
+    names = ("paged_decode", "paged_uneven", "paged_mixed", "paged_prefill", "append", "second")
+    path = house / "bench" / "results" / "gpu-h100-2026-09-09-dense.json"
+    results, rows = json.loads(path.read_text()), []
+    for spec in runner.rows_of([*names, "fp32", "dropout", "mask"], None, None, None, "cuda"):
+        workload = WORKLOADS[spec.workload]
+        times = {"ours": 1.0, **dict.fromkeys(workload.peers("cuda"), 1.5)}
+        kind = workload.shape_type
+        row = row_of(spec.workload, str(spec.shape), spec.dtype, spec.direction, times, kind)
+        if spec.workload in (*names[:3], "append"):
+            row["implementations"]["ours"]["gb_per_s"] = 3456.0
+        rows.append(row)
+    rows[0]["implementations"]["ours"] = {"ms": None, "reason": "no CUDA kernel"}
+    rows[0] |= {"check": {"status": "refused"}, "ratio": None, "ratios": {}}
+    path.write_text(json.dumps(results | {"rows": rows}))
+    text = read(house, "docs/speed.md")
+    decode = text.split("## Paged decode, NVIDIA Z\n")[1].split("\n## ")[0]
+    lines = [line for line in decode.splitlines() if line.startswith("| forward")]
+    groups = ["pages of 16", "pages of 64", "pages of 1", "pages of 16, e4m3"]
+    assert [line.split(" | ")[0] for line in lines] == [f"| forward, {group}" for group in groups]
+    assert "1 x 8,192: 1.50 (3,456, " in lines[0] and "8 x 32,768: 1.50" in lines[0]
+    assert "1 x 512 e4m3:" in lines[3] and "1 x 512:" not in lines[0], "which was refused"
+    assert "in GB/s" in decode and "ours, cache in 16 bits" in decode
+    mixed = text.split("## Paged mixed, NVIDIA Z\n")[1].split("\n## ")[0]
+    assert "ours in two calls 1.50" in mixed.replace("\n  ", " ")
+    assert "| 16 x 8,192 q512: 1.50" in mixed and "255 x 8,192 q2048 e4m3: 1.50" in mixed
+    second = text.split("## Second, NVIDIA Z\n")[1].split("\n## ")[0]
+    assert "| backward, fp32 |" in second and "| forward and backward, bf16 |" in second
+    assert "a plain copy" in text.split("## Append, NVIDIA Z\n")[1].split("\n## ")[0]
+    table = read(house, "bench/results/README.md").split("## gpu-h100-2026-09-09-dense\n")[1]
+    assert "| batch, heads, length, dim or tokens, heads, dim, page |" in table
+    refused = [cell for cell in table.splitlines() if "1, 32, 512, 128, kv8, p16 |" in cell]
+    assert len(refused) == 1 and f"| sustained | {speed_docs.NONE} |" in refused[0]
+    for name in ("paged_decode", "append", "mask"):
+        xml.etree.ElementTree.parse(house / "docs" / "speed" / f"{name}-h100.svg")
 
 
 def test_a_lost_row_is_as_plain_as_a_won_one(house):

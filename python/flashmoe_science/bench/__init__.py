@@ -1,8 +1,9 @@
 """Ours next to others': checks each answer, times it, writes table, JSON and plot.
 
 Peers of attention are PyTorch's SDPA backends in the same process with the same threads, on a GPU
-also its compiled FlexAttention ("flex") and varlen_attn ("varlen"); of mixtures of experts a loop
-over them, PyTorch's grouped_mm and transformers' own; --peer adds anybody's. Everyone is timed
+also its compiled FlexAttention ("flex") and varlen_attn ("varlen"); over pages they get the same
+keys without pages. Of mixtures of experts a loop over them, PyTorch's grouped_mm and transformers'
+own; --peer adds anybody's. Everyone is timed
 turn by turn under the same conditions, in rotated order, and a time is the median of the turns'
 medians. On a GPU that happens twice: sustained (without pauses, at the power limit as in training;
 the numbers that count) and rested (the same pause before every turn). Workloads of short calls are
@@ -41,6 +42,9 @@ examples:
   python -m flashmoe_science bench --workload dense --pass fwd,bwd,fwd+bwd --peers flash,cudnn
   python -m flashmoe_science bench --workload dense --peers cudnn --peer theirs.py
   python -m flashmoe_science bench --workload moe,moe_elements,moe_decode --dtype fp32,bf16
+  python -m flashmoe_science bench --workload paged_decode,paged_mixed,append --dtype bf16
+  python -m flashmoe_science bench --workload paged_decode --shape 16,32,8192,128,kv8,p16,e4m3
+  python -m flashmoe_science bench --workload second,fp32,dropout,mask
   python -m flashmoe_science bench --list
 
 a peer's file (--peer FILE.py) is a module with
@@ -49,6 +53,12 @@ a peer's file (--peer FILE.py) is a module with
       where a workload needs them
   attention_varlen(q, k, v, cu_seqlens, max_seqlen, causal)
       q (T, H, D), k and v (T, Hkv, D): ragged workloads. Also bias, where there is one
+  attention_paged(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q,
+                  max_seqlen_k)
+      q (T, H, D), caches (blocks, page, Hkv, D): paged workloads. Also k_scale and v_scale, where
+      caches are float8_e4m3fn
+  cache_append(k, v, k_cache, v_cache, slot_mapping)
+      k and v (T, H, D): append. Also k_scale and v_scale
   moe(x, gate_up, down, ids, weights)
       x (T, d), gate_up (E, 2n, d), down (E, d, n), ids and weights (T, k): moe workloads
 and, if it likes, NAME, LAYOUT = "BHSD" and supports(case): see flashmoe_science/bench/peer_file.py
@@ -57,7 +67,8 @@ and, if it likes, NAME, LAYOUT = "BHSD" and supports(case): see flashmoe_science
 DTYPES = "fp32, fp16, bf16"
 PEERS = (
     "flash, math; on a GPU also cudnn, efficient, flex with a bias, varlen for ragged; of experts "
-    "loop, grouped_mm, transformers, transformers_batched"
+    "loop, grouped_mm, transformers, transformers_batched; of append copy, index_copy; and ours "
+    "in other ways: contiguous, sixteen_bits, apart, decodes, chunk, mask_as_bias, ..."
 )
 PASSES = "fwd, bwd (the backward pass alone), fwd+bwd"
 
@@ -70,11 +81,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench`."""
     add = parser.add_argument
     add("--workload", type=words, default=["dense"], metavar="NAME,...", help="default: dense")
-    shape = "B,H,S,D[,causal][,kvN][,wN]|T,d,n,E,k"
+    shape = "B,H,S,D[,kvN][,causal][,...]|T,d,n,E,k|T,H,D,N"
     add("--shape", nargs="+", action="extend", metavar=shape, help="instead of the workload's own")
     add("--only", nargs="+", action="extend", metavar="TEXT",
         help="only rows with one of these in their name: dense (4,8,256,64) bf16 fwd")  # fmt: skip
-    add("--dtype", type=words, metavar="NAME,...", help=f"{DTYPES}. default: all, on a GPU bf16")
+    add(
+        "--dtype",
+        type=words,
+        metavar="NAME,...",
+        help=f"{DTYPES}. default: the workload's own, most often all, on a GPU bf16",
+    )
     add("--pass", type=words, dest="passes", metavar="NAME,...",
         help=f"{PASSES}. default: the workload's own")  # fmt: skip
     add("--peers", type=words, metavar="NAME,...", help=f"{PEERS}. default: all")
@@ -194,12 +210,12 @@ def measure(args: argparse.Namespace) -> int:
     device = choose_device(args.device, machine.build_info()["families"])
     if args.threads:
         torch.set_num_threads(args.threads)
-    dtypes = args.dtype or (list(runner.DTYPES) if device.type == "cpu" else ["bf16"])
-    check_words("--dtype", dtypes, list(runner.DTYPES))
+    if args.dtype is not None:
+        check_words("--dtype", args.dtype, list(runner.DTYPES))
     check_words("--workload", args.workload, list(WORKLOADS))
     if args.passes is not None:
         check_words("--pass", args.passes, list(runner.PASSES))
-    specs = runner.rows_of(args.workload, args.shape, dtypes, args.passes, device.type)
+    specs = runner.rows_of(args.workload, args.shape, args.dtype, args.passes, device.type)
     if args.only:
         specs = [spec for spec in specs if any(text in spec.label for text in args.only)]
         if not specs:

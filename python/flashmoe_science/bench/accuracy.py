@@ -18,7 +18,14 @@ from dataclasses import dataclass
 
 import torch
 
-from flashmoe_science.bench.case import Case, Implementation, Tensors, forced_backend
+from flashmoe_science.bench.case import (
+    Case,
+    Implementation,
+    Tensors,
+    each,
+    forced_backend,
+    named,
+)
 
 # 2^23 float64 scores are 64 MB, autograd keeps a few such tensors, and a CPU takes half a second.
 MAX_SCORES = 1 << 23
@@ -81,9 +88,9 @@ def compute(implementation: Implementation, case: Case, backward: bool) -> Tenso
     leaves = {n: t.detach().clone().requires_grad_(backward) for n, t in leaves.items()}
     with forced_backend(implementation), nullcontext() if backward else torch.no_grad():
         out = implementation.run(leaves)
-        results = {"out": out.detach()}
+        results = {name: x.detach() for name, x in named(out).items()}
         if backward:
-            if not out.requires_grad:
+            if not all(x.requires_grad for x in named(out).values()):
                 raise RuntimeError("gives no gradient")
             grads = torch.autograd.grad(out, list(leaves.values()), grad)
             results |= {f"grad_{name}": g for name, g in zip(leaves, grads, strict=True)}
@@ -104,7 +111,7 @@ def math_in_its_dtype() -> Iterator[None]:
 def in_double(case: Case) -> Case:
     """The same numbers as float64."""
     doubled = {name: t.double() for name, t in case.leaves.items()}
-    return dataclasses.replace(case, leaves=doubled, grad=case.grad.double())
+    return dataclasses.replace(case, leaves=doubled, grad=each(torch.Tensor.double, case.grad))
 
 
 def heads_to_compare(case: Case) -> int:
@@ -127,7 +134,7 @@ class Oracle:
     def verdict(self, implementation: Implementation, reproducible: bool = False) -> Verdict:
         """Compares an implementation with float64; reproducible: it must repeat its bits, too."""
         found = implementation.restore(compute(implementation, self.case, self.backward))
-        dtype = self.case.grad.dtype
+        dtype = next(iter(named(self.case.grad).values())).dtype
         deviations = {}
         for name, truth in self.exact.items():
             mine, theirs = (
@@ -141,7 +148,9 @@ class Oracle:
         if reproducible:
             again = compute(implementation, self.case, self.backward)
             for name, first in found.items():
-                deviations[f"{name} twice"] = Deviation(largest(again[name] - first), 0.0, 0.0)
+                deviations[f"{name} twice"] = Deviation(
+                    largest(again[name].double() - first.double()), 0.0, 0.0
+                )
         return Verdict(deviations, self.heads)
 
 

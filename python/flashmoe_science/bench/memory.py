@@ -7,14 +7,19 @@ from typing import Any
 
 import torch
 
-from flashmoe_science.bench.case import Case
+from flashmoe_science.bench.case import Case, named
 
 
 def needed_bytes(case: Case, backward: bool) -> int:
     """Inputs, output, and what a pass must keep; backward also the gradients of all of them."""
     inputs = sum(leaf.nbytes for leaf in case.leaves.values())
-    forward = inputs + case.grad.nbytes + case.kept_bytes(backward)
-    return forward + (case.grad.nbytes + inputs if backward else 0)
+    forward = inputs + grad_bytes(case) + case.kept_bytes(backward)
+    return forward + (grad_bytes(case) + inputs if backward else 0)
+
+
+def grad_bytes(case: Case) -> int:
+    """Of the gradient of the output, which is as large as the output."""
+    return sum(grad.nbytes for grad in named(case.grad).values())
 
 
 def peak_bytes(case: Case, backward: bool, meter: Any) -> int:
@@ -23,7 +28,7 @@ def peak_bytes(case: Case, backward: bool, meter: Any) -> int:
     meter is torch.cuda, or something that has the same functions.
     """
     leaves = {n: t.detach().requires_grad_(backward) for n, t in case.leaves.items()}
-    inputs = sum(leaf.nbytes for leaf in leaves.values()) + (case.grad.nbytes if backward else 0)
+    inputs = sum(leaf.nbytes for leaf in leaves.values()) + (grad_bytes(case) if backward else 0)
     meter.synchronize()
     meter.reset_peak_memory_stats()
     before = meter.memory_allocated()

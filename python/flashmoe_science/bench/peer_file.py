@@ -11,9 +11,21 @@ gradients wanted where a backward pass is timed, and the output has the layout o
                         diffusion, triangle
         window          (left, right), how many keys a query sees beside its own: wN shapes
         deterministic   True: the workload deterministic
+        mask            (B, H, S, S), or (B, 1, S, S) for all heads, in bool: the workload mask
+        dropout_p, seed the workload dropout. It must drop the pairs that ours drops
+      For second derivatives its gradients must have gradients.
   attention_varlen(q, k, v, cu_seqlens, max_seqlen, causal)
       q (T, H, D), k and v (T, Hkv, D), sequence i from cu_seqlens[i] to cu_seqlens[i + 1] (int32):
       ragged, crystals, mixed_lengths. With bias (the sum of n * n, H): those with a pair bias.
+  attention_paged(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q,
+                  max_seqlen_k)
+      q (T, H, D), caches (blocks, page, Hkv, D), block_table (B, n), seq_lens (B,) with the new
+      tokens among them, cu_seqlens_q (B + 1,), all int32; causal, the last query sees all keys of
+      its sequence: the paged workloads. With k_scale and v_scale, fp32 numbers on the device: those
+      whose caches are float8_e4m3fn.
+  cache_append(k, v, k_cache, v_cache, slot_mapping)
+      k and v (T, H, D), slot_mapping (T,) in int64; it writes to the caches: append. With k_scale
+      and v_scale: where these are float8_e4m3fn.
   moe(x, gate_up, down, ids, weights)
       x (T, d), gate_up (E, 2n, d) with the rows of the gate first, down (E, d, n), ids (T, k), and
       weights (T, k) in fp32, or None where all are 1: SwiGLU experts, the moe workloads.
@@ -21,7 +33,8 @@ gradients wanted where a backward pass is timed, and the output has the layout o
 It may have NAME, how the peer is called (else the file's name), and supports(case), which is asked
 before each row and answers True, or False, or why not in a few words. Of case it can read
 workload, dtype ("bf16"), direction ("fwd", "bwd", "fwd+bwd") and shape with batch, heads, kv_heads,
-length, dim, causal and window, or with tokens, width, inner, experts and top_k.
+length, dim, causal, window, queries, page and e4m3, or with tokens, width, inner, experts and
+top_k, or with tokens, heads, dim, page and e4m3.
 
 A peer is checked against float64, gradients included where they are timed, by the rule that ours is
 held to. One that is wrong is reported as wrong and not timed, and so is one that raises.
@@ -29,6 +42,7 @@ held to. One that is wrong is reported as wrong and not timed, and so is one tha
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import sys
@@ -40,10 +54,17 @@ from typing import Any
 
 import torch
 
-from flashmoe_science.bench.case import Case, Implementation, Tensors, no_change, tokens_first
+from flashmoe_science.bench.case import (
+    Case,
+    Implementation,
+    Tensors,
+    as_it_is,
+    no_change,
+    tokens_first,
+)
 
 LAYOUTS = ("BSHD", "BHSD")
-FUNCTIONS = ("attention", "attention_varlen", "moe")
+FUNCTIONS = ("attention", "attention_varlen", "attention_paged", "cache_append", "moe")
 
 
 class NotSupported(Exception):
@@ -86,13 +107,20 @@ class PeerFile:
         answer = supports(spec) if supports else True
         if isinstance(answer, str) or not answer:
             raise NotSupported(answer or "supports() says no")
+        tell = functools.partial(Implementation, in_full=True, tf32=case.ours.tf32)
         if "ids" in case.keywords:
-            return Implementation(bound_experts(self.function("moe", case), case), in_full=True)
+            return tell(bound_experts(self.function("moe", case), case))
+        if "slot_mapping" in case.keywords:
+            return tell(bound_append(self.function("cache_append", case), case))
+        if "block_table" in case.keywords:
+            return tell(bound_paged(self.function("attention_paged", case), case))
         packed = "cu_seqlens" in case.keywords
         function = self.function("attention_varlen" if packed else "attention", case)
         transposed = not packed and getattr(self.module, "LAYOUT", LAYOUTS[0]) == "BSHD"
-        run = bound(function, case.keywords, transposed)
-        return Implementation(run, tokens_first if transposed else no_change, in_full=True)
+        run = case.wrap(bound(function, case.keywords, transposed))
+        # Tensors whose derivatives are wanted twice stay as they are; on a GPU tokens are first.
+        relaid = transposed and case.wrap is as_it_is
+        return tell(run, tokens_first if relaid else no_change)
 
     def function(self, name: str, case: Case) -> Callable[..., torch.Tensor]:
         """The module's function of that name, if it takes what the case must tell it."""
@@ -116,6 +144,27 @@ def bound_experts(
     def run(leaves: Tensors) -> torch.Tensor:
         experts = (leaves["x"], leaves["gate_up"], leaves["down"])
         return function(*experts, case.keywords["ids"], leaves.get("weights"))
+
+    return run
+
+
+def bound_paged(
+    function: Callable[..., torch.Tensor], case: Case
+) -> Callable[[Tensors], torch.Tensor]:
+    """function for the leaves of a case over pages."""
+
+    def run(leaves: Tensors) -> torch.Tensor:
+        return function(leaves["q"], leaves["k_cache"], leaves["v_cache"], **case.keywords)
+
+    return run
+
+
+def bound_append(function: Callable[..., None], case: Case) -> Callable[[Tensors], torch.Tensor]:
+    """function for the leaves of a case of writing to a cache, which is the output."""
+
+    def run(leaves: Tensors) -> torch.Tensor:
+        function(*leaves["new"], *leaves["cache"], **case.keywords)
+        return leaves["cache"]
 
     return run
 

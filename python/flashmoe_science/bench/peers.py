@@ -21,19 +21,29 @@ from flashmoe_science.bench.case import (
 )
 
 
+def of_heads(mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
+    """The part of a mask (B, H, S, S) that is about the heads of q, the first ones; a view."""
+    return mask if mask is None or mask.dim() < 4 else mask[:, : q.shape[1]]
+
+
 def sdpa_dense(
-    leaves: Tensors, causal: bool, gqa: bool, mask: torch.Tensor | None = None
+    leaves: Tensors,
+    causal: bool,
+    gqa: bool,
+    mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> torch.Tensor:
     """SDPA expands a bias shared by the whole batch itself.
 
     It does so by a view, after padding a bias of odd length. Expanded by us beforehand, the bias
-    would be padded once for every row that shares it. mask is a window's, causal included.
+    would be padded once for every row that shares it. A window's mask has causal in it.
     """
     return F.scaled_dot_product_attention(
         leaves["q"],
         leaves["k"],
         leaves["v"],
-        attn_mask=leaves.get("bias", mask),
+        attn_mask=leaves.get("bias", of_heads(mask, leaves["q"])),
+        dropout_p=dropout_p,
         is_causal=causal and mask is None,
         enable_gqa=gqa,
     )
@@ -111,10 +121,16 @@ def varlen_options(function: Callable, causal: bool, gqa: bool) -> dict[str, Any
 
 
 def torch_varlen(
-    leaves: Tensors, cu_seqlens: torch.Tensor, longest: int, causal: bool
+    leaves: Tensors,
+    cu_seqlens: tuple[torch.Tensor, torch.Tensor],
+    longest: tuple[int, int],
+    causal: bool,
 ) -> torch.Tensor:
-    """PyTorch's own ragged attention, which has neither bias nor a CPU kernel."""
+    """PyTorch's own ragged attention, which has neither bias nor a CPU kernel.
+
+    cu_seqlens and longest are those of queries and of keys.
+    """
     varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     q, k, v = leaves["q"], leaves["k"], leaves["v"]
     options = varlen_options(varlen_attn, causal, q.shape[1] != k.shape[1])
-    return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
+    return varlen_attn(q, k, v, *cu_seqlens, *longest, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -41,11 +42,17 @@ def panels_of(rows: list[Row]) -> dict[str, list[Row]]:
     split: dict[str, list[Row]] = {}
     for name, members in panels.items():
         for row in members:
-            shape, detail = row["shape"], ""
-            if len(members) > ROWS_PER_PANEL and "dim" in shape:
-                detail = f" · dim {shape['dim']}{' · causal' if shape['causal'] else ''}"
-            split.setdefault(name + detail, []).append(row)
+            detail = "".join(f" · {word}" for word in kind_of(row["shape"]))
+            split.setdefault(name + detail * (len(members) > ROWS_PER_PANEL), []).append(row)
     return split
+
+
+def kind_of(shape: dict[str, Any]) -> list[str]:
+    """What rows have in common that are to be seen beside each other."""
+    flags = [flag for flag in ("causal", "e4m3") if shape.get(flag)]
+    if shape.get("page"):
+        return [f"pages of {shape['page']}", *flags]
+    return [f"dim {shape['dim']}", *flags] if "dim" in shape else []
 
 
 def rate_of(implementation: dict[str, Any], per_unit: float) -> float:
@@ -118,13 +125,20 @@ def write_plots(results: dict[str, Any], folder: Path) -> list[Path]:
     return written
 
 
+def colours_of(names: list[str]) -> dict[str, str]:
+    """Ours first; of many peers some share a colour."""
+    return dict(
+        zip(names, itertools.chain([OUR_COLOUR], itertools.cycle(PEER_COLOURS)), strict=False)
+    )
+
+
 def write_plot(results: dict[str, Any], path: Path) -> None:
     """One panel per dtype and pass, to be looked at."""
     plt = pyplot()
     about, rows = results["about"], headline(results["rows"])
     unit, per_unit = rate_unit(about["device"])
     panels, names = panels_of(rows), names_of(rows)
-    colours = dict(zip(names, [OUR_COLOUR, *PEER_COLOURS], strict=False))
+    colours = colours_of(names)
     columns = 1 if len(panels) == 1 else 2 if len(panels) <= 12 else 3
     lines = -(-len(panels) // columns)
     figure, grid = plt.subplots(

@@ -21,12 +21,11 @@ CRYSTALS = Path(__file__).parent / "data" / "mptrj_atoms_per_structure.csv"
 MOST_ATOMS = 443  # of a structure in that table
 
 
-def ragged_lengths(count: int, mean: int) -> list[int]:
+def ragged_lengths(count: int, mean: int, spread: float = 0.8) -> list[int]:
     """Lengths spread like the atoms of crystals: log-normal around mean, always the same ones.
 
     A spread of 0.8 puts the longest of 64 near seven times the median.
     """
-    spread = 0.8
     normal = statistics.NormalDist(-spread * spread / 2, spread)
     quantiles = (normal.inv_cdf((i + 0.5) / count) for i in range(count))
     lengths = [max(1, round(mean * 2.718281828**z)) for z in quantiles]
@@ -168,4 +167,5 @@ class Ragged:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
 
     def torch_varlen(self, leaves: Tensors) -> torch.Tensor:
-        return peers.torch_varlen(leaves, self.cu_seqlens, self.longest, self.causal)
+        cu_seqlens, longest = (self.cu_seqlens,) * 2, (self.longest,) * 2
+        return peers.torch_varlen(leaves, cu_seqlens, longest, self.causal)

@@ -10,31 +10,37 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from flashmoe_science.bench.append import COPY, INDEX_COPY
+from flashmoe_science.bench.attention import NONDETERMINISTIC, ROUNDED_BIAS, WITHOUT_BIAS
 from flashmoe_science.bench.case import BACKENDS
 from flashmoe_science.bench.machine import title
+from flashmoe_science.bench.options import MASK_AS_BIAS, WITHOUT_DROPOUT
+from flashmoe_science.bench.paged import APART, CHUNK, CONTIGUOUS, DECODES, SIXTEEN_BITS
 from flashmoe_science.bench.results import OURS, Row, name_of, regimes_of, rows_in
 from flashmoe_science.bench.runner import RowSpec
-from flashmoe_science.bench.workloads import (
-    NONDETERMINISTIC,
-    ROUNDED_BIAS,
-    WITHOUT_BIAS,
-    WORKLOADS,
-)
+from flashmoe_science.bench.workloads import WORKLOADS
 
 MARKS = {"few": "*", "estimated": "~"}
 LEGEND = "~ one call on a few heads, scaled   * few samples   - cannot run"
-PYTORCH = {*BACKENDS, "flex", "varlen", "loop", "grouped_mm"}
+PYTORCH = {*BACKENDS, "flex", "varlen", "loop", "grouped_mm", COPY, INDEX_COPY}
 OUR_LABELS = {
     OURS: "flashmoe_science",
     NONDETERMINISTIC: "flashmoe_science, not deterministic",
     WITHOUT_BIAS: "flashmoe_science without the bias",
     ROUNDED_BIAS: "flashmoe_science, bias in 16 bits",
+    MASK_AS_BIAS: "flashmoe_science, the mask as a bias",
+    WITHOUT_DROPOUT: "flashmoe_science without dropout",
+    CONTIGUOUS: "flashmoe_science without pages",
+    SIXTEEN_BITS: "flashmoe_science, cache in 16 bits",
+    APART: "flashmoe_science, decodes and chunk apart",
+    DECODES: "flashmoe_science, decodes alone",
+    CHUNK: "flashmoe_science, chunk alone",
 }
 
 
 def make_console() -> Console:
     """A console; wide enough for the table where the output is a file or a pipe."""
-    return Console() if sys.stdout.isatty() else Console(width=190, color_system=None)
+    return Console() if sys.stdout.isatty() else Console(width=300, color_system=None)
 
 
 def format_duration(seconds: float) -> str:
@@ -147,13 +153,22 @@ def format_ratio(row: Row, ratio: float | None) -> str:
     return f"[{style}]{ratio:.2f}x[/]"
 
 
+def by_operator(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Rows, or means, whose peers are the same ones or nearly: a table for all would be wide."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(WORKLOADS[row["workload"]].operator, []).append(row)
+    return found
+
+
 def print_tables(console: Console, results: dict[str, Any]) -> None:
-    """All rows, a table for each regime."""
+    """All rows, a table for each operator and regime."""
     regimes = regimes_of(results["rows"])
-    for regime in regimes:
-        heading = f"{operators_of(results['rows'])} on {title(results['about'])}"
-        heading += f", {regime}" if len(regimes) > 1 else ""
-        print_table(console, results["about"], rows_in(results["rows"], regime), heading)
+    for operator, rows in by_operator(results["rows"]).items():
+        for regime in regimes:
+            heading = f"{operator} on {title(results['about'])}"
+            heading += f", {regime}" if len(regimes) > 1 else ""
+            print_table(console, results["about"], rows_in(rows, regime), heading)
 
 
 def print_table(console: Console, about: dict[str, Any], rows: list[Row], heading: str) -> None:
@@ -207,16 +222,21 @@ def format_memory(row: Row) -> str:
 
 def print_means(console: Console, results: dict[str, Any]) -> None:
     """Geometric means of peer / ours, and the lowest of each."""
-    peers = list(dict.fromkeys(p for mean in results["means"] for p in mean["peers"]))
+    for means in by_operator(results["means"]).values():
+        print_means_table(console, means)
+
+
+def print_means_table(console: Console, means: list[dict[str, Any]]) -> None:
+    peers = list(dict.fromkeys(p for mean in means for p in mean["peers"]))
     columns = ["workload", "dtype", "pass", "regime"]
-    if len({mean["regime"] for mean in results["means"]}) < 2:
+    if len({mean["regime"] for mean in means}) < 2:
         columns.remove("regime")
     table = Table(title="peer / ours: geometric mean (lowest)", box=box.SIMPLE_HEAD)
     for column in columns:
         table.add_column(column)
     for column in ("rows", "best peer", *(peers if len(peers) > 1 else ())):
         table.add_column(column, justify="right")
-    for mean in results["means"]:
+    for mean in means:
         of_peers = [mean["peers"].get(peer) for peer in peers] if len(peers) > 1 else []
         ratios = [f"{r['ratio']:.2f}x ({r['lowest']:.2f})" if r else "-" for r in (mean, *of_peers)]
         table.add_row(*(mean[column] for column in columns), str(mean["rows"]), *ratios)
@@ -227,6 +247,7 @@ HOST_CALLS = {
     "without_grad": "a forward call without gradients",
     "with_grad": "a forward call with gradients",
     "with_backward": "a forward and a backward call",
+    "paged": "a decode over pages",
 }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +45,19 @@ def geometric_mean(values: list[float]) -> float:
 
 
 def compare(
-    implementations: dict[str, dict[str, Any]], baseline: str | None = None
+    implementations: dict[str, dict[str, Any]],
+    baseline: str | None = None,
+    another: Collection[str] = (),
 ) -> dict[str, Any]:
-    """How many times our time the peers take, and which peer the row's own ratio is about."""
+    """How many times our time the peers take, and which peer the row's own ratio is about.
+
+    another: peers that do something else, and are the best only where they are the baseline.
+    """
     ours = implementations[OURS]["ms"]
     peers = {n: i["ms"] for n, i in implementations.items() if n != OURS and i["ms"]}
     ratios = {name: ms / ours for name, ms in peers.items()} if ours else {}
-    best = baseline or min(peers, key=peers.__getitem__, default=None)
+    alike = [name for name in peers if name not in another]
+    best = baseline or min(alike, key=peers.__getitem__, default=None)
     return {"best_peer": best, "ratio": ratios.get(best), "ratios": ratios}
 
 

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 
 from flashmoe_science.bench import accuracy, memory, timing
-from flashmoe_science.bench.case import PASSES, Case, Implementation
+from flashmoe_science.bench.case import DTYPES, PASSES, Case, Implementation
 from flashmoe_science.bench.peer_file import PeerFile
 from flashmoe_science.bench.results import RESTED, SUSTAINED, Row, compare
 from flashmoe_science.bench.workloads import WORKLOADS
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # The forward pass reads q, k, v and writes its output; the backward pass reads all four and a
 # gradient and writes three.
 BYTES_OF_PASS = dict(zip(PASSES, (1, 2, 3), strict=True))
@@ -48,22 +47,28 @@ class RowSpec:
 def rows_of(
     workloads: Iterable[str],
     shapes: list[str] | None,
-    dtypes: Iterable[str],
+    dtypes: Iterable[str] | None,
     directions: Iterable[str] | None,
     device_type: str,
 ) -> list[RowSpec]:
-    """Every combination asked for; ValueError for a shape or passes some workload cannot have."""
+    """Every combination asked for, the workload's own where nothing was.
+
+    ValueError for a shape, dtypes or passes that some workload cannot have.
+    """
     rows = []
     for name in workloads:
         workload = WORKLOADS[name]
         passes = workload.passes_for(directions, device_type)
         if not passes:
             raise ValueError(f"--pass: workload {name} has only {', '.join(workload.passes)}")
+        own_dtypes = workload.dtypes_for(dtypes, device_type)
+        if not own_dtypes:
+            raise ValueError(f"--dtype: workload {name} has only {', '.join(workload.dtypes)}")
         for text in shapes or workload.shapes[device_type]:
             shape = workload.shape_type.parse(text)
             if refusal := workload.refuses(shape):
                 raise ValueError(f"shape {text!r}: workload {name} {refusal}")
-            rows += [RowSpec(name, shape, d, p) for d in dtypes for p in passes]
+            rows += [RowSpec(name, shape, d, p) for d in own_dtypes for p in passes]
     return rows
 
 
@@ -113,6 +118,7 @@ def run_row(spec: RowSpec, setting: Setting) -> list[Row]:
         case, present, spec.direction, setting.clock, setting.schedule, workload.in_graph
     )
     moved = case.bytes * BYTES_OF_PASS[spec.direction]
+    another = [name for name in present if case.peers[name].another]
     rows = []
     for regime, timings in measured.items():
         found = {n: as_data(t, common["flops"], moved) for n, t in timings.items()}
@@ -120,7 +126,7 @@ def run_row(spec: RowSpec, setting: Setting) -> list[Row]:
             not_timed = {"ms": None, "reason": check.get("reason")}
             found[name] = {**found.get(name, not_timed), "check": check}
         rows.append({**common, "regime": regime, "implementations": found})
-        rows[-1] |= compare(found, case.baseline)
+        rows[-1] |= compare(found, case.baseline, another)
     for row in rows:
         row["seconds"] = (time.monotonic() - start) / len(rows)
     return rows

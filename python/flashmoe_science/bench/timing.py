@@ -31,7 +31,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from flashmoe_science.bench.case import Case, Implementation, Tensors, forced_backend
+from flashmoe_science.bench.case import (
+    Case,
+    Implementation,
+    Outputs,
+    Tensors,
+    forced_backend,
+)
 from flashmoe_science.bench.results import OURS, REGIMES, RESTED, SUSTAINED
 
 Call = Callable[[], None]
@@ -211,27 +217,64 @@ def host_times(device: torch.device) -> dict[str, dict[str, float]]:
     from flashmoe_science import enable_sdpa, flash_attention
 
     sdpa = F.scaled_dot_product_attention
-    ways = {
-        "ours": (flash_attention, contextlib.nullcontext),
-        "sdpa": (sdpa, contextlib.nullcontext),
-        "hook": (sdpa, enable_sdpa),
-    }
     q = torch.randn(1, 1, 64, 64, dtype=torch.bfloat16, device=device)
     found: dict[str, dict[str, float]] = {}
     for key, grad in (("without_grad", False), ("with_grad", True), ("with_backward", True)):
         inputs = [q.clone().requires_grad_(grad) for _ in range(3)]
-        found[key] = {name: float("inf") for name in ways}
-        for _ in range(7):  # the best of interleaved rounds: the host has other things to do, too
-            for name, (attend, context) in ways.items():
-                with context():
-                    synchronize(device)
-                    start = time.perf_counter()
-                    for _ in range(HOST_ROUND):
-                        out = attend(*inputs)
-                        if key == "with_backward":
-                            torch.autograd.grad(out, inputs, q)
-                    each = (time.perf_counter() - start) / HOST_ROUND * 1e6
-                found[key][name] = min(found[key][name], each)
+
+        def call(attend: Callable, inputs: list[torch.Tensor] = inputs, key: str = key) -> None:
+            out = attend(*inputs)
+            if key == "with_backward":
+                torch.autograd.grad(out, inputs, q)
+
+        ours, theirs = (functools.partial(call, attend) for attend in (flash_attention, sdpa))
+        found[key] = host_us_of(
+            {
+                "ours": (ours, contextlib.nullcontext),
+                "sdpa": (theirs, contextlib.nullcontext),
+                "hook": (theirs, enable_sdpa),
+            },
+            device,
+        )
+    found["paged"] = host_us_of(
+        {name: (call, torch.no_grad) for name, call in paged_calls(device).items()}, device
+    )
+    return found
+
+
+def paged_calls(device: torch.device) -> dict[str, Call]:
+    """A decode over pages to memory that is given, and SDPA over the same keys."""
+    import torch.nn.functional as F
+
+    from flashmoe_science import flash_attention_paged
+
+    q = torch.randn(1, 1, 64, dtype=torch.bfloat16, device=device)
+    cache = torch.randn(4, 16, 1, 64, dtype=torch.bfloat16, device=device)
+    table = torch.arange(4, dtype=torch.int32, device=device)[None]
+    lens = torch.full((1,), 64, dtype=torch.int32, device=device)
+    out, queries, keys = torch.empty_like(q), q[None], cache.view(1, 1, 64, 64)
+    bounds = {"max_seqlen_q": 1, "max_seqlen_k": 64}
+    return {
+        "ours": lambda: flash_attention_paged(q, cache, cache, table, lens, **bounds, out=out),
+        "sdpa": lambda: F.scaled_dot_product_attention(queries, keys, keys),
+    }
+
+
+def host_us_of(
+    ways: dict[str, tuple[Call, Callable[[], contextlib.AbstractContextManager]]],
+    device: torch.device,
+) -> dict[str, float]:
+    """The best of interleaved rounds of each: the host has other things to do, too."""
+    found = {name: float("inf") for name in ways}
+    for _ in range(7):
+        for name, (call, context) in ways.items():
+            with context():
+                synchronize(device)
+                start = time.perf_counter()
+                for _ in range(HOST_ROUND):
+                    call()
+                each_us = (time.perf_counter() - start) / HOST_ROUND * 1e6
+            found[name] = min(found[name], each_us)
     return found
 
 
@@ -258,7 +301,7 @@ class Runner:
         self.backward = direction != "fwd"
         leaves, self.grad = implementation.prepare(case.leaves, case.grad)
         self.leaves = {n: t.detach().requires_grad_(self.backward) for n, t in leaves.items()}
-        self.out: torch.Tensor | None = None  # of the forward pass, while "bwd" is timed
+        self.out: Outputs | None = None  # of the forward pass, while "bwd" is timed
         # A backward pass alone would need its forward pass on the stream that is captured.
         self.prefers_graph = in_graph and direction != "bwd"
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -271,7 +314,7 @@ class Runner:
             return
         out = self.implementation.run(self.leaves)
         if self.backward:
-            out.backward(self.grad)
+            torch.autograd.backward(out, self.grad)
 
     def reset(self) -> None:
         for leaf in self.leaves.values():
@@ -296,7 +339,7 @@ class Runner:
             if self.backward:
                 self.out = self.implementation.run(self.leaves)
                 # In the layout of the output, as a model's next layer would give it.
-                self.grad = torch.empty_like(self.out).copy_(self.grad)
+                self.grad = in_layout_of(self.out, self.grad)
             if self.direction != "bwd":
                 self.out = None
             try:
@@ -370,6 +413,12 @@ class Runner:
     def host_us(self, clock: Clock, count: int) -> float | None:
         with self.ready():
             return clock.host_us(self.call, self.reset, count)
+
+
+def in_layout_of(out: Outputs, grad: Outputs) -> Outputs:
+    if isinstance(out, tuple):
+        return tuple(in_layout_of(*pair) for pair in zip(out, grad, strict=True))
+    return torch.empty_like(out).copy_(grad)
 
 
 def cannot_run(error: Exception, caught: list[warnings.WarningMessage]) -> str:

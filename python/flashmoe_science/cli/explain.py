@@ -25,6 +25,7 @@ examples:
   python -m flashmoe_science explain --batch 64 --len 31 --ragged --dtype bf16
   python -m flashmoe_science explain --paged --batch 64 --kv-heads 2 --len 1 --kv-len 8192 --causal
   python -m flashmoe_science explain --paged --page 64 --fp8 --len 512 --kv-len 8192 --dtype bf16
+  python -m flashmoe_science explain --append --batch 64 --len 1 --kv-heads 8 --dim 128 --fp8
   python -m flashmoe_science explain --moe --tokens 4096 --width 512 --inner 256 --experts 64 --k 4
   python -m flashmoe_science explain --moe --dtype bf16 --activation gelu --backward --device sm_90
 """
@@ -87,6 +88,8 @@ def add_attention_arguments(group: argparse._ArgumentGroup) -> None:
     add("--ragged", action="store_true", help="packed sequences of at most --len and --kv-len")
     add("--paged", action="store_true",
         help="at most --len new tokens of each sequence over --kv-len keys in pages")  # fmt: skip
+    add("--append", action="store_true",
+        help="writing --len new tokens of each sequence to a cache for --kv-len keys")  # fmt: skip
     add("--page", type=size, default=16, metavar="N", help="keys of a page. default: 16")
     add("--fp8", action="store_true", help="a cache in float8_e4m3fn, with a scale")
     add("--deterministic", action="store_true", help="a bitwise reproducible backward pass")
@@ -118,13 +121,15 @@ def run(args: argparse.Namespace) -> int:
     if problem := load.problem():
         print(problem, file=sys.stderr)
         return 1
-    from flashmoe_science import explain, explain_moe, explain_paged
+    from flashmoe_science import explain, explain_append, explain_moe, explain_paged
 
     ask, given = explain, arguments
     if args.moe:
         ask, given = explain_moe, moe_arguments
     elif args.paged:
         ask, given = explain_paged, paged_arguments
+    elif args.append:
+        ask, given = explain_append, append_arguments
     try:
         text = ask(**given(args), device=args.device or best_device())
     except (RuntimeError, ValueError, TypeError) as error:
@@ -183,20 +188,49 @@ def key_sizes(args: argparse.Namespace) -> tuple[int, int, int]:
     )
 
 
-def paged_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """The keyword arguments of explain_paged(): every sequence as long as the maxima allow."""
-    for name in ("backward", "bias", "key_lengths", "ragged", "deterministic"):
+def refuse(args: argparse.Namespace, option: str, names: tuple[str, ...]) -> None:
+    """Options that would be left out in silence."""
+    for name in names:
         if getattr(args, name):
-            raise ValueError(f"--{name.replace('_', '-')} means nothing with --paged")
+            raise ValueError(f"--{name.replace('_', '-')} means nothing with {option}")
+
+
+def cache_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """A cache for all keys of every sequence, and its scales where it is fp8."""
     if args.page == 0:
         raise ValueError("--page is 0; a page has at least 1 key")
-    dtype = DTYPES[args.dtype]
     kv_heads, kv_len, value_dim = key_sizes(args)
-    pages = -(-kv_len // args.page)
-    cache_dtype = "float8_e4m3fn" if args.fp8 else dtype
-    given: dict[str, Any] = {
+    blocks, given = args.batch * -(-kv_len // args.page), {}
+    for name, dim in (("k", args.dim), ("v", value_dim)):
+        dtype = "float8_e4m3fn" if args.fp8 else DTYPES[args.dtype]
+        given[f"{name}_cache"] = meta(blocks, args.page, kv_heads, dim, dtype=dtype)
+        if args.fp8:
+            given[f"{name}_scale"] = meta(dtype="float32")
+    return given
+
+
+def append_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """The keyword arguments of explain_append()."""
+    scores = ("causal", "window", "scale", "softcap", "sinks")
+    passes = ("backward", "derivative", "deterministic")
+    refuse(args, "--append", (*scores, *passes, "bias", "key_lengths", "ragged"))
+    dtype, tokens = DTYPES[args.dtype], args.batch * args.length
+    kv_heads, _, value_dim = key_sizes(args)
+    return cache_arguments(args) | {
+        "k": meta(tokens, kv_heads, args.dim, dtype=dtype),
+        "v": meta(tokens, kv_heads, value_dim, dtype=dtype),
+        "slot_mapping": meta(tokens, dtype="int64"),
+    }
+
+
+def paged_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """The keyword arguments of explain_paged(): every sequence as long as the maxima allow."""
+    names = ("backward", "derivative", "bias", "key_lengths", "ragged", "deterministic")
+    refuse(args, "--paged", names)
+    dtype, (_, kv_len, _) = DTYPES[args.dtype], key_sizes(args)
+    given: dict[str, Any] = cache_arguments(args) | {
         "q": meta(args.batch * args.length, args.heads, args.dim, dtype=dtype),
-        "block_table": meta(args.batch, pages, dtype="int32"),
+        "block_table": meta(args.batch, -(-kv_len // args.page), dtype="int32"),
         "seq_lens": meta(args.batch, dtype="int32"),
         "max_seqlen_q": args.length,
         "max_seqlen_k": kv_len,
@@ -205,11 +239,6 @@ def paged_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "scale": args.scale,
         "softcap": args.softcap,
     }
-    for name, dim in (("k", args.dim), ("v", value_dim)):
-        shape = (args.batch * pages, args.page, kv_heads, dim)
-        given[f"{name}_cache"] = meta(*shape, dtype=cache_dtype)
-        if args.fp8:
-            given[f"{name}_scale"] = meta(dtype="float32")
     if args.length != 1:
         given["cu_seqlens_q"] = meta(args.batch + 1, dtype="int32")
     if args.sinks:

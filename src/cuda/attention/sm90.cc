@@ -507,6 +507,9 @@ std::string lacks_for_bias(const AttentionPlan& plan) {
     if (!has_neighbouring_keys(plan)) return "takes an fp32 bias of neighbouring keys alone";
     if (sums) return "does not sum the gradient of a shared fp32 bias";
   }
+  if (input == kBytesByRows && !has_neighbouring_keys(plan)) {
+    return "takes a mask of neighbouring keys alone";
+  }
   if (input != kBiasByTma && p.grad_bias && !sums) {
     const TensorSpec& grad = *p.grad_bias;
     if ((grad.size(-1) > 1 && grad.step(-1) != 1) || grad.step(-2) > INT32_MAX) {
@@ -528,6 +531,7 @@ std::string lacks_for_bias(const AttentionPlan& plan) {
 
 std::string lacks(const AttentionPlan& plan) {
   const AttentionProblem& p = plan.problem;
+  if (p.options.dropout_p > 0) return "has no dropout";
   if (p.bias) {
     if (std::string why = lacks_for_bias(plan); !why.empty()) return why;
   }

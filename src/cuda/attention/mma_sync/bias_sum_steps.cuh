@@ -16,6 +16,7 @@ struct BiasStep {
   bool plain;  // whether all queries see all keys of the tile, and the bias does not come late
   const char *query, *grad_out, *key, *value;  // the first rows of the sequence
   const float* lse_delta;                      // of the step's first query
+  int batch, head;
 };
 
 // Which tile of queries x keys a step is.
@@ -83,6 +84,8 @@ class SharedSteps {
     const auto [batch, head, first_query, first_key] = place(step, tile, p);
     BiasStep s;
     s.seq = slot_ ? find_sequence(*slot_) : find_sequence(p, batch);
+    s.batch = batch;
+    s.head = head;
     s.first_key = first_key;
     s.first_query = first_query;
     // Row i sees key j when i + shift - left <= j <= i + shift + right.

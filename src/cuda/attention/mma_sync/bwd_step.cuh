@@ -31,33 +31,60 @@ __device__ __forceinline__ void load_lse_delta(LseDelta<C>& lse_delta, uint32_t 
 template <class C>
 using Scores = float[C::kScoreM][C::kScoreN][4];
 
-// Calls f(score, dP, (LSE, delta)) for all that a lane holds.
-template <class C, class F>
-__device__ __forceinline__ void each_score(Scores<C>& s, Scores<C>& dp,
-                                           const LseDelta<C>& lse_delta, const F& f) {
-#pragma unroll
-  for (int m = 0; m < C::kScoreM; ++m) {
-#pragma unroll
-    for (int n = 0; n < C::kScoreN; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) f(s[m][n][i], dp[m][n][i], lse_delta[m][i / 2]);
+// Which of the pairs that a lane holds of fragment m of S are kept; all of them without dropout.
+template <class C>
+struct KeptScores {
+  DrawnPairs<C::kDropout ? C::kScoreN * 8 : 32> drawn;
+  const AttentionBwdParams& p;
+
+  __device__ __forceinline__ KeptScores(int m, const BwdTask& task, const QueryTile& tile,
+                                        const AttentionBwdParams& p)
+      : p(p) {
+    if constexpr (C::kDropout) {
+      const int thread = ptx::opaque_thread();
+      drawn.draw(tile.first + score_row<C>(thread) + 16 * m,
+                 task.key_tile * C::kBlockK + score_col<C>(thread), thread % 32,
+                 dropout_of<C>(task, tile));
     }
   }
-}
+  __device__ __forceinline__ bool operator()(int n, int i) const {
+    return !C::kDropout || drawn.keeps(n, i / 2, i % 2, p);
+  }
+};
 
 // Puts P and dS in place of S and dP.
 template <class C, Loop kLoop>
 __device__ __forceinline__ void differentiate_scores(Scores<C>& s, Scores<C>& dp,
                                                      const LseDelta<C>& lse_delta,
+                                                     const BwdTask& task, const QueryTile& tile,
                                                      const AttentionBwdParams& p) {
   const ScoreRule rule(p);
-  each_score<C>(s, dp, lse_delta, [](float&, float& dp, float2 term) { dp -= term.y; });
-  if (kLoop == Loop::kGeneral && p.softcap_scale) {
-    each_score<C>(s, dp, lse_delta,
-                  [&](float& s, float& dp, float2) { rule.differentiate_cap(s, dp); });
+  // What dropout draws takes registers: there it is one fragment of rows at a time.
+  constexpr int kAtOnce = C::kDropout ? 1 : C::kScoreM;
+#pragma unroll
+  for (int first = 0; first < C::kScoreM; first += kAtOnce) {
+    const KeptScores<C> kept(first, task, tile, p);
+    // Calls f(score, dP, (LSE, delta), whether the pair is kept) for all that a lane holds.
+    const auto each_score = [&](const auto& f) {
+#pragma unroll
+      for (int m = first; m < first + kAtOnce; ++m) {
+#pragma unroll
+        for (int i = 0; i < C::kScoreN * 4; ++i) {
+          f(s[m][i / 4][i % 4], dp[m][i / 4][i % 4], lse_delta[m][i % 4 / 2], kept(i / 4, i % 4));
+        }
+      }
+    };
+    each_score([&](float&, float& dp, float2 term, bool kept) {
+      dp = minus_delta<C::kDropout>(dp, term.y, kept, p);
+    });
+    if (kLoop == Loop::kGeneral && p.softcap_scale) {
+      each_score([&](float& s, float& dp, float2, bool) { rule.differentiate_cap(s, dp); });
+    }
+    each_score([&](float& s, float& dp, float2 term, bool kept) {
+      rule.differentiate(s, dp, term.x);
+      if (!kept) s = kDroppedProbability;
+    });
   }
-  each_score<C>(s, dp, lse_delta,
-                [&](float& s, float& dp, float2 term) { rule.differentiate(s, dp, term.x); });
 }
 
 // Puts P and dS in place of S and dP, pair by pair, for any call with a bias.
@@ -70,11 +97,12 @@ __device__ __forceinline__ void differentiate_pairs(Scores<C>& s, Scores<C>& dp,
   const int query = score_row<C>(thread) + lane / 4, key = score_col<C>(thread) + lane % 4 * 2;
 #pragma unroll
   for (int m = 0; m < C::kScoreM; ++m) {
+    const KeptScores<C> kept(m, task, tile, p);
 #pragma unroll
     for (int n = 0; n < C::kScoreN; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        differentiate_pair<C>(s[m][n][i], dp[m][n][i], lse_delta[m][i / 2],
+        differentiate_pair<C>(s[m][n][i], dp[m][n][i], lse_delta[m][i / 2], kept(n, i),
                               query + 16 * m + i / 2 * 8, key + 8 * n + i % 2, sBias, task, tile,
                               p);
       }
@@ -163,7 +191,7 @@ __device__ __forceinline__ bool bwd_step(BwdState<C>& t, uint32_t smem, int stag
     LseDelta<C> lse_delta;
     load_lse_delta<C>(lse_delta, sLseDelta);
     Scores<C> s, dp;
-    if (C::kBias && !by_pair) {
+    if (has_bias<C>(p) && !by_pair) {
       C::Bias::start(s, sBias, score_row<C>(lanes.thread), score_col<C>(lanes.thread),
                      p.bias_scale);
     } else {
@@ -178,7 +206,7 @@ __device__ __forceinline__ bool bwd_step(BwdState<C>& t, uint32_t smem, int stag
     if (by_pair) {
       if constexpr (C::kBias) differentiate_pairs<C>(s, dp, lse_delta, sBias, task, tile, p);
     } else {
-      differentiate_scores<C, kLoop>(s, dp, lse_delta, p);
+      differentiate_scores<C, kLoop>(s, dp, lse_delta, task, tile, p);
       if (kMasked && tile.first < task.full_begin) {
         mask_scores<C, Side::kAfter>(s, dp, seq, tile.first, first_key, p);
       }
@@ -211,8 +239,8 @@ __device__ __forceinline__ bool bwd_step(BwdState<C>& t, uint32_t smem, int stag
     });
   } else if constexpr (kGeneral) {
     const GuardedProducts<C> products{seq, tile.first, first_key, p, packed_bias_of(task, tile, p)};
-    products.add_key_gradient(t.rdV, sP, sdO, 0, C::kBlockQ);
-    products.add_key_gradient(t.rdK, sdS, sQ, 0, C::kBlockQ);
+    products.template add_key_gradient<C::kDropout>(t.rdV, sP, sdO, 0, C::kBlockQ);
+    products.template add_key_gradient<false>(t.rdK, sdS, sQ, 0, C::kBlockQ);
     if constexpr (C::kShort) return true;
     add_dq<C>(task, tile, p,
               [&](DqPart<C>& acc, int part) { products.dq_product(acc, part, sdS, sK); });

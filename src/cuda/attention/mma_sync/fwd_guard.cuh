@@ -25,13 +25,14 @@ __device__ __forceinline__ void drop_nonfinite(uint32_t sV) {
   __syncthreads();  // the tile is finite
 }
 
-// Adds what drop_nonfinite() left out, times `factor`, to the rows that see it. `values` are the
-// rows it comes from, of `dim` elements.
+// Adds what drop_nonfinite() left out, times `factor`, to the rows that see it and have not dropped
+// it. `values` are the rows it comes from, of `dim` elements.
 template <class C>
 __device__ __forceinline__ void add_nonfinite(float (&o)[C::kRowTiles][C::kDimTiles][4],
                                               const KeyRows& values, int dim, float factor,
                                               const FwdTask& task, const AttentionParams& p) {
   const Sequence& seq = task.seq;
+  const DropoutOfHead dropout(C::kDropout ? task.seed : 0, task.batch, task.head);
   const int lane = ptx::opaque_thread() % 32, row = task.first_row + warp_row<C>() + lane / 4;
   const int end = min(task.key_end * C::kBlockK, seq.len_k);
 #pragma unroll 1
@@ -50,6 +51,7 @@ __device__ __forceinline__ void add_nonfinite(float (&o)[C::kRowTiles][C::kDimTi
         for (int half = 0; half < 2; ++half) {
           const int r = row + 16 * m + 8 * half;
           if (!sees<typename C::Type, C::kBias>(r, key, seq, task.bias, p)) continue;
+          if (C::kDropout && !keeps_pair(r, key, dropout, p)) continue;
           o[m][d][2 * half] += factor * infinity_or_nan<typename C::Type>(two & 0xffff);
           o[m][d][2 * half + 1] += factor * infinity_or_nan<typename C::Type>(two >> 16);
         }

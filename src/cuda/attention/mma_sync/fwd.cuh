@@ -103,7 +103,7 @@ __device__ __forceinline__ void accumulate(FwdState<C>& t,
   const AcrossB<typename C::Layout> v{lane_v};
   DrawnPairs < C::kBlockK<32 ? C::kBlockK : 32> drawn[C::kRowTiles];
   const DropoutOfHead dropout(C::kDropout ? task.seed : 0, task.batch, task.head);
-  const int thread = ptx::opaque_thread();
+  const int thread = C::kDropout ? ptx::opaque_thread() : 0;
   float reference[C::kRowTiles][2], sum[C::kRowTiles][2] = {};
 #pragma unroll
   for (int m = 0; m < C::kRowTiles; ++m) {

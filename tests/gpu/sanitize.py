@@ -300,6 +300,7 @@ SM90_CALLS = [
     Call(32, (4, 2), (130, 264), lead=(2,), bias=Bias(mask=True, masked=True), options=CAUSAL),
     Call(64, (2, 1), (200, 257), bias=Bias(mask=True, masked=True)),
     Call(64, (2, 2), (129, 131), lead=(2,), bias=Bias("qk", mask=True, masked=True)),
+    Call(64, (2, 1), (130, 261), lead=(2,), bias=Bias("bk", mask=True, masked=True)),
     Call(96, (2, 1), (70, 200), lead=(3,), bias=Bias(mask=True), key_lengths=(0, 129, 200)),
     Call(128, (4, 2), (65, 300), bias=Bias(mask=True, masked=True, layout=odd_rows)),
     # Sinks, also where heads share a tile, and after the last sequence.

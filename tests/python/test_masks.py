@@ -208,6 +208,9 @@ def test_cuda_reads_it_where_it_lies(chip, backward):
     pass_ = "bwd" if backward else "fwd"
     kernel = f"sm90_attention_{pass_}_mask_" if chip == "sm_90" else f"_attention_{pass_}_bias_"
     assert kernel in text
+    for padding in (mask[:, :1], mask[0, 0]):  # the same for all queries
+        keys = [q[..., :1023, :]] * 2
+        assert kernel in fm.explain(q, *keys, padding, device=chip, backward=backward)
 
 
 @needs_all_families

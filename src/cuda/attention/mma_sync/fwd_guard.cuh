@@ -32,12 +32,19 @@ __device__ __forceinline__ void add_nonfinite(float (&o)[C::kRowTiles][C::kDimTi
                                               const KeyRows& values, int dim, float factor,
                                               const FwdTask& task, const AttentionParams& p) {
   const Sequence& seq = task.seq;
-  const DropoutOfHead dropout(C::kDropout ? task.seed : 0, task.batch, task.head);
   const int lane = ptx::opaque_thread() % 32, row = task.first_row + warp_row<C>() + lane / 4;
   const int end = min(task.key_end * C::kBlockK, seq.len_k);
 #pragma unroll 1
   for (int key = task.key_begin * C::kBlockK; key < end; ++key) {
     const char* row_of_key = values.address(key);
+    uint32_t dropped = 0;  // a bit for each of the lane's rows
+    if constexpr (C::kDropout) {
+#pragma unroll 1  // D = 256 has no register for more, nor for what they share
+      for (int i = 0; i < 2 * C::kRowTiles; ++i) {
+        const DropoutOfHead dropout(task.seed, task.batch, ptx::opaque(task.head));
+        dropped |= uint32_t{!keeps_pair(row + 8 * i, key, dropout, p)} << i;
+      }
+    }
 #pragma unroll
     for (int d = 0; d < C::kDimTiles; ++d) {
       const int column = 8 * d + lane % 4 * 2, there = dim - column;
@@ -51,7 +58,7 @@ __device__ __forceinline__ void add_nonfinite(float (&o)[C::kRowTiles][C::kDimTi
         for (int half = 0; half < 2; ++half) {
           const int r = row + 16 * m + 8 * half;
           if (!sees<typename C::Type, C::kBias>(r, key, seq, task.bias, p)) continue;
-          if (C::kDropout && !keeps_pair(r, key, dropout, p)) continue;
+          if (dropped >> (2 * m + half) & 1) continue;
           o[m][d][2 * half] += factor * infinity_or_nan<typename C::Type>(two & 0xffff);
           o[m][d][2 * half + 1] += factor * infinity_or_nan<typename C::Type>(two >> 16);
         }

@@ -157,7 +157,7 @@ __device__ __forceinline__ void drop_gradients(float (&dp)[kN][4], const float2 
   for (int i = 0; i < kN * 4; ++i) {
     const float delta = lse_delta[i % 4 / 2].y;
     float& x = dp[i / 4][i % 4];
-    x = minus_delta<true>(x + delta, delta, drawn.keeps(i / 4, i % 4 / 2, i % 2, p), p);
+    x = minus_delta<true>(x + delta, delta, drawn.keeps(0, i / 4, i % 4 / 2, i % 2, p), p);
   }
 }
 

@@ -48,7 +48,7 @@ struct KeptScores {
     }
   }
   __device__ __forceinline__ bool operator()(int n, int i) const {
-    return !C::kDropout || drawn.keeps(n, i / 2, i % 2, p);
+    return !C::kDropout || drawn.keeps(0, n, i / 2, i % 2, p);
   }
 };
 

@@ -42,7 +42,7 @@ __device__ __forceinline__ void store_packed_transposed(uint32_t lane, int first
 // on; all of them without dropout.
 template <class C>
 struct KeptTransposed {
-  DrawnPairs<C::kKeyM == 1 ? 16 : 32, true> drawn;
+  DrawnPairs<C::kKeyM == 1 ? 16 : 32, 1, true> drawn;
   const AttentionBwdParams& p;
 
   __device__ __forceinline__ KeptTransposed(const BwdTask& task, const QueryTile& tile, int first,
@@ -56,7 +56,7 @@ struct KeptTransposed {
     }
   }
   __device__ __forceinline__ bool operator()(int m, int n, int i) const {
-    return !C::kDropout || drawn.keeps(2 * m + i / 2, n, i % 2, p);
+    return !C::kDropout || drawn.keeps(0, 2 * m + i / 2, n, i % 2, p);
   }
 };
 

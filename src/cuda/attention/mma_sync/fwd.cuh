@@ -83,13 +83,13 @@ __device__ __forceinline__ void update_references(FwdState<C>& t,
   }
 }
 
-// Drops what a lane has not kept of a fragment of P, the keys of which are `eight` in `drawn`.
+// Drops what a lane has not kept of a fragment of P, which `drawn` has as (tile, eight).
 template <class Drawn>
-__device__ __forceinline__ void drop_fragment(float (&probability)[4], const Drawn& drawn,
+__device__ __forceinline__ void drop_fragment(float (&probability)[4], const Drawn& drawn, int tile,
                                               int eight, const AttentionParams& p) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    if (!drawn.keeps(eight, i / 2, i % 2, p)) probability[i] = 0;
+    if (!drawn.keeps(tile, eight, i / 2, i % 2, p)) probability[i] = 0;
   }
 }
 
@@ -101,7 +101,7 @@ __device__ __forceinline__ void accumulate(FwdState<C>& t,
                                            const Rule& rule, uint32_t lane_v, int first_key,
                                            const FwdTask& task) {
   const AcrossB<typename C::Layout> v{lane_v};
-  DrawnPairs < C::kBlockK<32 ? C::kBlockK : 32> drawn[C::kRowTiles];
+  DrawnPairs<(C::kBlockK < 32 ? C::kBlockK : 32), C::kRowTiles> drawn;
   const DropoutOfHead dropout(C::kDropout ? task.seed : 0, task.batch, task.head);
   const int thread = C::kDropout ? ptx::opaque_thread() : 0;
   float reference[C::kRowTiles][2], sum[C::kRowTiles][2] = {};
@@ -112,16 +112,18 @@ __device__ __forceinline__ void accumulate(FwdState<C>& t,
   }
 #pragma unroll
   for (int step = 0; step < C::kKeySteps; ++step) {
+    if (C::kDropout && step % 2 == 0) {
+      const int row = task.first_row + warp_row<C>(thread);
+      drawn.draw(row, first_key + 16 * step, thread % 32, dropout);
+    }
     uint32_t a[C::kRowTiles][4];
 #pragma unroll
     for (int m = 0; m < C::kRowTiles; ++m) {
       auto &left = s[m][2 * step], &right = s[m][2 * step + 1];
       probabilities(left, right, sum[m], rule, reference[m]);
       if constexpr (C::kDropout) {  // the sum counts what is dropped, too
-        const int row = task.first_row + warp_row<C>(thread) + 16 * m;
-        if (step % 2 == 0) drawn[m].draw(row, first_key + 16 * step, thread % 32, dropout);
-        drop_fragment(left, drawn[m], 2 * step % 4, rule.p);
-        drop_fragment(right, drawn[m], 2 * step % 4 + 1, rule.p);
+        drop_fragment(left, drawn, m, 2 * step % 4, rule.p);
+        drop_fragment(right, drawn, m, 2 * step % 4 + 1, rule.p);
       }
       pack_operand<typename C::Type>(a[m], left, right);
     }

@@ -146,15 +146,16 @@ def with_bias(pick: Seeded, problem: Problem) -> Problem:
     else:
         full = (*problem.lead, problem.heads_q, problem.len_q, problem.len_k)
         shape = full if pick.chance(0.3) else draw_bias_shape(pick, full)
-    mask = pick.chance(0.15)
     bias = Bias(
         shape=shape,
-        dtype="bool" if mask else pick.choice((problem.dtype, problem.dtype, "float32")),
+        dtype=pick.choice((problem.dtype, problem.dtype, "float32")),
         layout=pick.choice(BIAS_LAYOUTS),
-        masked=pick.choice((0.3, 0.9) if mask else (0.0, 0.0, 0.0, 0.2, 0.9)),
+        masked=pick.choice((0.0, 0.0, 0.0, 0.2, 0.9)),
         masked_rows=pick.choice((0.0, 0.0, 0.0, 0.3)),
         offset=pick.choice((0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 30.0, -500.0)),
     )
+    if pick.chance(0.12):
+        bias = replace(bias, dtype="bool", masked=pick.choice((0.3, 0.9)))
     wanted = "b" if pick.chance(0.75) else ""
     return replace(problem, bias=bias, needs=problem.needs + wanted)
 
@@ -235,7 +236,7 @@ def test_the_draw_reaches_everything():
         assert len(biased) < 0.6 * len(kind), "there are kernels without a bias too"
         assert {p.bias.layout for p in biased} == set(BIAS_LAYOUTS)
         masks = [p for p in biased if p.bias.dtype == "bool"]
-        assert len(masks) > 20 < len({p.bias.layout for p in masks}) + 15
+        assert len(masks) > 15 and len({p.bias.layout for p in masks}) > 5
         dropping = [p for p in kind if p.dropout]
         assert {p.dropout for p in dropping} == {0.1, 0.5, 0.9, 1.0}
         assert 0.1 * len(kind) < len(dropping) < 0.2 * len(kind)
@@ -245,7 +246,7 @@ def test_the_draw_reaches_everything():
             of_dtype = [p for p in biased if (p.bias.dtype == "float32") == wide]
             of_dtype = [p for p in of_dtype if p not in masks]
             for wanted in (False, True):
-                assert sum(("b" in p.needs) == wanted for p in of_dtype) > 20
+                assert sum(("b" in p.needs) == wanted for p in of_dtype) > 15
             assert sum(p.bias.masked > 0 for p in of_dtype) > 20
             assert sum(p.bias.masked_rows > 0 for p in of_dtype) > 10
         assert sum(p.needs == "b" for p in biased) > 0

@@ -31,78 +31,90 @@ __device__ __forceinline__ void load_lse_delta(LseDelta<C>& lse_delta, uint32_t 
 template <class C>
 using Scores = float[C::kScoreM][C::kScoreN][4];
 
-// Which of the pairs that a lane holds of fragment m of S are kept; all of them without dropout.
+// Which of the pairs that a lane holds of S are kept; all of them without dropout. A bit for each,
+// found before there are S and dP: beside them there are no registers for what is drawn.
 template <class C>
-struct KeptScores {
-  DrawnPairs<C::kDropout ? C::kScoreN * 8 : 32> drawn;
-  const AttentionBwdParams& p;
-
-  __device__ __forceinline__ KeptScores(int m, const BwdTask& task, const QueryTile& tile,
-                                        const AttentionBwdParams& p)
-      : p(p) {
+class KeptScores {
+ public:
+  __device__ __forceinline__ KeptScores(const BwdTask& task, const QueryTile& tile,
+                                        const AttentionBwdParams& p) {
     if constexpr (C::kDropout) {
+      static_assert(C::kScoreM * C::kScoreN * 4 <= 32);
       const int thread = ptx::opaque_thread();
-      drawn.draw(tile.first + score_row<C>(thread) + 16 * m,
+      DrawnPairs<C::kScoreN * 8, C::kScoreM> drawn;
+      drawn.draw(tile.first + score_row<C>(thread),
                  task.key_tile * C::kBlockK + score_col<C>(thread), thread % 32,
                  dropout_of<C>(task, tile));
+      uint32_t bits = 0;
+#pragma unroll
+      for (int i = 0; i < C::kScoreM * C::kScoreN * 4; ++i) {
+        const int m = i / 4 / C::kScoreN, n = i / 4 % C::kScoreN;
+        if (drawn.keeps(m, n, i % 4 / 2, i % 2, p)) bits |= 1u << i;
+      }
+      bits_ = ptx::opaque(bits);
     }
   }
-  __device__ __forceinline__ bool operator()(int n, int i) const {
-    return !C::kDropout || drawn.keeps(0, n, i / 2, i % 2, p);
+  __device__ __forceinline__ bool operator()(int m, int n, int i) const {
+    return !C::kDropout || bits_ >> ((m * C::kScoreN + n) * 4 + i) & 1;
   }
+
+ private:
+  uint32_t bits_;
 };
+
+// Calls f(score, dP, (LSE, delta), whether the pair is kept) for all that a lane holds.
+template <class C, class F>
+__device__ __forceinline__ void each_score(Scores<C>& s, Scores<C>& dp,
+                                           const LseDelta<C>& lse_delta, const KeptScores<C>& kept,
+                                           const F& f) {
+#pragma unroll
+  for (int m = 0; m < C::kScoreM; ++m) {
+#pragma unroll
+    for (int n = 0; n < C::kScoreN; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        f(s[m][n][i], dp[m][n][i], lse_delta[m][i / 2], kept(m, n, i));
+      }
+    }
+  }
+}
 
 // Puts P and dS in place of S and dP.
 template <class C, Loop kLoop>
 __device__ __forceinline__ void differentiate_scores(Scores<C>& s, Scores<C>& dp,
                                                      const LseDelta<C>& lse_delta,
-                                                     const BwdTask& task, const QueryTile& tile,
+                                                     const KeptScores<C>& kept,
                                                      const AttentionBwdParams& p) {
   const ScoreRule rule(p);
-  // What dropout draws takes registers: there it is one fragment of rows at a time.
-  constexpr int kAtOnce = C::kDropout ? 1 : C::kScoreM;
-#pragma unroll
-  for (int first = 0; first < C::kScoreM; first += kAtOnce) {
-    const KeptScores<C> kept(first, task, tile, p);
-    // Calls f(score, dP, (LSE, delta), whether the pair is kept) for all that a lane holds.
-    const auto each_score = [&](const auto& f) {
-#pragma unroll
-      for (int m = first; m < first + kAtOnce; ++m) {
-#pragma unroll
-        for (int i = 0; i < C::kScoreN * 4; ++i) {
-          f(s[m][i / 4][i % 4], dp[m][i / 4][i % 4], lse_delta[m][i % 4 / 2], kept(i / 4, i % 4));
-        }
-      }
-    };
-    each_score([&](float&, float& dp, float2 term, bool kept) {
-      dp = minus_delta<C::kDropout>(dp, term.y, kept, p);
-    });
-    if (kLoop == Loop::kGeneral && p.softcap_scale) {
-      each_score([&](float& s, float& dp, float2, bool) { rule.differentiate_cap(s, dp); });
-    }
-    each_score([&](float& s, float& dp, float2 term, bool kept) {
-      rule.differentiate(s, dp, term.x);
-      if (!kept) s = kDroppedProbability;
-    });
+  each_score<C>(s, dp, lse_delta, kept, [&](float&, float& dp, float2 term, bool kept) {
+    dp = minus_delta<C::kDropout>(dp, term.y, kept, p);
+  });
+  if (kLoop == Loop::kGeneral && p.softcap_scale) {
+    each_score<C>(s, dp, lse_delta, kept,
+                  [&](float& s, float& dp, float2, bool) { rule.differentiate_cap(s, dp); });
   }
+  each_score<C>(s, dp, lse_delta, kept, [&](float& s, float& dp, float2 term, bool kept) {
+    rule.differentiate(s, dp, term.x);
+    if (!kept) s = kDroppedProbability;
+  });
 }
 
 // Puts P and dS in place of S and dP, pair by pair, for any call with a bias.
 template <class C>
 __device__ __forceinline__ void differentiate_pairs(Scores<C>& s, Scores<C>& dp,
-                                                    const LseDelta<C>& lse_delta, uint32_t sBias,
+                                                    const LseDelta<C>& lse_delta,
+                                                    const KeptScores<C>& kept, uint32_t sBias,
                                                     const BwdTask& task, const QueryTile& tile,
                                                     const AttentionBwdParams& p) {
   const int thread = ptx::opaque_thread(), lane = thread % 32;
   const int query = score_row<C>(thread) + lane / 4, key = score_col<C>(thread) + lane % 4 * 2;
 #pragma unroll
   for (int m = 0; m < C::kScoreM; ++m) {
-    const KeptScores<C> kept(m, task, tile, p);
 #pragma unroll
     for (int n = 0; n < C::kScoreN; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        differentiate_pair<C>(s[m][n][i], dp[m][n][i], lse_delta[m][i / 2], kept(n, i),
+        differentiate_pair<C>(s[m][n][i], dp[m][n][i], lse_delta[m][i / 2], kept(m, n, i),
                               query + 16 * m + i / 2 * 8, key + 8 * n + i % 2, sBias, task, tile,
                               p);
       }
@@ -188,6 +200,7 @@ __device__ __forceinline__ bool bwd_step(BwdState<C>& t, uint32_t smem, int stag
       C::kBias && kGeneral && (late_bias(p) || task.nonfinite_keys || rows_nonfinite<C>(sLseDelta));
   bool needs_guard = false;
   {
+    const KeptScores<C> kept(task, tile, p);
     LseDelta<C> lse_delta;
     load_lse_delta<C>(lse_delta, sLseDelta);
     Scores<C> s, dp;
@@ -204,9 +217,9 @@ __device__ __forceinline__ bool bwd_step(BwdState<C>& t, uint32_t smem, int stag
         dp, AlongA<Layout>{sdO + lanes.score_left()}, AlongB<Layout>{sV + lanes.score_right()});
     if (kGeneral && (by_pair || !C::kBias)) needs_guard = any_nonfinite(s, dp);
     if (by_pair) {
-      if constexpr (C::kBias) differentiate_pairs<C>(s, dp, lse_delta, sBias, task, tile, p);
+      if constexpr (C::kBias) differentiate_pairs<C>(s, dp, lse_delta, kept, sBias, task, tile, p);
     } else {
-      differentiate_scores<C, kLoop>(s, dp, lse_delta, task, tile, p);
+      differentiate_scores<C, kLoop>(s, dp, lse_delta, kept, p);
       if (kMasked && tile.first < task.full_begin) {
         mask_scores<C, Side::kAfter>(s, dp, seq, tile.first, first_key, p);
       }

@@ -144,20 +144,18 @@ struct SumOperands {
         v{lane_cols<Layout>(smem + C::kSmemV + stage * C::kKeyBytes, key, 0)} {}
 };
 
-// What dropout leaves of dP - delta, which a lane holds of 16 rows x kN * 8 keys from (row, col) of
-// the tile on.
-template <int kN>
-__device__ __forceinline__ void drop_gradients(float (&dp)[kN][4], const float2 (&lse_delta)[2],
+// What dropout leaves of dP - delta, which a lane holds of 16 rows x 8 keys from (row, col) of the
+// tile on. For general steps: plain ones have no registers for it, up to D = 32.
+__device__ __forceinline__ void drop_gradients(float (&dp)[4], const float2 (&lse_delta)[2],
                                                int row, int col, const BiasStep& step,
                                                const AttentionBwdParams& p) {
-  DrawnPairs<kN * 8> drawn;
+  DrawnPairs<8> drawn;
   drawn.draw(step.first_query + row, step.first_key + col, ptx::opaque_thread() % 32,
              DropoutOfHead(*p.seed, step.batch, step.head));
 #pragma unroll
-  for (int i = 0; i < kN * 4; ++i) {
-    const float delta = lse_delta[i % 4 / 2].y;
-    float& x = dp[i / 4][i % 4];
-    x = minus_delta<true>(x + delta, delta, drawn.keeps(0, i / 4, i % 4 / 2, i % 2, p), p);
+  for (int i = 0; i < 4; ++i) {
+    const float delta = lse_delta[i / 2].y;
+    dp[i] = minus_delta<true>(dp[i] + delta, delta, drawn.keeps(0, 0, i / 2, i % 2, p), p);
   }
 }
 
@@ -190,7 +188,6 @@ __device__ __forceinline__ void add_plain_step(BiasSums<C>& sums, const PackedBi
     multiply<Type, kSteps, kUnroll>(s, operands.q, operands.k);
     multiply_from<Type, kSteps, kUnroll>(dp, operands.dO, operands.v,
                                          [&](int, int) -> const float(&)[4] { return minus; });
-    if (p.seed) drop_gradients(dp[0], lse_delta, row, sum_col<C>(), step, p);
 #pragma unroll
     for (int i = 0; i < C::kN * 4; ++i) {
       sums[m][i / 4][i % 4] +=
@@ -223,7 +220,7 @@ __device__ __forceinline__ void add_general_step(BiasSums<C>& sums, uint32_t sme
     multiply<Type, C::kDim / 16, 1>(dp, operands.dO, operands.v);
 #pragma unroll
     for (int e = 0; e < 4; ++e) dp[0][0][e] -= lse_delta[e / 2].y;
-    if (p.seed) drop_gradients(dp[0], lse_delta, row, col, step, p);
+    if (p.seed) drop_gradients(dp[0][0], lse_delta, row, col, step, p);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int query = row + e / 2 * 8 + lane / 4, key = col + lane % 4 * 2 + e % 2;

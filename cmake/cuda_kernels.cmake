@@ -19,14 +19,18 @@ set(flashmoe_head_dims_sm80 ${flashmoe_head_dims_sm75})
 set(flashmoe_head_dims_sm90 32 64 96 128 192 256)
 set(flashmoe_head_dims_sm90_fwd_bias 32 64 96 128)  # passes that have fewer
 set(flashmoe_head_dims_sm90_fwd_bias_rows 32 64 96 128)
+set(flashmoe_head_dims_sm90_fwd_mask 32 64 96 128)
 set(flashmoe_head_dims_sm90_fwd_packed 16 32 64)
 set(flashmoe_head_dims_sm90_bwd_packed 16 32 64)
 set(flashmoe_head_dims_sm90_bwd_bias 32 64 96 128)
 set(flashmoe_head_dims_sm90_bwd_bias_rows 32 64 96 128)
+set(flashmoe_head_dims_sm90_bwd_mask 32 64 96 128)
 set(flashmoe_head_dims_sm90_paged_chunk 64 128 256)
 foreach(family IN LISTS flashmoe_families)
   set(flashmoe_head_dims_${family}_paged 64 128 256 512)
   set(flashmoe_head_dims_${family}_paged_fp8 64 128 256 512)
+  set(flashmoe_head_dims_${family}_fwd_dropout 32 64 128 256)
+  set(flashmoe_head_dims_${family}_bwd_dropout 32 64 128 256)
 endforeach()
 
 # What is compiled for a chip, and what the library knows of it: compute capability, whether it runs on that chip only,
@@ -141,7 +145,7 @@ message(STATUS "flashmoe: CUDA kernels of ${listed} (FLASHMOE_FAMILIES=${FLASHMO
 
 # Fatbins and sources must belong together: the hash of all device sources goes with the fatbins.
 file(GLOB_RECURSE device_sources RELATIVE ${PROJECT_SOURCE_DIR} CONFIGURE_DEPENDS
-  src/cuda/*.cu src/cuda/*.cuh src/cuda/attention/paged.h src/cuda/attention/params.h src/cuda/attention/tiles.h src/cuda/attention/sm90/*.h
+  src/attention/dropout.h src/cuda/*.cu src/cuda/*.cuh src/cuda/attention/paged.h src/cuda/attention/params.h src/cuda/attention/tiles.h src/cuda/attention/sm90/*.h
   src/cuda/tile/*.h src/cuda/tma/*.h src/cuda/attention/kernels/*.h
   src/cuda/cache/params.h src/cuda/moe/params.h src/cuda/moe/tiles.h src/cuda/moe/sm90/*.h src/cuda/moe/kernels/*.h)
 list(SORT device_sources)

@@ -87,8 +87,8 @@ def _deactivate(previous: str | None) -> None:
 def enable_sdpa() -> Iterator[None]:
     """Inside this context ``F.scaled_dot_product_attention`` is ours, gradients of masks included.
 
-    Process-wide while it lasts. What we do not have (third derivatives, dropout on CUDA) is refused
-    rather than handed back to PyTorch in silence. Only ``torch.func.vmap`` and nested tensors are
+    Process-wide while it lasts. What we do not have (third derivatives) is refused rather than
+    handed back to PyTorch in silence. Only ``torch.func.vmap`` and nested tensors are
     taken apart by PyTorch before they come to us; call ``flash_attention`` there.
     """
     previous = registry.current_flash_attention_impl()

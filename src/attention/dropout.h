@@ -1,10 +1,11 @@
 // Which pairs of a query and a key dropout drops: a function of the seed and of where the pair is,
 // so that both passes, every tile, family and backend drop the same ones.
 //
-// Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11), keyed by the
-// seed. One block of 128 bits is for eight pairs, 16 bits each: rows r and r + 8 of a group of 16,
-// and keys c, c + 8, c + 16 and c + 24 of a group of 32. Those are pairs that one thread holds of
-// the scores that an MMA leaves with a row per query, so that it can use the whole block.
+// Philox 4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11: the fewest
+// rounds that pass all of BigCrush; ten would cost GPUs half as much again), keyed by the seed. One
+// block of 128 bits is for eight pairs, 16 bits each: rows r and r + 8 of a group of 16, and keys
+// c, c + 8, c + 16 and c + 24 of a group of 32. Those are pairs that one thread holds of the scores
+// that an MMA leaves, with a row per query or per key, so that it can use the whole block.
 //
 //   counter  {row / 16 * 8 + row % 8, key / 32 * 8 + key % 8, query head, batch}
 //   word     key / 8 % 4, its lower half for row / 8 % 2 = 0
@@ -33,7 +34,7 @@ inline double kept_scale(uint32_t dropped) {
 
 inline constexpr uint32_t kMultiplier0 = 0xD2511F53, kMultiplier1 = 0xCD9E8D57;
 inline constexpr uint32_t kWeyl0 = 0x9E3779B9, kWeyl1 = 0xBB67AE85;  // the key grows by these
-inline constexpr int kRounds = 10;
+inline constexpr int kRounds = 7;
 
 struct Block {
   uint32_t word[4];

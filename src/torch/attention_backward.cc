@@ -47,7 +47,6 @@ Gradients gradients(const BackwardArguments& b, const SecondArguments* more) {
 
   const Tensor query = bring_in(a.query, call.query), key = bring_in(a.key, call.key),
                value = bring_in(a.value, call.value), out = bring_in(b.out, call.out);
-  a.bias = bring_in_bias(a.bias, call.bias);
   const OptionalTensor grad_out = bring_in(b.grad_out, call.grad_out);
   AttentionTensors tensors = addresses(a, query, key, value);
   tensors.out = const_cast<void*>(out.const_data_ptr());  // only read here, as lse is

@@ -17,7 +17,6 @@ std::tuple<Tensor, Tensor> forward(const Arguments& given) {
 
   const Tensor query = bring_in(a.query, call.query), key = bring_in(a.key, call.key),
                value = bring_in(a.value, call.value);
-  a.bias = bring_in_bias(a.bias, call.bias);
   const Tensor out = allocate(call.problem.out, a.query),
                lse = allocate(*call.problem.lse, a.query);
   AttentionTensors tensors = addresses(a, query, key, value);

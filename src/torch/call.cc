@@ -6,23 +6,12 @@
 namespace flashmoe::ops {
 namespace {
 
-// A bias is read where it lies, but CUDA kernels do not read boolean masks: these become numbers in
-// the query's dtype first, broadcast as they were.
-std::optional<Placement> place_bias(const Arguments& a, const Device& device) {
-  if (!a.bias) return std::nullopt;
-  const TensorSpec outside = spec_of("bias", *a.bias);
-  if (device.type != DeviceType::kCuda || outside.dtype != DType::kBool) {
-    return Placement{outside, outside, false};
-  }
-  const DType dtype = spec_of("query", a.query).dtype;
-  return Placement{outside, mask_as_numbers(outside, dtype, a.cu_seqlens_q.has_value()), true};
-}
-
-// Everything but query, key, value and what a pass adds. Lengths and sinks are read with whatever
-// strides they have.
+// Everything but query, key, value and what a pass adds. Bias, lengths and sinks are read with
+// whatever strides they have.
 AttentionProblem problem_of(const Arguments& a, const Device& device) {
   AttentionProblem p;
   p.device = device;
+  p.bias = spec_of("bias", a.bias);
   p.sinks = spec_of("sinks", a.sinks);
   p.key_lengths = spec_of("key_lengths", a.key_lengths);
   if (a.cu_seqlens_q.has_value() != a.cu_seqlens_k.has_value()) {
@@ -62,10 +51,7 @@ ForwardCall forward_call(const Arguments& a, const Device& device) {
   call.value = place("value", a.value, device, needs_copy);
   call.out = place(out_spec(call.query.outside, call.value.outside), device, needs_copy);
 
-  call.bias = place_bias(a, device);
-
   call.problem = problem_of(a, device);
-  call.problem.bias = inside(call.bias);
   call.problem.options.deterministic = false;  // it always is: one plan for both
   call.problem.query = call.query.inside;
   call.problem.key = call.key.inside;
@@ -80,7 +66,6 @@ BackwardCall backward_call(const Arguments& a, const BackwardInputs& in, const D
   call.query = place("query", a.query, device, needs_copy);
   call.key = place("key", a.key, device, needs_copy);
   call.value = place("value", a.value, device, needs_copy);
-  call.bias = place_bias(a, device);
   call.out = in.out;
   call.grad_out = in.grad_out;
   const auto gradient = [&](bool wanted, const Placement& of) -> std::optional<Placement> {
@@ -92,8 +77,7 @@ BackwardCall backward_call(const Arguments& a, const BackwardInputs& in, const D
   call.grad_value = gradient(in.needs_value, call.value);
 
   AttentionProblem& p = call.problem = problem_of(a, device);
-  p.bias = inside(call.bias);
-  if (in.needs_bias && p.bias) call.grad_bias = packed_like(call.bias->outside);
+  if (in.needs_bias && p.bias) call.grad_bias = packed_like(*p.bias);
   if (in.needs_sinks && p.sinks) p.grad_sinks = packed_like(*p.sinks);
   p.pass = Pass::kBackward;
   p.query = call.query.inside;

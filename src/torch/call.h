@@ -14,7 +14,6 @@ std::optional<TensorSpec> lse_spec(TensorSpec query);
 
 struct ForwardCall {
   Placement query, key, value, out;
-  std::optional<Placement> bias;
   AttentionProblem problem;  // with the tensors as the kernels see them
 };
 
@@ -31,7 +30,6 @@ struct BackwardInputs {
 
 struct BackwardCall {
   Placement query, key, value, out;
-  std::optional<Placement> bias;
   std::optional<Placement> grad_out;
   // Absent where the gradient is not wanted. That of the bias is written as it lies: kernels take
   // any strides there.

@@ -8,17 +8,15 @@
 namespace flashmoe::ops {
 namespace {
 
-// What a mask would become on a device that wants it copied.
-constexpr const char* kMask = "bias (a boolean mask, as 0 and -inf)";
+// A bias that has no gradient.
+bool is_mask(const AttentionProblem& p) { return p.bias && p.bias->dtype == DType::kBool; }
 
 std::string explain_forward(const Arguments& a, const Device& device) {
   const ForwardCall call = forward_call(a, device);
   raise_if_error(plan(call.problem).status());
-  return explain(call.problem) + copies_text({{"query", &call.query},
-                                              {"key", &call.key},
-                                              {"value", &call.value},
-                                              {kMask, pointer_to(call.bias)}},
-                                             {{"out", &call.out}});
+  return explain(call.problem) +
+         copies_text({{"query", &call.query}, {"key", &call.key}, {"value", &call.value}},
+                     {{"out", &call.out}});
 }
 
 // All inputs move; tangents and results lie as the forward pass lays out.
@@ -26,7 +24,7 @@ void add_tangents(const ForwardCall& forward, AttentionProblem& problem) {
   problem.tangent_query = forward.query.inside;
   problem.tangent_key = forward.key.inside;
   problem.tangent_value = forward.value.inside;
-  if (!is_mask(forward.bias)) problem.tangent_bias = problem.bias;
+  if (!is_mask(forward.problem)) problem.tangent_bias = problem.bias;
   problem.tangent_sinks = problem.sinks;
   problem.tangent_out = forward.out.inside;
   problem.tangent_lse = forward.problem.lse;
@@ -56,7 +54,7 @@ std::string explain_gradients(const Arguments& a, Pass pass, const Device& devic
                                      .needs_query = true,
                                      .needs_key = true,
                                      .needs_value = true,
-                                     .needs_bias = !is_mask(forward.bias),
+                                     .needs_bias = !is_mask(forward.problem),
                                      .needs_sinks = true},
                                     device);
   call.problem.pass = pass;
@@ -65,7 +63,6 @@ std::string explain_gradients(const Arguments& a, Pass pass, const Device& devic
   return explain(call.problem) + copies_text({{"query", &call.query},
                                               {"key", &call.key},
                                               {"value", &call.value},
-                                              {kMask, pointer_to(call.bias)},
                                               {"out", &call.out},
                                               {"grad_out", pointer_to(call.grad_out)}},
                                              {{"grad_query", pointer_to(call.grad_query)},

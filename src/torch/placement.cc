@@ -57,31 +57,8 @@ void take_back(const Tensor& written, Tensor tensor, const Placement& placement)
 
 OptionalTensor start_aligned(const OptionalTensor& tensor) {
   if (!tensor || !tensor->is_cuda() || starts_aligned(*tensor)) return tensor;
-  return copy_of(*tensor, packed_like(spec_of("bias", *tensor)));
-}
-
-TensorSpec mask_as_numbers(const TensorSpec& mask, DType dtype, bool packed_pairs) {
-  TensorSpec spec = mask;
-  spec.dtype = dtype;
-  for (int i = packed_pairs ? 1 : 0; i < spec.rank; ++i) {
-    if (spec.stride[i] == 0 && spec.shape[i] > 1) spec.shape[i] = 1;
-  }
-  return packed_like(spec);
-}
-
-OptionalTensor bring_in_bias(const OptionalTensor& bias,
-                             const std::optional<Placement>& placement) {
-  if (!bias || !placement->moved) return bias;
-  Tensor mask = *bias;
-  for (int i = 0; i < placement->inside.rank; ++i) {
-    if (placement->inside.shape[i] != placement->outside.shape[i]) {
-      mask = torch::stable::narrow(mask, i, 0, 1);
-    }
-  }
-  const Tensor ones = copy_of(mask, placement->inside);
-  StableIValue stack[] = {torch::stable::detail::from(ones)};
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::log_", "", stack, TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(stack[0]);
+  const TensorSpec spec = spec_of("bias", *tensor);
+  return spec.dtype == DType::kBool ? tensor : copy_of(*tensor, packed_like(spec));
 }
 
 std::optional<Placement> place(const char* name, const OptionalTensor& tensor, const Device& device,

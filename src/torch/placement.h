@@ -36,20 +36,8 @@ Tensor room_for(const Tensor& tensor, const Placement& placement);
 void take_back(const Tensor& written, Tensor tensor, const Placement& placement);
 
 // The tensor, or a packed copy where it begins at an address that kernels cannot use: for a bias,
-// which may lie in any way else.
+// which may lie in any way else, and a mask anywhere.
 OptionalTensor start_aligned(const OptionalTensor& tensor);
-
-// A boolean mask as a bias of 0 and -inf: how it will lie. Dimensions that it is expanded in have
-// size 1 there, but for the pairs of a packed one.
-TensorSpec mask_as_numbers(const TensorSpec& mask, DType dtype, bool packed_pairs);
-
-// The bias that kernels read: itself, or a mask as numbers.
-OptionalTensor bring_in_bias(const OptionalTensor& bias, const std::optional<Placement>& placement);
-
-// A bias that has no gradient.
-inline bool is_mask(const std::optional<Placement>& bias) {
-  return bias && bias->outside.dtype == DType::kBool;
-}
 
 // The same for what a call may not have.
 std::optional<Placement> place(const char* name, const OptionalTensor& tensor, const Device& device,

@@ -361,9 +361,10 @@ TEST(environment) {
 
 TEST(every_tile_can_be_forced) {
   for (const CudaKernel& k : flashmoe::cuda_kernels()) {
-    const bool bias = k.role.ends_with("_bias");
-    const bool backward = k.role == (bias ? "attention_bwd_bias" : "attention_bwd");
-    if (!backward && k.role != (bias ? "attention_fwd_bias" : "attention_fwd")) continue;
+    const bool bias = k.role.ends_with("_bias"), dropout = k.role.ends_with("_dropout");
+    const std::string more = bias ? "_bias" : dropout ? "_dropout" : "";
+    const bool backward = k.role == "attention_bwd" + more;
+    if (!backward && k.role != "attention_fwd" + more) continue;
     const Environment family("FLASHMOE_FAMILY", k.family);
     const Environment tile("FLASHMOE_TILE",
                            std::to_string(k.block_q) + "x" + std::to_string(k.block_k));
@@ -379,7 +380,12 @@ TEST(every_tile_can_be_forced) {
     const DType wide = k.family == "sm90" && !floats ? k.dtype : DType::kFloat32;
     if (bias) p.bias = contiguous(wide, {sizes.len_q, sizes.len_k});
     if (rows) p.bias = contiguous(wide, {sizes.batch, sizes.heads_q, sizes.len_q, sizes.len_k});
+    if (k.name.find("_mask_") != std::string::npos) p.bias->dtype = DType::kBool;
     if (k.name.find("_general_") != std::string::npos) p.options.softcap = 3;
+    if (dropout) {
+      p.options.dropout_p = 0.1;
+      p.seed = contiguous(DType::kInt64, {1});
+    }
     CHECK_EQ(plan_of(p).kernel, k.name);
   }
 }

@@ -207,7 +207,7 @@ TEST(results_are_rounded_once) {
   }
 }
 
-// The known answers of Random123's kat_vectors for philox4x32, 10 rounds.
+// The known answers of Random123's kat_vectors for philox4x32, 7 rounds.
 TEST(philox_gives_its_known_answers) {
   using flashmoe::dropout::Block;
   const struct {
@@ -215,11 +215,11 @@ TEST(philox_gives_its_known_answers) {
     uint64_t seed;
     Block answer;
   } known[] = {
-      {{0, 0, 0, 0}, 0, {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}},
-      {{~0u, ~0u, ~0u, ~0u}, ~0ull, {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}},
+      {{0, 0, 0, 0}, 0, {0x5f6fb709, 0x0d893f64, 0x4f121f81, 0x4f730a48}},
+      {{~0u, ~0u, ~0u, ~0u}, ~0ull, {0x5207ddc2, 0x45165e59, 0x4d8ee751, 0x8c52f662}},
       {{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344},
        0x299f31d0a4093822,
-       {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}},
+       {0x4dfccaba, 0x190a87f0, 0xc47362ba, 0xb6b5242a}},
   };
   for (const auto& k : known) {
     const Block got = flashmoe::dropout::philox(k.counter, k.seed);

@@ -59,6 +59,7 @@ every_option = pytest.mark.parametrize("option", OPTIONS)
 needs_bias = pytest.mark.kernels(role="attention_fwd_bias")
 needs_packed_bias = pytest.mark.kernels(role="attention_bias_transpose")
 needs_short_tiles = pytest.mark.kernels(role="attention_fwd", tile=(32, 32))
+needs_dropout = pytest.mark.kernels(role="attention_fwd_dropout")
 needs_splits = pytest.mark.kernels(role="attention_combine")
 
 
@@ -81,7 +82,8 @@ def explained(case: Case) -> tuple[list, dict]:
     if case.cu_q is not None:
         tensors |= {"cu_seqlens_q": case.cu_q, "cu_seqlens_k": case.cu_k}
         tensors |= {"max_seqlen_q": case.max_q, "max_seqlen_k": case.max_k}
-    return [case.q, case.k, case.v], tensors | case.options
+    dropout = {name: x for name, x in case.dropout.items() if name == "dropout_p"}
+    return [case.q, case.k, case.v], tensors | case.options | dropout
 
 
 def normal(*shape: int, dtype=torch.float16, std: float = 1.0) -> torch.Tensor:

@@ -28,6 +28,7 @@ from families import COMPLETE, DTYPES, FAMILIES, has
 import flashmoe_science as fm
 import moe_oracle
 import oracle
+from dropped import with_dropout
 
 DEVICE = os.environ.get("FLASHMOE_TEST_DEVICE", "cuda")  # "cpu" tries out the script itself
 
@@ -64,6 +65,7 @@ class Bias:
     wide: bool = False  # fp32
     layout: object = as_it_is
     masked: bool = False  # a third of it -inf, with a row that sees nothing
+    mask: bool = False  # where it is not -inf, in bytes
 
     def values(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         bias = torch.randn(shape).to(torch.float32 if self.wide else dtype)
@@ -72,10 +74,11 @@ class Bias:
             if shape[-2] > 1:
                 hidden[..., shape[-2] // 2, :] = True
             bias = bias.masked_fill(hidden, -inf)
-        return bias
+        return bias != -inf if self.mask else bias
 
     def __str__(self) -> str:
         flags = ("fp32 " if self.wide else "") + ("masked " if self.masked else "")
+        flags += "mask " if self.mask else ""
         return f"bias {self.own} {flags}{self.layout.__name__}"
 
 
@@ -93,6 +96,7 @@ class Call:
     bias: Bias | None = None
     sinks: torch.dtype | None = None
     options: dict = field(default_factory=dict)
+    dropout: float = 0.0
 
     def case(self, dtype: torch.dtype, deterministic: bool) -> oracle.Case:
         """On the CPU."""
@@ -127,12 +131,13 @@ class Call:
             case.bias = self.bias.values(sum(sizes, ()), dtype)
         if self.sinks:
             case.sinks = torch.randn(hq).to(self.sinks)
-        return case
+        return with_dropout(case, self.dropout) if self.dropout else case
 
     def __str__(self) -> str:
         what = f"ragged {self.ragged}" if self.ragged else f"{self.lengths[0]} x {self.lengths[1]}"
         dims = f"d{self.d}" + (f"/{self.dv}" if self.dv else "")
         more = f"{self.bias or ''} {'sinks' if self.sinks else ''}"
+        more += f" dropout {self.dropout}" if self.dropout else ""
         return f"{dims} {what} {self.options or ''} {self.layout.__name__} {more}"
 
 
@@ -226,6 +231,29 @@ CALLS = [
     Call(32, (2, 1), (3, 1500), lead=(3,), key_lengths=(0, 70, 1500), sinks=torch.float32),
     Call(16, (3, 3), (70, 33), lead=(20,), bias=Bias(masked=True), sinks=torch.float32),
     Call(48, (4, 2), ragged=MIXED, sinks=torch.float32, needs="s"),
+    # Masks in bytes: by words, byte by byte, along a row and across, broadcast, packed.
+    Call(64, (4, 2), (130, 136), bias=Bias(mask=True, masked=True), options=CAUSAL),
+    Call(32, (2, 1), (65, 131), lead=(2,), bias=Bias("bqk", mask=True, masked=True)),
+    Call(128, (2, 1), (70, 67), bias=Bias(mask=True, masked=True, layout=odd_rows)),
+    Call(16, (2, 2), (66, 80), bias=Bias(mask=True, masked=True, layout=transposed)),
+    Call(96, (2, 1), (33, 100), bias=Bias("k", mask=True, masked=True), options={"softcap": 3.0}),
+    Call(256, (2, 1), (34, 33), bias=Bias("q", mask=True, masked=True)),
+    Call(64, (2, 1), ragged=MIXED, bias=Bias("", mask=True, masked=True)),
+    Call(32, (2, 2), ragged=SHORT, bias=Bias("h", mask=True, masked=True)),
+    # Dropout: every head dim it has, with and without a bias and its sum, few queries.
+    Call(64, (4, 2), (200, 257), options=CAUSAL, dropout=0.1),
+    Call(64, (2, 1), (130, 136), lead=(2,), bias=Bias("hqk", masked=True), dropout=0.5),
+    Call(64, (2, 1), (66, 67), bias=Bias(mask=True, masked=True), dropout=0.5),
+    Call(20, (2, 1), (65, 40), bias=Bias(layout=odd_rows), dropout=0.3),
+    Call(32, (2, 2), (70, 129), bias=Bias("", wide=True), options={"window": (20, 5)}, dropout=0.5),
+    Call(128, (2, 1), (130, 131), dropout=0.5),
+    Call(96, (2, 1), (70, 200), lead=(3,), key_lengths=(0, 129, 200), dropout=0.9),
+    Call(256, (2, 1), (70, 65), bias=Bias(), options={"softcap": 3.0, "causal": True}, dropout=0.2),
+    Call(160, (2, 1), (35, 67), lead=(2,), bias=Bias("hqk"), dropout=1.0),
+    Call(64, (4, 2), (1, 2000), dropout=0.4),
+    Call(64, (2, 1), ragged=MIXED, bias=Bias("h"), options=CAUSAL, dropout=0.4),
+    Call(128, (2, 1), ragged=((65, 129), (2, 2)), bias=Bias(""), dropout=0.4),
+    Call(32, (2, 2), ragged=SHORT, sinks=torch.float32, dropout=0.4),
     # Many short sequences, which have tiles of their own.
     Call(64, (2, 2), (31, 17), lead=(270,), options=CAUSAL),
     Call(32, (2, 2), (20, 31), lead=(270,), bias=Bias(masked=True)),
@@ -268,6 +296,13 @@ SM90_CALLS = [
     Call(128, (4, 2), (65, 300), lead=(2,), bias=Bias(masked=True)),
     Call(64, (2, 1), (130, 200), bias=Bias(), needs="qkv"),
     Call(64, (2, 1), (130, 200), bias=Bias(), needs="b"),
+    # Masks in bytes, whose rows begin anywhere.
+    Call(32, (4, 2), (130, 264), lead=(2,), bias=Bias(mask=True, masked=True), options=CAUSAL),
+    Call(64, (2, 1), (200, 257), bias=Bias(mask=True, masked=True)),
+    Call(64, (2, 2), (129, 131), lead=(2,), bias=Bias("qk", mask=True, masked=True)),
+    Call(64, (2, 1), (130, 261), lead=(2,), bias=Bias("bk", mask=True, masked=True)),
+    Call(96, (2, 1), (70, 200), lead=(3,), bias=Bias(mask=True), key_lengths=(0, 129, 200)),
+    Call(128, (4, 2), (65, 300), bias=Bias(mask=True, masked=True, layout=odd_rows)),
     # Sinks, also where heads share a tile, and after the last sequence.
     Call(128, (16, 2), (5, 300), options=CAUSAL, sinks=torch.float32),
     Call(64, (2, 1), ragged=SEQUENCES, sinks=torch.float32),
@@ -367,6 +402,7 @@ def on_device(call: Call, case: oracle.Case) -> oracle.Case:
         options=case.options,
         deterministic=case.deterministic,
         needs=case.needs,
+        dropout=case.dropout,
         max_q=case.max_q,
         max_k=case.max_k,
     )

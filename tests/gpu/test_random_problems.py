@@ -132,7 +132,11 @@ def draw(seed: int, family: str) -> Problem:
     if sinks := draw_sinks(pick, problem.dtype):  # four in five want their gradient
         wanted = "s" if pick.chance(0.8) else ""
         problem = replace(problem, sinks=sinks, needs=problem.needs + wanted)
-    return problem
+    return (
+        replace(problem, dropout=pick.choice((0.1, 0.5, 0.9, 1.0)))
+        if pick.chance(0.15)
+        else problem
+    )
 
 
 def with_bias(pick: Seeded, problem: Problem) -> Problem:
@@ -150,6 +154,8 @@ def with_bias(pick: Seeded, problem: Problem) -> Problem:
         masked_rows=pick.choice((0.0, 0.0, 0.0, 0.3)),
         offset=pick.choice((0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 30.0, -500.0)),
     )
+    if pick.chance(0.12):
+        bias = replace(bias, dtype="bool", masked=pick.choice((0.3, 0.9)))
     wanted = "b" if pick.chance(0.75) else ""
     return replace(problem, bias=bias, needs=problem.needs + wanted)
 
@@ -229,10 +235,18 @@ def test_the_draw_reaches_everything():
         biased = [p for p in kind if p.bias is not None]
         assert len(biased) < 0.6 * len(kind), "there are kernels without a bias too"
         assert {p.bias.layout for p in biased} == set(BIAS_LAYOUTS)
+        masks = [p for p in biased if p.bias.dtype == "bool"]
+        assert len(masks) > 15 and len({p.bias.layout for p in masks}) > 5
+        dropping = [p for p in kind if p.dropout]
+        assert {p.dropout for p in dropping} == {0.1, 0.5, 0.9, 1.0}
+        assert 0.1 * len(kind) < len(dropping) < 0.2 * len(kind)
+        assert sum(p.bias is not None for p in dropping) > 20
+        assert sum(p in masks for p in dropping) > 1
         for wide in (False, True):
             of_dtype = [p for p in biased if (p.bias.dtype == "float32") == wide]
+            of_dtype = [p for p in of_dtype if p not in masks]
             for wanted in (False, True):
-                assert sum(("b" in p.needs) == wanted for p in of_dtype) > 20
+                assert sum(("b" in p.needs) == wanted for p in of_dtype) > 15
             assert sum(p.bias.masked > 0 for p in of_dtype) > 20
             assert sum(p.bias.masked_rows > 0 for p in of_dtype) > 10
         assert sum(p.needs == "b" for p in biased) > 0

@@ -52,10 +52,10 @@ FAMILIES = {
     )
     for row in INFO["cuda_families"]
 }
-FORWARD = {"attention_fwd", "attention_fwd_bias"}
+FORWARD = {"attention_fwd", "attention_fwd_bias", "attention_fwd_dropout"}
 PAGED = {"attention_paged", "attention_paged_chunk"}
-BACKWARD = {"attention_bwd", "attention_bwd_bias"}
-FINISH = {"attention_bwd_dq", "attention_bwd_bias_dq"}
+BACKWARD = {"attention_bwd", "attention_bwd_bias", "attention_bwd_dropout"}
+FINISH = {f"{role}_dq" for role in BACKWARD}
 BIAS_SUM = "attention_bwd_bias_sum"
 # Products of a mixture of experts, by the table that has their tiles.
 MOE_PRODUCTS = {

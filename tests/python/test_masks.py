@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 
 import pytest
 import torch
@@ -196,10 +195,33 @@ def test_explain_names_the_mask():
 @needs_all_families
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("chip", ["sm_75", "sm_80", "sm_90"])
-def test_explain_says_that_cuda_expands_it(chip, backward):
-    """To numbers in the query's dtype, and no further than the mask itself was."""
+def test_cuda_reads_it_where_it_lies(chip, backward):
+    """Never copied or expanded, however it is laid out; Hopper has kernels of its own for it."""
     case = make((37, 53), dtype=torch.float16)
-    wide = case.bias.expand(2, 4, 37, 53)
-    text = fm.explain(case.q, case.k, case.v, wide, device=chip, backward=backward)
-    assert re.search(r"bias \(a boolean mask, as 0 and -inf\).* once, before the kernel", text)
-    assert "bias float16 (1, 1, 37, 53)" in text
+    for mask in (case.bias.expand(2, 4, 37, 53), case.bias.mT.contiguous().mT, case.bias[:, :1]):
+        text = fm.explain(case.q, case.k, case.v, mask, device=chip, backward=backward)
+        assert "mask bool" in text and "bias" not in text.split("  copies")[1]
+        assert "attention_bias_align" not in text
+    q = torch.empty(2, 4, 1024, 64, dtype=torch.float16, device="meta")
+    mask = torch.empty(4, 1024, 1023, dtype=torch.bool, device="meta")
+    text = fm.explain(q, q[..., :1023, :], q[..., :1023, :], mask, device=chip, backward=backward)
+    pass_ = "bwd" if backward else "fwd"
+    kernel = f"sm90_attention_{pass_}_mask_" if chip == "sm_90" else f"_attention_{pass_}_bias_"
+    assert kernel in text
+    for padding in (mask[:, :1], mask[0, 0]):  # the same for all queries
+        keys = [q[..., :1023, :]] * 2
+        assert kernel in fm.explain(q, *keys, padding, device=chip, backward=backward)
+
+
+@needs_all_families
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_packed_mask_is_not_transposed(backward):
+    """A packed bias is copied head by head first; the bytes of a mask are read in place."""
+    q = torch.empty(50, 4, 32, dtype=torch.float16, device="meta")
+    cu = torch.empty(3, dtype=torch.int32, device="meta")
+    mask = torch.empty(1300, 4, dtype=torch.bool, device="meta")
+    sides = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 30, "max_seqlen_k": 30}
+    options = {**sides, "backward": backward}
+    for chip in ("sm_75", "sm_80", "sm_90"):
+        assert "transpose" not in fm.explain(q, q, q, mask, **options, device=chip)
+        assert "transpose" in fm.explain(q, q, q, mask.half(), **options, device=chip)

@@ -58,6 +58,8 @@ def problems(dtype: str, d: int):
             yield tensors, options
         yield tensors, {"bias": spec(heads_q, n, m, dtype=TORCH_DTYPES[dtype])}
         yield tensors, {"bias": spec(batch, 1, n, m, dtype=torch.float32), "causal": True}
+        yield tensors, {"bias": spec(batch, 1, n, m, dtype=torch.bool)}
+        yield tensors, {"dropout_p": 0.1}
         q, k, v = tensors
         shared = [x[:1].expand(batch, heads_k, m, d) for x in (k, v)]  # sm90 refuses these
         yield [q, *shared], {}

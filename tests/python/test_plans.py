@@ -571,9 +571,11 @@ def test_a_tile_can_be_forced(monkeypatch):
         floats = kernel["family"] != "sm90" or "_bias_float_" in name
         lead = (SHAPE["batch"], SHAPE["heads_q"]) if "_bias_rows_" in name else ()
         wide = torch.float32 if floats else tensors[0].dtype
+        wide = torch.bool if "_fwd_mask_" in name else wide
         bias = spec(*lead, 300, keys, dtype=wide) if kernel["role"].endswith("_bias") else None
         softcap = 3.0 if "_fwd_general_" in name else 0.0
-        plan = told(fm.explain(*tensors, bias=bias, softcap=softcap, device=chip))
+        options = {"softcap": softcap, "dropout_p": 0.1 if "_dropout_" in name else 0.0}
+        plan = told(fm.explain(*tensors, bias=bias, **options, device=chip))
         assert plan["kernel"] == name
 
 

@@ -3,7 +3,8 @@
 // A bias in the inputs' dtype comes to shared memory tile by tile, and from there into the
 // accumulators of S before the product begins: q.k is then added to it for nothing. Rows of 16-byte
 // chunks come as Q, K and V do, in the background; any other (odd lengths, other strides) number by
-// number. A bias in fp32 is read where it lies, by the general loops.
+// number. A bias in fp32 is read where it lies, by the general loops. A mask is read byte by byte
+// and becomes a 16-bit bias, 0 or -inf, on its way to shared memory.
 #pragma once
 
 #include "cuda/attention/params.h"
@@ -18,11 +19,11 @@ namespace flashmoe::cuda {
 struct BiasRows {
   char* data;           // the number of the first query and key
   int64_t row, column;  // strides in elements
-  bool is_fp32;
+  bool is_fp32, is_mask;
   bool chunks;  // whether it is 16-bit, in rows of 16-byte chunks
   bool words;   // whether it is 16-bit, all keys side by side, and one more may be read at the end
 
-  __device__ __forceinline__ int element_bytes() const { return is_fp32 ? 4 : 2; }
+  __device__ __forceinline__ int element_bytes() const { return is_fp32 ? 4 : is_mask ? 1 : 2; }
   __device__ __forceinline__ char* at(int64_t row, int64_t key) const {
     return data + (row * this->row + key * column) * element_bytes();
   }
@@ -32,12 +33,13 @@ struct BiasRows {
 __device__ __forceinline__ BiasRows bias_from(const void* bias, int64_t where, int64_t row,
                                               int64_t column, const AttentionParams& p) {
   BiasRows rows;
-  rows.data = static_cast<char*>(const_cast<void*>(bias)) + where * (p.bias_is_fp32 ? 4 : 2);
   rows.row = row;
   rows.column = column;
   rows.is_fp32 = p.bias_is_fp32;
+  rows.is_mask = p.bias_is_mask;
+  rows.data = static_cast<char*>(const_cast<void*>(bias)) + where * rows.element_bytes();
   // A row's bytes are counted in 32 bits.
-  rows.chunks = !rows.is_fp32 && column == 1 && row % 8 == 0 && row < kNoLimit &&
+  rows.chunks = !rows.is_fp32 && !rows.is_mask && column == 1 && row % 8 == 0 && row < kNoLimit &&
                 reinterpret_cast<uintptr_t>(rows.data) % 16 == 0;
   rows.words = false;
   return rows;
@@ -74,6 +76,7 @@ template <class T>
 __device__ __forceinline__ float read_bias(const BiasRows& bias, int row, int key) {
   const char* at = bias.at(row, key);
   if (bias.is_fp32) return *reinterpret_cast<const float*>(at);
+  if (bias.is_mask) return *at ? 0.f : -INFINITY;
   return T::unpack(*reinterpret_cast<const uint16_t*>(at));
 }
 
@@ -93,7 +96,7 @@ __device__ __forceinline__ void write_bias(const BiasRows& bias, int64_t row, in
 template <bool kShort>
 __device__ __forceinline__ bool plain_bias(const BiasRows& bias, const AttentionParams& p) {
   const bool whole = p.bias_padded || (p.blocks ? bias.row : p.len_k) % 8 == 0;
-  return (kShort || (bias.chunks && whole)) && !late_bias(p);
+  return !p.bias || ((kShort || (bias.chunks && whole)) && !late_bias(p));
 }
 
 // Sets the gradient of `count` pairs of a ragged batch, from where `grad` begins: those that belong
@@ -103,29 +106,34 @@ __device__ __forceinline__ void fill_pairs(const BiasRows& grad, int64_t count, 
   for (int64_t i = threadIdx.x; i < count; i += blockDim.x) write_bias<T>(grad, 0, i, value);
 }
 
-// Whether the bias hides the key from the row: -inf is a mask.
+// Whether the bias, if there is one, hides the key from the row: -inf is a mask.
 template <class T>
 __device__ __forceinline__ bool hidden(const BiasRows& bias, int row, int key) {
-  return read_bias<T>(bias, row, key) == -INFINITY;
+  return bias.data && read_bias<T>(bias, row, key) == -INFINITY;
 }
 
 // A tile of the bias in shared memory: kRows queries x kKeys keys.
-template <class T, int kRows, int kKeys, int kThreads>
+// kOptional: there may be none, which is as good as 0.
+template <class T, int kRows, int kKeys, int kThreads, bool kOptional = false>
 struct BiasTile {
   using Layout = Swizzled<kKeys>;
   static constexpr uint32_t kBytes = kRows * kKeys * T::kBytes;
+  static constexpr uint32_t kMinusInfinities = (0x8000 | T::kExponent) * 0x10001u;
 
   // Loads the tile that begins at (first_row, first_key). Numbers past the last row or key become 0
   // and are not read. Without kPartialChunks rows are whole chunks. An fp32 bias stays where it is.
   template <class Chip, bool kPartialChunks = true>
   static __device__ __forceinline__ void load(uint32_t shared, const BiasRows& bias, int first_row,
                                               int first_key, const Sequence& seq) {
+    if (kOptional && !bias.data) return;
     if (!kPartialChunks || bias.chunks) {
       const Rows rows{bias.data + first_key * T::kBytes, static_cast<int>(bias.row) * T::kBytes};
       load_tile<Chip, Layout, kRows, kThreads, kPartialChunks>(shared, rows, first_row, seq.len_q,
                                                                seq.len_k - first_key);
     } else if (bias.words) {
       load_words(shared, bias, first_row, first_key, seq);
+    } else if (bias.is_mask) {
+      load_mask(shared, bias, first_row, first_key, seq);
     } else if (!bias.is_fp32) {
       load_numbers(shared, bias, first_row, first_key, seq);
     }
@@ -187,6 +195,7 @@ struct BiasTile {
   static __device__ __forceinline__ float read(uint32_t shared, const BiasRows& bias, int row,
                                                int key, int first_row, int first_key,
                                                const Sequence& seq) {
+    if (kOptional && !bias.data) return 0;
     if (!bias.is_fp32) {
       return T::unpack(ptx::ld_shared_u16(shared + Layout::at_element(row, key)));
     }
@@ -223,6 +232,44 @@ struct BiasTile {
 #pragma unroll
       for (int j = 0; j < 4; ++j) x[j] = __funnelshift_r(x[j], x[j + 1], odd ? 16 : 0);
       ptx::st_shared_v4(shared + Layout::at(row, chunk), {x[0], x[1], x[2], x[3]});
+    }
+  }
+
+  // Loads eight neighbouring keys of a row at a time, from the words of 32 bits that hold their
+  // bytes where these all exist, else byte by byte.
+  static __device__ __forceinline__ void load_mask(uint32_t shared, const BiasRows& bias,
+                                                   int first_row, int first_key,
+                                                   const Sequence& seq) {
+    constexpr int kChunks = kKeys / 8, kStep = kThreads / kChunks;  // rows at once
+    static_assert(kThreads % kChunks == 0);
+    const int thread = ptx::opaque_thread(), chunk = thread % kChunks;
+    const int there = seq.len_k - first_key - 8 * chunk;
+    const char* from = bias.at(first_row + thread / kChunks, first_key + 8 * chunk);
+#pragma unroll 2
+    for (int row = thread / kChunks; row < kRows; row += kStep, from += kStep * bias.row) {
+      uint32_t bytes[2] = {0x01010101, 0x01010101};  // other masks hide what does not exist
+      const bool exists = first_row + row < seq.len_q;
+      const auto address = reinterpret_cast<uintptr_t>(from);
+      const int odd = address % 4;
+      if (exists && bias.column == 1 && there >= 8 + (4 - odd) % 4) {
+        const auto* words = reinterpret_cast<const uint32_t*>(address - odd);
+        const uint32_t x[3] = {words[0], words[1], odd ? words[2] : 0};
+        bytes[0] = __funnelshift_r(x[0], x[1], 8 * odd);
+        bytes[1] = __funnelshift_r(x[1], x[2], 8 * odd);
+      } else if (exists) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          if (i < there && !from[i * bias.column]) bytes[i / 4] &= ~(0xffu << (i % 4 * 8));
+        }
+      }
+      uint32_t two[4];  // 0 or -inf
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t hidden = __vcmpeq4(bytes[i], 0);
+        two[2 * i] = __byte_perm(hidden, 0, 0x1100) & kMinusInfinities;
+        two[2 * i + 1] = __byte_perm(hidden, 0, 0x3322) & kMinusInfinities;
+      }
+      ptx::st_shared_v4(shared + Layout::at(row, chunk), {two[0], two[1], two[2], two[3]});
     }
   }
 

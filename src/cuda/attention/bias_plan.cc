@@ -45,7 +45,7 @@ bool has_bias_of_pairs(const AttentionPlan& plan) {
 }
 
 bool has_whole_bias(const AttentionPlan& plan) {
-  return has_bias_of_pairs(plan) && plan.problem.bias->dtype != DType::kFloat32;
+  return has_bias_of_pairs(plan) && plan.problem.bias->dtype == plan.problem.query.dtype;
 }
 
 bool has_neighbouring_keys(const AttentionPlan& plan) {
@@ -79,6 +79,7 @@ static bool many_share_bias(const AttentionPlan& plan) {
 BiasInput bias_input(const AttentionPlan& plan) {
   if (!plan.problem.bias) return kNoBias;
   if (plan.problem.bias->dtype == DType::kFloat32) return kFloatsByRows;
+  if (plan.problem.bias->dtype == DType::kBool) return kBytesByRows;
   const bool in_place = !has_bias_chunks(plan, 0) && has_neighbouring_keys(plan);
   return in_place && !many_share_bias(plan) ? kBiasByRows : kBiasByTma;
 }
@@ -112,7 +113,7 @@ int64_t aligned_bias_bytes(const AttentionPlan& plan) {
 bool transposes_bias(const AttentionPlan& plan) {
   if (!plan.problem.bias || !plan.problem.ragged) return false;
   const TensorSpec& bias = *plan.problem.bias;  // (pairs, heads)
-  return bias.dtype != DType::kFloat32 && bias.shape[0] > 1 && bias.shape[1] > 1 &&
+  return bias.dtype == plan.problem.query.dtype && bias.shape[0] > 1 && bias.shape[1] > 1 &&
          bias.stride[0] != 1;
 }
 

@@ -73,6 +73,7 @@ void fill_bias(AttentionParams& p, const Call& call, size_t aligned) {
   p.bias = call.tensors.bias;
   p.bias_strides = bias_strides(bias, g, p.bias_column);
   p.bias_is_fp32 = bias.dtype == DType::kFloat32;
+  p.bias_is_mask = bias.dtype == DType::kBool;
   // What divides by the scale must not overflow: 0 says that it is not done.
   p.bias_scale = g.scale > 1e-6 ? static_cast<float>(1 / g.scale) : 0.f;
   if (!aligns_bias(plan)) return;
@@ -109,6 +110,15 @@ BiasAlignParams bias_align(const Call& call, void* rows) {
   return p;
 }
 
+void fill_dropout(AttentionParams& p, const Call& call) {
+  const Geometry& g = call.geometry;
+  if (g.dropped == 0) return;
+  p.seed = static_cast<const uint64_t*>(call.tensors.seed);
+  // Wraps around where all are dropped: no word is above it then.
+  p.drop_limit = static_cast<uint32_t>(uint64_t{g.dropped} << 16) - 1;
+  p.kept_scale = static_cast<float>(g.kept_scale);
+}
+
 // The problem, as every kernel of it sees it.
 void fill_problem(AttentionParams& p, const Call& call, size_t aligned_bias) {
   const AttentionPlan& plan = call.plan;
@@ -135,6 +145,7 @@ void fill_problem(AttentionParams& p, const Call& call, size_t aligned_bias) {
   }
   fill_bias(p, call, aligned_bias);
   fill_sinks(p, call);
+  fill_dropout(p, call);
   p.group = static_cast<int32_t>(plan.heads_q / plan.heads_k);
   p.len_q = static_cast<int32_t>(plan.len_q);
   p.len_k = static_cast<int32_t>(plan.len_k);

@@ -16,14 +16,26 @@
 namespace flashmoe::cuda {
 namespace {
 
-int shared_bytes(Role role, const FwdTile& tile) {
-  return tile.shared_bytes(role == Role::kForwardBias);
-}
-int shared_bytes(Role role, const BwdTile& tile) {
-  if (role == Role::kBackwardDq || role == Role::kBackwardBiasDq) {
-    return tile.dq_shared_bytes(role == Role::kBackwardBiasDq);
+// Whether kernels of that role have room for a tile of bias in shared memory.
+bool has_bias(Role role) {
+  switch (role) {
+    case Role::kForwardBias:
+    case Role::kForwardDropout:
+    case Role::kBackwardBias:
+    case Role::kBackwardDropout:
+    case Role::kBackwardBiasDq:
+    case Role::kBackwardDropoutDq:
+      return true;
+    default:
+      return false;
   }
-  return tile.shared_bytes(role == Role::kBackwardBias);
+}
+
+int shared_bytes(Role role, const FwdTile& tile) { return tile.shared_bytes(has_bias(role)); }
+int shared_bytes(Role role, const BwdTile& tile) {
+  const bool dq = role == Role::kBackwardDq || role == Role::kBackwardBiasDq ||
+                  role == Role::kBackwardDropoutDq;
+  return dq ? tile.dq_shared_bytes(has_bias(role)) : tile.shared_bytes(has_bias(role));
 }
 int shared_bytes(Role, const BiasSumTile& tile) { return tile.shared_bytes(); }
 int shared_bytes(Role, const Sm90FwdTile& tile) { return tile.shared_bytes(); }
@@ -61,10 +73,10 @@ class Lister {
   template <class Tile, size_t kRows>
   void add(const char* family, std::initializer_list<DType> dtypes, Role role, const char* name,
            const char* image, const Tile (&table)[kRows]) {
-    const bool bias = role == Role::kBackwardBias || role == Role::kBackwardBiasDq;
     for (const DType dtype : dtypes) {
       for (size_t row = 0; row < kRows; ++row) {
-        add(family, dtype, role, name, image, table[row], runs_on_hopper(table, row, bias));
+        add(family, dtype, role, name, image, table[row],
+            runs_on_hopper(table, row, has_bias(role)));
       }
     }
   }
@@ -159,6 +171,7 @@ std::vector<Kernel> list_kernels() {
   list.add("sm90", both, Role::kForwardBias, "fwd_bias_rows", "fwd_bias_rows", sm90::kFwdBiasRows);
   list.add("sm90", both, Role::kForwardBias, "fwd_bias_float", "fwd_bias_rows",
            sm90::kFwdBiasFloat);
+  list.add("sm90", both, Role::kForwardBias, "fwd_mask", "fwd_mask", sm90::kFwdMask);
   list.add("sm90", both, Role::kBackward, "bwd_packed", "bwd_packed", sm90::kBwdPacked);
   list.add("sm90", both, Role::kBackward, "bwd", "bwd", sm90::kBwd);
   list.add("sm90", both, Role::kBackward, "bwd_general", "bwd", sm90::kBwdGeneral);
@@ -166,20 +179,26 @@ std::vector<Kernel> list_kernels() {
   list.add("sm90", both, Role::kBackwardBias, "bwd_bias_rows", "bwd_bias_rows", sm90::kBwdBiasRows);
   list.add("sm90", both, Role::kBackwardBias, "bwd_bias_float", "bwd_bias_rows",
            sm90::kBwdBiasFloat);
+  list.add("sm90", both, Role::kBackwardBias, "bwd_mask", "bwd_mask", sm90::kBwdMask);
   list.add("sm90", both, Role::kBiasSum, "bwd_bias_sum", "bwd_bias", sm90::kBiasSum);
   list.add_small("sm90", both,
                  {Role::kRaggedBlocks, Role::kRowBounds, Role::kTaskCounter, Role::kBiasAlign,
                   Role::kPreprocess, Role::kPackedPreprocess, Role::kBackwardDq, Role::kSinkSum});
 
   const auto add_mma_sync = [&](const char* family, const std::initializer_list<DType>& dtypes,
-                                const auto& fwd, const auto& fwd_bias, const auto& bwd,
-                                const auto& bwd_bias, const auto& bias_sum) {
+                                const auto& fwd, const auto& fwd_bias, const auto& fwd_dropout,
+                                const auto& bwd, const auto& bwd_bias, const auto& bwd_dropout,
+                                const auto& bias_sum) {
     list.add(family, dtypes, Role::kForward, "fwd", "fwd", fwd);
     list.add(family, dtypes, Role::kForwardBias, "fwd_bias", "fwd_bias", fwd_bias);
+    list.add(family, dtypes, Role::kForwardDropout, "fwd_dropout", "fwd_dropout", fwd_dropout);
     list.add(family, dtypes, Role::kBackward, "bwd", "bwd", bwd);
     list.add(family, dtypes, Role::kBackwardDq, "bwd_dq", "bwd", bwd);
     list.add(family, dtypes, Role::kBackwardBias, "bwd_bias", "bwd_bias", bwd_bias);
     list.add(family, dtypes, Role::kBackwardBiasDq, "bwd_bias_dq", "bwd_bias", bwd_bias);
+    list.add(family, dtypes, Role::kBackwardDropout, "bwd_dropout", "bwd_dropout", bwd_dropout);
+    list.add(family, dtypes, Role::kBackwardDropoutDq, "bwd_dropout_dq", "bwd_dropout",
+             bwd_dropout);
     list.add(family, dtypes, Role::kBiasSum, "bwd_bias_sum", "bwd_bias", bias_sum);
     list.add_small(family, dtypes,
                    {Role::kCombine, Role::kPreprocess, Role::kRaggedBlocks, Role::kBiasAlign,
@@ -191,10 +210,10 @@ std::vector<Kernel> list_kernels() {
     list.add(family, dtypes, Role::kPaged, "paged_fp8", "paged_fp8", paged_fp8);
     list.add(family, dtypes, Role::kPagedCombine, "paged_combine", "paged", paged);
   };
-  add_mma_sync("sm80", both, sm80::kFwd, sm80::kFwdBias, sm80::kBwd, sm80::kBwdBias,
-               sm80::kBiasSum);
-  add_mma_sync("sm75", fp16, sm75::kFwd, sm75::kFwdBias, sm75::kBwd, sm75::kBwdBias,
-               sm75::kBiasSum);
+  add_mma_sync("sm80", both, sm80::kFwd, sm80::kFwdBias, sm80::kFwdDropout, sm80::kBwd,
+               sm80::kBwdBias, sm80::kBwdDropout, sm80::kBiasSum);
+  add_mma_sync("sm75", fp16, sm75::kFwd, sm75::kFwdBias, sm75::kFwdDropout, sm75::kBwd,
+               sm75::kBwdBias, sm75::kBwdDropout, sm75::kBiasSum);
   list.add("sm90", both, Role::kPagedChunk, "paged_chunk", "paged_chunk", sm90::kPagedChunk);
   add_paged("sm90", both, sm90::kPaged, sm90::kPagedFp8);
   add_paged("sm80", both, sm80::kPaged, sm80::kPagedFp8);
@@ -220,6 +239,8 @@ const char* role_name(Role role) {
       return "attention_fwd";
     case Role::kForwardBias:
       return "attention_fwd_bias";
+    case Role::kForwardDropout:
+      return "attention_fwd_dropout";
     case Role::kCombine:
       return "attention_combine";
     case Role::kPreprocess:
@@ -230,6 +251,8 @@ const char* role_name(Role role) {
       return "attention_bwd";
     case Role::kBackwardBias:
       return "attention_bwd_bias";
+    case Role::kBackwardDropout:
+      return "attention_bwd_dropout";
     case Role::kBiasSum:
       return "attention_bwd_bias_sum";
     case Role::kSinkSum:
@@ -238,6 +261,8 @@ const char* role_name(Role role) {
       return "attention_bwd_dq";
     case Role::kBackwardBiasDq:
       return "attention_bwd_bias_dq";
+    case Role::kBackwardDropoutDq:
+      return "attention_bwd_dropout_dq";
     case Role::kPaged:
       return "attention_paged";
     case Role::kPagedChunk:

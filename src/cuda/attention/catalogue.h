@@ -20,13 +20,16 @@ enum class Role {
   kBiasTranspose,  // before either pass with the bias of a ragged batch, and for its gradient after
   kForward,
   kForwardBias,
+  kForwardDropout,    // with a bias or none, as the next one
   kCombine,           // after a forward pass that was split over keys
   kPreprocess,        // before the backward pass
   kPackedPreprocess,  // before that over packed tokens
   kBackward,
   kBackwardBias,
+  kBackwardDropout,
   kBackwardDq,  // after it: dQ
   kBackwardBiasDq,
+  kBackwardDropoutDq,
   kBiasSum,     // the gradient of a bias that was broadcast
   kSinkSum,     // the gradient of the sinks
   kPaged,       // a forward pass over the pages of a cache

@@ -74,7 +74,10 @@ void lay_out_backward(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu)
     plan.work_items = blocks * plan.heads_k * plan.batch;
   }
   if (has_dq_kernel(plan)) {
-    const Kernel* dq = find_kernel(p.bias ? Role::kBackwardBiasDq : Role::kBackwardDq, kernel);
+    const Role role = kernel.role == Role::kBackwardDropout ? Role::kBackwardDropoutDq
+                      : p.bias                              ? Role::kBackwardBiasDq
+                                                            : Role::kBackwardDq;
+    const Kernel* dq = find_kernel(role, kernel);
     plan.launches.push_back(per_slice(*dq, query_grid(plan)));
   }
   if (p.grad_bias && !bias_sum && transposes_bias(plan)) {

@@ -79,11 +79,13 @@ struct AttentionParams {
   Strides query_strides, key_strides, value_strides, out_strides, lse_strides;
 
   // Kernels with a bias, whose own shape is broadcast: strides may be 0.
-  const void* bias;  // (batch, heads_q, len_q, len_k), in the inputs' dtype or fp32
+  const void* bias;  // (batch, heads_q, len_q, len_k), in the inputs' dtype, fp32, or a mask; null
+                     // with dropout: there is none
   Strides bias_strides;
   int64_t bias_column;   // stride from one key to the next
   float bias_scale;      // 1 / scale
   int32_t bias_is_fp32;  // whether it is fp32
+  int32_t bias_is_mask;  // whether it is a byte for each pair: 0 hides the key
   int32_t bias_padded;   // whether rows end with a whole chunk of 16 bytes, whatever len_k
   // Ragged: the bias that `bias` is a copy of, with its heads side by side; null: it is none. The
   // copy makes room for the gradient, tile by tile.
@@ -122,6 +124,11 @@ struct AttentionParams {
   const void* sinks;  // (heads_q), in the inputs' dtype or fp32; null: none
   int64_t sink_head, sink_row;
   int32_t sinks_are_fp32;  // whether they are fp32
+
+  // Dropout: which pairs is said by attention/dropout.h.
+  const uint64_t* seed;  // one number; null: no dropout
+  uint32_t drop_limit;   // 16 bits that are the upper half of a word drop a pair up to this word
+  float kept_scale;      // what is kept is times this
 };
 
 // Of the kernel that copies a bias to rows of whole 16-byte chunks: 16-bit, (batch, heads, len_q,

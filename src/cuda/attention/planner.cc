@@ -26,13 +26,6 @@ std::string missing_everywhere(const AttentionPlan& plan) {
   if (p.query.dtype != DType::kFloat16 && p.query.dtype != DType::kBFloat16) {
     return text("query is ", dtype_name(p.query.dtype), "; CUDA kernels take float16 and bfloat16");
   }
-  if (p.options.dropout_p > 0) {
-    return text("dropout_p is ", p.options.dropout_p, "; CUDA kernels have no dropout yet");
-  }
-  if (p.bias && p.bias->dtype == DType::kBool) {
-    return text("bias is a boolean mask, which CUDA kernels do not read yet; pass 0 and -inf in ",
-                dtype_name(p.query.dtype));
-  }
   if (p.paged) {
     if (std::string missing = missing_over_pages(plan); !missing.empty()) return missing;
   } else if (plan.len_q > kMaxLength || plan.len_k > kMaxLength) {

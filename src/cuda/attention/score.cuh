@@ -133,7 +133,7 @@ struct ScoreRule {
 // Whether the bias cannot be in the accumulators before the product begins: it is fp32, or comes
 // after a softcap, or the scale is not one to divide by.
 __device__ __forceinline__ bool late_bias(const AttentionParams& p) {
-  return p.bias_is_fp32 || p.softcap_scale || p.bias_scale <= 0;
+  return p.bias && (p.bias_is_fp32 || p.softcap_scale || p.bias_scale <= 0);
 }
 
 // Calls hide(m, n, i) for each element i of fragment (m, n) whose key is before the first that its

@@ -519,7 +519,10 @@ std::string lacks_for_bias(const AttentionPlan& plan) {
   const Geometry g = geometry(p);
   if (p.ragged) return "takes no packed bias";
   if (plan.len_q == 1) return "takes no bias of one query";
-  if (!has_bias_of_pairs(plan)) return "takes a bias of all queries and keys alone";
+  // A mask may be the same for all queries: rows that come one by one may have a stride of 0.
+  const TensorSpec& bias = *p.bias;
+  const bool of_keys = bias.dtype == DType::kBool && bias.rank > 0 && bias.size(-1) == plan.len_k;
+  if (!has_bias_of_pairs(plan) && !of_keys) return "takes a bias of all queries and keys alone";
   if (g.softcap > 0 || !(g.scale > 1e-6)) return "adds a bias before softcap and scale";
   const int64_t dim = std::max(plan.head_dim, plan.head_dim_v);
   if (dim > kMostDim) return text("takes a bias up to head dim ", kMostDim);
@@ -529,6 +532,9 @@ std::string lacks_for_bias(const AttentionPlan& plan) {
     if (dim > kMostFloatDim) return text("takes an fp32 bias up to head dim ", kMostFloatDim);
     if (!has_neighbouring_keys(plan)) return "takes an fp32 bias of neighbouring keys alone";
     if (sums) return "does not sum the gradient of a shared fp32 bias";
+  }
+  if (input == kBytesByRows && !has_neighbouring_keys(plan)) {
+    return "takes a mask of neighbouring keys alone";
   }
   if (input != kBiasByTma && p.grad_bias && !sums) {
     const TensorSpec& grad = *p.grad_bias;
@@ -551,6 +557,7 @@ std::string lacks_for_bias(const AttentionPlan& plan) {
 
 std::string lacks(const AttentionPlan& plan) {
   const AttentionProblem& p = plan.problem;
+  if (p.options.dropout_p > 0) return "has no dropout";
   if (p.bias) {
     if (std::string why = lacks_for_bias(plan); !why.empty()) return why;
   }

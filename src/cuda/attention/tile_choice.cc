@@ -15,8 +15,10 @@ constexpr int64_t kShortDim = 64;
 constexpr const char* kForShort = "made for many sequences of at most a few dozen tokens";
 
 Role main_role(const AttentionProblem& p) {
-  if (p.pass == Pass::kForward) return p.bias ? Role::kForwardBias : Role::kForward;
-  return p.bias ? Role::kBackwardBias : Role::kBackward;
+  const bool forward = p.pass == Pass::kForward;
+  if (p.options.dropout_p > 0) return forward ? Role::kForwardDropout : Role::kBackwardDropout;
+  if (p.bias) return forward ? Role::kForwardBias : Role::kBackwardBias;
+  return forward ? Role::kForward : Role::kBackward;
 }
 
 bool has_short_tiles(const Family& family, Role role) {

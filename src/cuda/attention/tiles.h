@@ -10,7 +10,12 @@ enum BiasInput : int {
   kBiasByTma,     // 16 bits, rows of whole chunks of 16 bytes
   kBiasByRows,    // 16 bits, rows of neighbouring keys that begin anywhere
   kFloatsByRows,  // the same in fp32
+  kBytesByRows,   // the same of a mask: a byte for each pair
 };
+constexpr bool is_by_rows(BiasInput input) { return input > kBiasByTma; }
+constexpr int bias_bytes(BiasInput input) {
+  return input == kFloatsByRows ? 4 : input == kBytesByRows ? 1 : 2;
+}
 
 // Shared memory for what a CTA works on.
 inline constexpr int kTaskBytes = 256;

@@ -22,7 +22,9 @@ int64_t ragged_grid(const AttentionPlan& plan) {
 }
 
 bool one_query(const AttentionPlan& plan) {
-  return plan.problem.pass == Pass::kForward && !plan.problem.ragged && plan.len_q == 1 &&
+  const AttentionProblem& p = plan.problem;
+  // Dropout goes by heads and rows: they keep their numbers.
+  return p.pass == Pass::kForward && !p.ragged && p.options.dropout_p == 0 && plan.len_q == 1 &&
          plan.heads_q > plan.heads_k;
 }
 

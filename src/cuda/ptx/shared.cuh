@@ -34,6 +34,13 @@ __device__ __forceinline__ uint32_t ld_shared_u32(uint32_t shared) {
   return x;
 }
 
+// PTX ISA, "ld.shared": 1 byte.
+__device__ __forceinline__ uint32_t ld_shared_u8(uint32_t shared) {
+  uint32_t x;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(x) : "r"(shared) : "memory");
+  return x;
+}
+
 // PTX ISA, "ld.shared": a float.
 __device__ __forceinline__ float ld_shared_f32(uint32_t shared) {
   return __uint_as_float(ld_shared_u32(shared));

@@ -59,6 +59,23 @@ inline constexpr BwdTile kBwdBias[] = {
     {256, 32, 16, 4, 1, 2, 2, 1, 2},
 };
 
+// With dropout, and a bias or none: head dims are rounded up further, see sm80.h.
+inline constexpr FwdTile kFwdDropout[] = {
+    // head_dim, block_q, block_k, warps, q_steps, stages, ctas
+    {32, 64, 64, 4, 2, 2, 2},
+    {64, 64, 64, 4, 4, 2, 2},
+    {128, 64, 32, 4, 8, 2, 2},
+    {256, 48, 16, 3, 0, 2, 2},
+};
+
+inline constexpr BwdTile kBwdDropout[] = {
+    // head_dim, block_q, block_k, warps, stages, ctas, score_rows, grad_key_rows, grad_query_rows
+    {32, 64, 64, 4, 1, 2, 2, 4, 4},
+    {64, 32, 64, 4, 1, 2, 2, 2, 2},
+    {128, 32, 32, 4, 1, 2, 2, 2, 2},
+    {256, 32, 16, 4, 1, 2, 2, 1, 2},
+};
+
 inline constexpr BiasSumTile kBiasSum[] = {
     // head_dim, block_q, block_k, warps, cols, stages, ctas
     {16, 64, 64, 4, 2, 1, 2},

@@ -77,6 +77,25 @@ inline constexpr BwdTile kBwdBias[] = {
     {256, 32, 32, 8, 1, 1, 2, 2, 2},
 };
 
+// With dropout, and a bias or none: head dims are rounded up further, each has the tile of kFwdBias
+// that most calls get (at D = 32 two CTAs, as registers are needed for drawing), and short sequences
+// have none of their own. That keeps the time low that compiling takes.
+inline constexpr FwdTile kFwdDropout[] = {
+    // head_dim, block_q, block_k, warps, q_steps, stages, ctas
+    {32, 128, 64, 4, 2, 2, 2},
+    {64, 128, 64, 4, 0, 2, 2},
+    {128, 64, 64, 4, 8, 2, 2},
+    {256, 64, 32, 4, 0, 1, 2},
+};
+
+inline constexpr BwdTile kBwdDropout[] = {
+    // head_dim, block_q, block_k, warps, stages, ctas, score_rows, grad_key_rows, grad_query_rows
+    {32, 64, 128, 4, 2, 3, 0, 4, 4},
+    {64, 64, 128, 4, 2, 2, 0, 4, 2}, {64, 32, 128, 4, 2, 2, 0, 4, 2},
+    {128, 64, 128, 8, 2, 1, 2, 4, 2}, {128, 32, 64, 4, 2, 2, 2, 2, 2},
+    {256, 32, 32, 8, 1, 1, 2, 2, 2},
+};
+
 // The sum of a shared bias's gradient. All CTAs go through the batch together, so what a step reads
 // is seldom in a cache, and several steps must be on their way.
 inline constexpr BiasSumTile kBiasSum[] = {

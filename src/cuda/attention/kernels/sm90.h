@@ -54,6 +54,15 @@ inline constexpr Sm90FwdTile kFwdBiasFloat[] = {
     {64, 128, 64, 2, false, kFloatsByRows},
 };
 
+// A mask.
+inline constexpr Sm90FwdTile kFwdMask[] = {
+    // head_dim, block_q, block_k, stages, general_score, bias, ctas
+    {32, 128, 64, 2, false, kBytesByRows, 2},
+    {64, 128, 128, 2, false, kBytesByRows},
+    {96, 128, 64, 2, false, kBytesByRows},
+    {128, 128, 64, 2, false, kBytesByRows},
+};
+
 // Ragged batches of many short sequences: tiles of tokens, of several sequences. A box of 64 columns
 // holds one head, or four of 16, or two of 32.
 inline constexpr Sm90PackedTile kFwdPacked[] = {
@@ -112,6 +121,14 @@ inline constexpr Sm90BwdTile kBwdBiasFloat[] = {
     // head_dim, block_q, block_k, general_score, bias
     {32, 64, 128, false, kFloatsByRows},
     {64, 64, 128, false, kFloatsByRows},
+};
+
+inline constexpr Sm90BwdTile kBwdMask[] = {
+    // head_dim, block_q, block_k, general_score, bias
+    {32, 64, 128, false, kBytesByRows},
+    {64, 64, 128, false, kBytesByRows},
+    {96, 64, 128, false, kBytesByRows},
+    {128, 64, 128, false, kBytesByRows},
 };
 
 // The sum of a shared bias's gradient: as many slots as shared memory holds.

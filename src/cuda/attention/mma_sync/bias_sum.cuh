@@ -21,6 +21,7 @@
 #include <type_traits>
 
 #include "cuda/attention/bias.cuh"
+#include "cuda/attention/dropout.cuh"
 #include "cuda/attention/guard.cuh"
 #include "cuda/attention/mma_sync/bias_sum_steps.cuh"
 #include "cuda/attention/params.h"
@@ -143,6 +144,21 @@ struct SumOperands {
         v{lane_cols<Layout>(smem + C::kSmemV + stage * C::kKeyBytes, key, 0)} {}
 };
 
+// What dropout leaves of dP - delta, which a lane holds of 16 rows x 8 keys from (row, col) of the
+// tile on. For general steps: plain ones have no registers for it, up to D = 32.
+__device__ __forceinline__ void drop_gradients(float (&dp)[4], const float2 (&lse_delta)[2],
+                                               int row, int col, const BiasStep& step,
+                                               const AttentionBwdParams& p) {
+  DrawnPairs<8> drawn;
+  drawn.draw(step.first_query + row, step.first_key + col, ptx::opaque_thread() % 32,
+             DropoutOfHead(*p.seed, step.batch, step.head));
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float delta = lse_delta[i / 2].y;
+    dp[i] = minus_delta<true>(dp[i] + delta, delta, drawn.keeps(0, 0, i / 2, i % 2, p), p);
+  }
+}
+
 // Adds P * (dP - delta) of one step, whose tiles are in shared memory: a fragment of 16 rows at a
 // time.
 template <class C>
@@ -159,9 +175,9 @@ __device__ __forceinline__ void add_plain_step(BiasSums<C>& sums, const PackedBi
     const SumOperands<C> operands(smem, stage, row, sum_col<C>());
     float2 lse_delta[2];
     load_lse_delta<C>(lse_delta, smem, stage, row);
-    float minus_delta[4];
+    float minus[4];  // delta
 #pragma unroll
-    for (int i = 0; i < 4; ++i) minus_delta[i] = -lse_delta[i / 2].y;
+    for (int i = 0; i < 4; ++i) minus[i] = -lse_delta[i / 2].y;
     float s[1][C::kN][4], dp[1][C::kN][4];
 #pragma unroll
     for (int n = 0; n < C::kN; ++n) {
@@ -170,8 +186,8 @@ __device__ __forceinline__ void add_plain_step(BiasSums<C>& sums, const PackedBi
       C::Bias::start(s[0][n], two, p.bias_scale);
     }
     multiply<Type, kSteps, kUnroll>(s, operands.q, operands.k);
-    multiply_from<Type, kSteps, kUnroll>(
-        dp, operands.dO, operands.v, [&](int, int) -> const float(&)[4] { return minus_delta; });
+    multiply_from<Type, kSteps, kUnroll>(dp, operands.dO, operands.v,
+                                         [&](int, int) -> const float(&)[4] { return minus; });
 #pragma unroll
     for (int i = 0; i < C::kN * 4; ++i) {
       sums[m][i / 4][i % 4] +=
@@ -203,6 +219,9 @@ __device__ __forceinline__ void add_general_step(BiasSums<C>& sums, uint32_t sme
     multiply<Type, C::kDim / 16, 1>(s, operands.q, operands.k);
     multiply<Type, C::kDim / 16, 1>(dp, operands.dO, operands.v);
 #pragma unroll
+    for (int e = 0; e < 4; ++e) dp[0][0][e] -= lse_delta[e / 2].y;
+    if (p.seed) drop_gradients(dp[0][0], lse_delta, row, col, step, p);
+#pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int query = row + e / 2 * 8 + lane / 4, key = col + lane % 4 * 2 + e % 2;
       const int r = step.first_query + query, j = step.first_key + key;
@@ -212,7 +231,7 @@ __device__ __forceinline__ void add_general_step(BiasSums<C>& sums, uint32_t sme
       const float2 row_terms = lse_delta[e / 2];
       gradient[e] = !seq.valid ? NAN
                     : pair.seen && row_terms.x != INFINITY
-                        ? pair.probability(row_terms.x) * (dp[0][0][e] - row_terms.y)
+                        ? pair.probability(row_terms.x) * dp[0][0][e]
                         : 0;
     }
 #pragma unroll

@@ -13,9 +13,11 @@ struct BiasStep {
   Sequence seq;
   int first_query, first_key;
   bool seen;   // whether the queries see some of the keys
-  bool plain;  // whether all queries see all keys of the tile, and the bias does not come late
+  bool plain;  // whether all queries see all keys of the tile, none is dropped, and the bias does
+               // not come late
   const char *query, *grad_out, *key, *value;  // the first rows of the sequence
   const float* lse_delta;                      // of the step's first query
+  int batch, head;
 };
 
 // Which tile of queries x keys a step is.
@@ -83,6 +85,8 @@ class SharedSteps {
     const auto [batch, head, first_query, first_key] = place(step, tile, p);
     BiasStep s;
     s.seq = slot_ ? find_sequence(*slot_) : find_sequence(p, batch);
+    s.batch = batch;
+    s.head = head;
     s.first_key = first_key;
     s.first_query = first_query;
     // Row i sees key j when i + shift - left <= j <= i + shift + right.
@@ -94,7 +98,7 @@ class SharedSteps {
     // The sum does not matter of keys that the gradient does not have.
     const bool all_keys =
         last_key - s.first_key + 1 == C::kBlockK || (has_keys_ && seq.len_k == tile.len_k);
-    s.plain = s.seen && seq.valid && !late_bias(p) && all_keys &&
+    s.plain = s.seen && seq.valid && !late_bias(p) && !p.seed && all_keys &&
               seq.begin(last_query, p) <= s.first_key && seq.end(s.first_query, p) > last_key;
     const int key_head = head / p.group;
     s.query = rows_of(p.query, p, p.query_strides, batch, head, seq.token_q);

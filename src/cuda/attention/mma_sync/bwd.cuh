@@ -146,6 +146,7 @@ __device__ __forceinline__ void find_task(BwdTask& task, const AttentionBwdParam
     task.grad_bias = find_grad_bias(p, task.seq, task.batch, head);
     task.grad_bias.chunks &= p.group == 1 || p.grad_bias_strides.head % 8 == 0;
   }
+  if constexpr (C::kDropout) task.seed = *p.seed;
   task.query = rows_of(p.query, p, p.query_strides, task.batch, head, task.seq.token_q);
   task.grad_out = rows_of(p.grad_out, p, p.grad_out_strides, task.batch, head, task.seq.token_q);
 }
@@ -327,8 +328,8 @@ __device__ __forceinline__ void attention_bwd(const AttentionBwdParams& p) {
                           p.head_dim, task, p);
   }
   if (p.grad_value) {
-    store_key_gradient<C>(t.rdV, 1.f, smem + C::kSmemV, p.grad_value, p.grad_value_strides,
-                          p.head_dim_v, task, p);
+    store_key_gradient<C>(t.rdV, C::kDropout ? p.kept_scale : 1.f, smem + C::kSmemV, p.grad_value,
+                          p.grad_value_strides, p.head_dim_v, task, p);
   }
 }
 

@@ -67,7 +67,8 @@ struct GuardedProducts {
   }
 
   // dV += P^T dO, or dK += dS^T Q, over the queries [begin, end) of the tile. `packed` is the tile
-  // of P or dS, `rows` that of dO or Q.
+  // of P or dS, `rows` that of dO or Q. Dropped pairs of P are left out as hidden ones are.
+  template <bool kWeights>
   __device__ __forceinline__ void add_key_gradient(float (&acc)[C::kKeyM][C::kKeyN][4],
                                                    uint32_t packed, uint32_t rows, int begin,
                                                    int end) const {
@@ -79,7 +80,9 @@ struct GuardedProducts {
           acc,
           [&](int m, int half) {
             const int key = key_row<C>(row, m) + lane / 4 + 8 * half;
-            return factor(packed, query, key);
+            GuardedFactor found = factor(packed, query, key);
+            if (kWeights && __float_as_uint(found.value) == 0x80000000) found.seen = false;
+            return found;
           },
           [&](int n, int c) {
             const int column = 16 * (n / 2 * C::kKeyCols + col) + n % 2 * 8 + lane % 4 * 2 + c;

@@ -31,16 +31,50 @@ __device__ __forceinline__ void load_lse_delta(LseDelta<C>& lse_delta, uint32_t 
 template <class C>
 using Scores = float[C::kScoreM][C::kScoreN][4];
 
-// Calls f(score, dP, (LSE, delta)) for all that a lane holds.
+// Which of the pairs that a lane holds of S are kept; all of them without dropout. A bit for each,
+// found before there are S and dP: beside them there are no registers for what is drawn.
+template <class C>
+class KeptScores {
+ public:
+  __device__ __forceinline__ KeptScores(const BwdTask& task, const QueryTile& tile,
+                                        const AttentionBwdParams& p) {
+    if constexpr (C::kDropout) {
+      static_assert(C::kScoreM * C::kScoreN * 4 <= 32);
+      const int thread = ptx::opaque_thread();
+      DrawnPairs<C::kScoreN * 8, C::kScoreM> drawn;
+      drawn.draw(tile.first + score_row<C>(thread),
+                 task.key_tile * C::kBlockK + score_col<C>(thread), thread % 32,
+                 dropout_of<C>(task, tile));
+      uint32_t bits = 0;
+#pragma unroll
+      for (int i = 0; i < C::kScoreM * C::kScoreN * 4; ++i) {
+        const int m = i / 4 / C::kScoreN, n = i / 4 % C::kScoreN;
+        if (drawn.keeps(m, n, i % 4 / 2, i % 2, p)) bits |= 1u << i;
+      }
+      bits_ = ptx::opaque(bits);
+    }
+  }
+  __device__ __forceinline__ bool operator()(int m, int n, int i) const {
+    return !C::kDropout || bits_ >> ((m * C::kScoreN + n) * 4 + i) & 1;
+  }
+
+ private:
+  uint32_t bits_;
+};
+
+// Calls f(score, dP, (LSE, delta), whether the pair is kept) for all that a lane holds.
 template <class C, class F>
 __device__ __forceinline__ void each_score(Scores<C>& s, Scores<C>& dp,
-                                           const LseDelta<C>& lse_delta, const F& f) {
+                                           const LseDelta<C>& lse_delta, const KeptScores<C>& kept,
+                                           const F& f) {
 #pragma unroll
   for (int m = 0; m < C::kScoreM; ++m) {
 #pragma unroll
     for (int n = 0; n < C::kScoreN; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) f(s[m][n][i], dp[m][n][i], lse_delta[m][i / 2]);
+      for (int i = 0; i < 4; ++i) {
+        f(s[m][n][i], dp[m][n][i], lse_delta[m][i / 2], kept(m, n, i));
+      }
     }
   }
 }
@@ -49,21 +83,27 @@ __device__ __forceinline__ void each_score(Scores<C>& s, Scores<C>& dp,
 template <class C, Loop kLoop>
 __device__ __forceinline__ void differentiate_scores(Scores<C>& s, Scores<C>& dp,
                                                      const LseDelta<C>& lse_delta,
+                                                     const KeptScores<C>& kept,
                                                      const AttentionBwdParams& p) {
   const ScoreRule rule(p);
-  each_score<C>(s, dp, lse_delta, [](float&, float& dp, float2 term) { dp -= term.y; });
+  each_score<C>(s, dp, lse_delta, kept, [&](float&, float& dp, float2 term, bool kept) {
+    dp = minus_delta<C::kDropout>(dp, term.y, kept, p);
+  });
   if (kLoop == Loop::kGeneral && p.softcap_scale) {
-    each_score<C>(s, dp, lse_delta,
-                  [&](float& s, float& dp, float2) { rule.differentiate_cap(s, dp); });
+    each_score<C>(s, dp, lse_delta, kept,
+                  [&](float& s, float& dp, float2, bool) { rule.differentiate_cap(s, dp); });
   }
-  each_score<C>(s, dp, lse_delta,
-                [&](float& s, float& dp, float2 term) { rule.differentiate(s, dp, term.x); });
+  each_score<C>(s, dp, lse_delta, kept, [&](float& s, float& dp, float2 term, bool kept) {
+    rule.differentiate(s, dp, term.x);
+    if (!kept) s = kDroppedProbability;
+  });
 }
 
 // Puts P and dS in place of S and dP, pair by pair, for any call with a bias.
 template <class C>
 __device__ __forceinline__ void differentiate_pairs(Scores<C>& s, Scores<C>& dp,
-                                                    const LseDelta<C>& lse_delta, uint32_t sBias,
+                                                    const LseDelta<C>& lse_delta,
+                                                    const KeptScores<C>& kept, uint32_t sBias,
                                                     const BwdTask& task, const QueryTile& tile,
                                                     const AttentionBwdParams& p) {
   const int thread = ptx::opaque_thread(), lane = thread % 32;
@@ -74,7 +114,7 @@ __device__ __forceinline__ void differentiate_pairs(Scores<C>& s, Scores<C>& dp,
     for (int n = 0; n < C::kScoreN; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        differentiate_pair<C>(s[m][n][i], dp[m][n][i], lse_delta[m][i / 2],
+        differentiate_pair<C>(s[m][n][i], dp[m][n][i], lse_delta[m][i / 2], kept(m, n, i),
                               query + 16 * m + i / 2 * 8, key + 8 * n + i % 2, sBias, task, tile,
                               p);
       }
@@ -160,10 +200,11 @@ __device__ __forceinline__ bool bwd_step(BwdState<C>& t, uint32_t smem, int stag
       C::kBias && kGeneral && (late_bias(p) || task.nonfinite_keys || rows_nonfinite<C>(sLseDelta));
   bool needs_guard = false;
   {
+    const KeptScores<C> kept(task, tile, p);
     LseDelta<C> lse_delta;
     load_lse_delta<C>(lse_delta, sLseDelta);
     Scores<C> s, dp;
-    if (C::kBias && !by_pair) {
+    if (has_bias<C>(p) && !by_pair) {
       C::Bias::start(s, sBias, score_row<C>(lanes.thread), score_col<C>(lanes.thread),
                      p.bias_scale);
     } else {
@@ -176,9 +217,9 @@ __device__ __forceinline__ bool bwd_step(BwdState<C>& t, uint32_t smem, int stag
         dp, AlongA<Layout>{sdO + lanes.score_left()}, AlongB<Layout>{sV + lanes.score_right()});
     if (kGeneral && (by_pair || !C::kBias)) needs_guard = any_nonfinite(s, dp);
     if (by_pair) {
-      if constexpr (C::kBias) differentiate_pairs<C>(s, dp, lse_delta, sBias, task, tile, p);
+      if constexpr (C::kBias) differentiate_pairs<C>(s, dp, lse_delta, kept, sBias, task, tile, p);
     } else {
-      differentiate_scores<C, kLoop>(s, dp, lse_delta, p);
+      differentiate_scores<C, kLoop>(s, dp, lse_delta, kept, p);
       if (kMasked && tile.first < task.full_begin) {
         mask_scores<C, Side::kAfter>(s, dp, seq, tile.first, first_key, p);
       }
@@ -211,8 +252,8 @@ __device__ __forceinline__ bool bwd_step(BwdState<C>& t, uint32_t smem, int stag
     });
   } else if constexpr (kGeneral) {
     const GuardedProducts<C> products{seq, tile.first, first_key, p, packed_bias_of(task, tile, p)};
-    products.add_key_gradient(t.rdV, sP, sdO, 0, C::kBlockQ);
-    products.add_key_gradient(t.rdK, sdS, sQ, 0, C::kBlockQ);
+    products.template add_key_gradient<C::kDropout>(t.rdV, sP, sdO, 0, C::kBlockQ);
+    products.template add_key_gradient<false>(t.rdK, sdS, sQ, 0, C::kBlockQ);
     if constexpr (C::kShort) return true;
     add_dq<C>(task, tile, p,
               [&](DqPart<C>& acc, int part) { products.dq_product(acc, part, sdS, sK); });

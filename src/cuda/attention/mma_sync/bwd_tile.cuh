@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "cuda/attention/bias.cuh"
+#include "cuda/attention/dropout.cuh"
 #include "cuda/attention/params.h"
 #include "cuda/attention/score.cuh"
 #include "cuda/attention/sequence.cuh"
@@ -36,14 +37,16 @@ struct BwdTask {
   // Of the group's first head.
   const char *query, *grad_out;  // the first rows of the sequence
   BiasRows bias, grad_bias;
+  uint64_t seed;  // of dropout
 };
 
-template <class Chip_, class T, BwdTile kTile_, bool kBias_ = false>
+// Kernels with dropout have room for a bias and look whether there is one.
+template <class Chip_, class T, BwdTile kTile_, bool kBias_ = false, bool kDropout_ = false>
 struct BwdConfig {
   using Chip = Chip_;
   using Type = T;
   static constexpr BwdTile kTile = kTile_;
-  static constexpr bool kBias = kBias_;
+  static constexpr bool kBias = kBias_, kDropout = kDropout_;
   static constexpr int kDim = kTile.head_dim, kStages = kTile.stages;
   static constexpr int kBlockQ = kTile.block_q, kBlockK = kTile.block_k;
   static constexpr int kThreads = kTile.threads();
@@ -81,18 +84,24 @@ struct BwdConfig {
   static constexpr uint32_t kSmemdS = kSmemP + (kTransposed ? 0 : kPackedBytes);
   static constexpr uint32_t kLseDeltaBytes = kBlockQ * 8;
   static constexpr uint32_t kSmemLseDelta = kSmemdS + kPackedBytes;
-  using Bias = BiasTile<T, kBlockQ, kBlockK, kThreads>;
+  using Bias = BiasTile<T, kBlockQ, kBlockK, kThreads, kDropout>;
   static constexpr uint32_t kSmemBias = kSmemLseDelta + kStages * kLseDeltaBytes;
   static constexpr int kBiasStages = kTile.bias_stages();
   static constexpr uint32_t kSmemTask = kSmemBias + (kBias ? kBiasStages * Bias::kBytes : 0);
   static_assert(kSmemTask + kTaskBytes == kTile.shared_bytes(kBias));
   static_assert(sizeof(BwdTask) <= kTaskBytes);
   // Transposed, S has as many queries at once: at D = 32 fewer, which leaves registers for a third
-  // CTA.
-  static constexpr int kQueriesAtOnce = kDim == 32 || kShort ? 16 : 32;
+  // CTA, and with dropout those that a block of Philox is for.
+  static constexpr int kQueriesAtOnce = kDim == 32 || kShort || kDropout ? 16 : 32;
   static_assert(!kTransposed || kBlockQ % kQueriesAtOnce == 0);
   static_assert(kKeyBytes % 128 == 0 && kQueryBytes % 128 == 0 && kPackedBytes % 128 == 0);
 };
+
+// Whether there is a bias.
+template <class C>
+__device__ __forceinline__ bool has_bias(const AttentionBwdParams& p) {
+  return C::kBias && (!C::kDropout || p.bias);
+}
 
 // The row of dK and dV that fragment m of a warp begins with. Rows that are read across are dealt
 // out to warps in turn.
@@ -232,9 +241,9 @@ __device__ __forceinline__ void store_fragment(uint32_t shared, int row, int n, 
 // Puts P and dS of one pair in place of S and dP and writes the bias's gradient, for any call with
 // a bias. (query, key) counts from the tile's corner.
 template <class C>
-__device__ __forceinline__ void differentiate_pair(float& s, float& dp, float2 lse_delta, int query,
-                                                   int key, uint32_t sBias, const BwdTask& task,
-                                                   const QueryTile& tile,
+__device__ __forceinline__ void differentiate_pair(float& s, float& dp, float2 lse_delta, bool kept,
+                                                   int query, int key, uint32_t sBias,
+                                                   const BwdTask& task, const QueryTile& tile,
                                                    const AttentionBwdParams& p) {
   const int first_key = task.key_tile * C::kBlockK;
   const int row = tile.first + query, column = first_key + key;
@@ -242,11 +251,19 @@ __device__ __forceinline__ void differentiate_pair(float& s, float& dp, float2 l
       C::Bias::read(sBias, bias_of(task, tile, p), query, key, tile.first, first_key, task.seq);
   const PairScore pair = ScoreRule(p).pair(s, bias, row, column, task.seq);
   s = pair.probability(lse_delta.x);
-  dp = pair.seen ? (dp - (lse_delta.x == INFINITY ? 0 : lse_delta.y)) * s : 0;
+  const float delta = lse_delta.x == INFINITY ? 0 : lse_delta.y;
+  dp = pair.seen ? minus_delta<C::kDropout>(dp, delta, kept, p) * s : 0;
+  if (!kept) s = kDroppedProbability;
   if (!C::kShort && p.grad_bias && row < task.seq.len_q && column < task.stored_keys) {
     write_bias<typename C::Type>(grad_bias_of(task, tile, p), row, column, dp);
   }
   dp *= pair.slope;
+}
+
+// What the pairs of a tile have in common for dropout.
+template <class C>
+__device__ __forceinline__ DropoutOfHead dropout_of(const BwdTask& task, const QueryTile& tile) {
+  return DropoutOfHead(C::kDropout ? task.seed : 0, task.batch, tile.head);
 }
 
 // How far the steps of a product are unrolled. The general loop has no registers for more, nor have

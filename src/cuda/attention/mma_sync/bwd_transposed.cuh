@@ -38,11 +38,34 @@ __device__ __forceinline__ void store_packed_transposed(uint32_t lane, int first
   }
 }
 
+// Which of the pairs that a lane holds of kQueriesAtOnce queries are kept, from `first` of the tile
+// on; all of them without dropout.
+template <class C>
+struct KeptTransposed {
+  DrawnPairs<C::kKeyM == 1 ? 16 : 32, 1, true> drawn;
+  const AttentionBwdParams& p;
+
+  __device__ __forceinline__ KeptTransposed(const BwdTask& task, const QueryTile& tile, int first,
+                                            const AttentionBwdParams& p)
+      : p(p) {
+    if constexpr (C::kDropout) {
+      static_assert(C::kQueriesAtOnce == 16 && C::kKeyM <= 2);
+      const int thread = ptx::opaque_thread();
+      drawn.draw(tile.first + first, task.key_tile * C::kBlockK + score_col<C>(thread), thread % 32,
+                 dropout_of<C>(task, tile));
+    }
+  }
+  __device__ __forceinline__ bool operator()(int m, int n, int i) const {
+    return !C::kDropout || drawn.keeps(0, 2 * m + i / 2, n, i % 2, p);
+  }
+};
+
 // Puts P and dS in place of S and dP, two queries of a lane at a time.
 template <class C, Loop kLoop>
 __device__ __forceinline__ void differentiate_transposed(TransposedScores<C>& s,
                                                          TransposedScores<C>& dp,
                                                          uint32_t sLseDelta,
+                                                         const KeptTransposed<C>& kept,
                                                          const AttentionBwdParams& p) {
   const ScoreRule rule(p);
   const uint32_t from = sLseDelta + ptx::opaque_thread() % 4 * 16;
@@ -52,7 +75,10 @@ __device__ __forceinline__ void differentiate_transposed(TransposedScores<C>& s,
 #pragma unroll
     for (int m = 0; m < C::kKeyM; ++m) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) dp[m][n][i] -= i % 2 ? two.w : two.y;
+      for (int i = 0; i < 4; ++i) {
+        dp[m][n][i] =
+            minus_delta<C::kDropout>(dp[m][n][i], i % 2 ? two.w : two.y, kept(m, n, i), p);
+      }
     }
     if (kLoop == Loop::kGeneral && p.softcap_scale) {
 #pragma unroll
@@ -65,6 +91,7 @@ __device__ __forceinline__ void differentiate_transposed(TransposedScores<C>& s,
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         rule.differentiate(s[m][n][i], dp[m][n][i], i % 2 ? two.z : two.x);
+        if (!kept(m, n, i)) s[m][n][i] = kDroppedProbability;
       }
     }
   }
@@ -90,8 +117,9 @@ __device__ __forceinline__ bool keys_past_end(const BwdTask& task) {
 // Puts P and dS in place of S and dP, pair by pair, for any call with a bias.
 template <class C>
 __device__ __forceinline__ void differentiate_pairs_transposed(
-    TransposedScores<C>& s, TransposedScores<C>& dp, int first, uint32_t sLseDelta, uint32_t sBias,
-    const BwdTask& task, const QueryTile& tile, const AttentionBwdParams& p) {
+    TransposedScores<C>& s, TransposedScores<C>& dp, int first, const KeptTransposed<C>& kept,
+    uint32_t sLseDelta, uint32_t sBias, const BwdTask& task, const QueryTile& tile,
+    const AttentionBwdParams& p) {
   const int thread = ptx::opaque_thread(), lane = thread % 32;
   const int key = score_col<C>(thread) + lane / 4, query = first + lane % 4 * 2;
 #pragma unroll
@@ -101,7 +129,8 @@ __device__ __forceinline__ void differentiate_pairs_transposed(
     for (int i = 0; i < C::kKeyM * 4; ++i) {
       const float2 lse_delta = i % 2 ? float2{two.z, two.w} : float2{two.x, two.y};
       differentiate_pair<C>(s[i / 4][n][i % 4], dp[i / 4][n][i % 4], lse_delta,
-                            query + 8 * n + i % 2, key + i / 2 * 8, sBias, task, tile, p);
+                            kept(i / 4, n, i % 4), query + 8 * n + i % 2, key + i / 2 * 8, sBias,
+                            task, tile, p);
     }
   }
 }
@@ -173,7 +202,7 @@ __device__ __forceinline__ bool bwd_step_transposed(BwdState<C>& t, uint32_t sme
     const uint32_t rows = first * Layout::kRowBytes;
     const BwdLanes<C> lanes;
     TransposedScores<C> s, dp;
-    if (C::kBias && !by_pair) {
+    if (has_bias<C>(p) && !by_pair) {
       C::Bias::start_transposed(s, sBias, first, score_col<C>(lanes.thread), p.bias_scale);
     } else {
       set_zero(s);
@@ -187,12 +216,13 @@ __device__ __forceinline__ bool bwd_step_transposed(BwdState<C>& t, uint32_t sme
         AlongB<Layout>{sdO + rows + lanes.score_right()});
     const bool guards_keys =
         kGeneral && (by_pair || !C::kBias) && __any_sync(0xffffffffu, any_nonfinite(s, dp));
+    const KeptTransposed<C> kept(task, tile, first, p);
     if (by_pair) {
       if constexpr (C::kBias) {
-        differentiate_pairs_transposed<C>(s, dp, first, sLseDelta, sBias, task, tile, p);
+        differentiate_pairs_transposed<C>(s, dp, first, kept, sLseDelta, sBias, task, tile, p);
       }
     } else {
-      differentiate_transposed<C, kLoop>(s, dp, sLseDelta + first * 8, p);
+      differentiate_transposed<C, kLoop>(s, dp, sLseDelta + first * 8, kept, p);
       if (kMasked && tile.first < task.full_begin) {
         mask_transposed<C, Side::kAfter>(s, dp, task, tile.first + first, p);
       }
@@ -204,11 +234,13 @@ __device__ __forceinline__ bool bwd_step_transposed(BwdState<C>& t, uint32_t sme
       needs_guard = true;
       store_packed_transposed<C>(sdS + lanes.packed(), first, s);
       __syncwarp();  // P is written where dS will be
-      guarded_products.add_key_gradient(t.rdV, sdS, sdO, first, first + C::kQueriesAtOnce);
+      guarded_products.template add_key_gradient<C::kDropout>(t.rdV, sdS, sdO, first,
+                                                              first + C::kQueriesAtOnce);
       __syncwarp();  // P is read
       store_packed_transposed<C>(sdS + lanes.packed(), first, dp);
       __syncwarp();  // dS is written
-      guarded_products.add_key_gradient(t.rdK, sdS, sQ, first, first + C::kQueriesAtOnce);
+      guarded_products.template add_key_gradient<false>(t.rdK, sdS, sQ, first,
+                                                        first + C::kQueriesAtOnce);
     } else {
       if (!C::kShort) store_packed_transposed<C>(sdS + lanes.packed(), first, dp);
       multiply<Type, C::kQueriesAtOnce / 16>(t.rdV, PackedOperand<C>{s},

@@ -83,13 +83,27 @@ __device__ __forceinline__ void update_references(FwdState<C>& t,
   }
 }
 
+// Drops what a lane has not kept of a fragment of P, which `drawn` has as (tile, eight).
+template <class Drawn>
+__device__ __forceinline__ void drop_fragment(float (&probability)[4], const Drawn& drawn, int tile,
+                                              int eight, const AttentionParams& p) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (!drawn.keeps(tile, eight, i / 2, i % 2, p)) probability[i] = 0;
+  }
+}
+
 // P = 2^(S - reference), O += P V. Exponentials are taken a k16 step at a time, just before the
 // product that needs them: they then run under the product before.
 template <class C, class Rule>
 __device__ __forceinline__ void accumulate(FwdState<C>& t,
                                            float (&s)[C::kRowTiles][C::kKeyTiles][4],
-                                           const Rule& rule, uint32_t lane_v) {
+                                           const Rule& rule, uint32_t lane_v, int first_key,
+                                           const FwdTask& task) {
   const AcrossB<typename C::Layout> v{lane_v};
+  DrawnPairs<(C::kBlockK < 32 ? C::kBlockK : 32), C::kRowTiles> drawn;
+  const DropoutOfHead dropout(C::kDropout ? task.seed : 0, task.batch, task.head);
+  const int thread = C::kDropout ? ptx::opaque_thread() : 0;
   float reference[C::kRowTiles][2], sum[C::kRowTiles][2] = {};
 #pragma unroll
   for (int m = 0; m < C::kRowTiles; ++m) {
@@ -98,11 +112,19 @@ __device__ __forceinline__ void accumulate(FwdState<C>& t,
   }
 #pragma unroll
   for (int step = 0; step < C::kKeySteps; ++step) {
+    if (C::kDropout && step % 2 == 0) {
+      const int row = task.first_row + warp_row<C>(thread);
+      drawn.draw(row, first_key + 16 * step, thread % 32, dropout);
+    }
     uint32_t a[C::kRowTiles][4];
 #pragma unroll
     for (int m = 0; m < C::kRowTiles; ++m) {
       auto &left = s[m][2 * step], &right = s[m][2 * step + 1];
       probabilities(left, right, sum[m], rule, reference[m]);
+      if constexpr (C::kDropout) {  // the sum counts what is dropped, too
+        drop_fragment(left, drawn, m, 2 * step % 4, rule.p);
+        drop_fragment(right, drawn, m, 2 * step % 4 + 1, rule.p);
+      }
       pack_operand<typename C::Type>(a[m], left, right);
     }
 #pragma unroll
@@ -161,7 +183,7 @@ __device__ __forceinline__ void fwd_step(FwdState<C>& t, const FwdLanes<C>& lane
   const uint32_t sBias = bias_address<C>(smem, first_key / C::kBlockK, task);
   const bool bias_is_late = C::kBias && kGeneral && late_bias(p);
   if (!past_end) {
-    if (C::kBias && !bias_is_late) {
+    if (has_bias<C>(p) && !bias_is_late) {
       C::Bias::start(s, sBias, warp_row<C>(), 0, p.bias_scale);
     } else {
       set_zero(s);
@@ -173,7 +195,7 @@ __device__ __forceinline__ void fwd_step(FwdState<C>& t, const FwdLanes<C>& lane
   ScoreRule rule(p);
   if (kGeneral && rule.transforms()) transform_scores<C>(s, rule);
   if constexpr (C::kBias && kGeneral) {
-    if (bias_is_late || guarded)
+    if (bias_is_late || (guarded && has_bias<C>(p)))
       apply_bias_by_pair<C>(s, sBias, first_key, bias_is_late, task, rule);
   }
   rule.has_bias = bias_is_late;
@@ -184,7 +206,7 @@ __device__ __forceinline__ void fwd_step(FwdState<C>& t, const FwdLanes<C>& lane
   }
   update_references<C>(t, s, rule.scale_log2());
   if (kGeneral && guarded) drop_nonfinite<C>(sV);
-  accumulate<C>(t, s, rule, sV + ptx::opaque(lanes.v));
+  accumulate<C>(t, s, rule, sV + ptx::opaque(lanes.v), first_key, task);
 }
 
 // Goes through the tiles of keys from n down to `last`. The first kAhead of them are on their way

@@ -25,8 +25,8 @@ __device__ __forceinline__ void drop_nonfinite(uint32_t sV) {
   __syncthreads();  // the tile is finite
 }
 
-// Adds what drop_nonfinite() left out, times `factor`, to the rows that see it. `values` are the
-// rows it comes from, of `dim` elements.
+// Adds what drop_nonfinite() left out, times `factor`, to the rows that see it and have not dropped
+// it. `values` are the rows it comes from, of `dim` elements.
 template <class C>
 __device__ __forceinline__ void add_nonfinite(float (&o)[C::kRowTiles][C::kDimTiles][4],
                                               const KeyRows& values, int dim, float factor,
@@ -37,6 +37,14 @@ __device__ __forceinline__ void add_nonfinite(float (&o)[C::kRowTiles][C::kDimTi
 #pragma unroll 1
   for (int key = task.key_begin * C::kBlockK; key < end; ++key) {
     const char* row_of_key = values.address(key);
+    uint32_t dropped = 0;  // a bit for each of the lane's rows
+    if constexpr (C::kDropout) {
+#pragma unroll 1  // D = 256 has no register for more, nor for what they share
+      for (int i = 0; i < 2 * C::kRowTiles; ++i) {
+        const DropoutOfHead dropout(task.seed, task.batch, ptx::opaque(task.head));
+        dropped |= uint32_t{!keeps_pair(row + 8 * i, key, dropout, p)} << i;
+      }
+    }
 #pragma unroll
     for (int d = 0; d < C::kDimTiles; ++d) {
       const int column = 8 * d + lane % 4 * 2, there = dim - column;
@@ -50,6 +58,7 @@ __device__ __forceinline__ void add_nonfinite(float (&o)[C::kRowTiles][C::kDimTi
         for (int half = 0; half < 2; ++half) {
           const int r = row + 16 * m + 8 * half;
           if (!sees<typename C::Type, C::kBias>(r, key, seq, task.bias, p)) continue;
+          if (dropped >> (2 * m + half) & 1) continue;
           o[m][d][2 * half] += factor * infinity_or_nan<typename C::Type>(two & 0xffff);
           o[m][d][2 * half + 1] += factor * infinity_or_nan<typename C::Type>(two >> 16);
         }

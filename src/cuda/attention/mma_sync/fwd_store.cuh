@@ -27,7 +27,8 @@ __device__ __forceinline__ void store_output(const FwdState<C>& t, uint32_t smem
     const float sink = sink_of<typename C::Type>(p, task.head, min(r, seq.len_q - 1));
     const RowEnd end = end_row(quad_sum(t.rows[m].sum[half]), t.rows[m].reference[half], sink);
     if (gLse && lane % 4 == 0 && r < seq.len_q) gLse[r * p.lse_strides.row] = end.lse;
-    return end.share * (1.f / end.sum);
+    const float share = end.share * (1.f / end.sum);
+    return C::kDropout ? share * p.kept_scale : share;
   };
   const char* gO = rows_of(p.out, p, p.out_strides, task.batch, task.head, seq.token_q);
   store_rows<C>(t.o, inverse, smem, const_cast<char*>(gO), p.out_strides, p.head_dim_v, task);
@@ -46,7 +47,8 @@ __device__ __forceinline__ void store_partial(FwdState<C>& t, const FwdTask& tas
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = quad_sum(t.rows[m].sum[half]);
-      const float inverse = sum == 0 ? 0.f : 1.f / sum;  // 0: no key allowed; a NaN is not 0
+      float inverse = sum == 0 ? 0.f : 1.f / sum;  // 0: no key allowed; a NaN is not 0
+      if (C::kDropout) inverse *= p.kept_scale;
       const int r = task.first_row + warp_row<C>() + 16 * m + 8 * half + lane / 4;
       if (r >= task.seq.len_q) continue;
       float2* to = reinterpret_cast<float2*>(p.partial_out + (first + r) * C::kDim) + lane % 4;

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda/attention/bias.cuh"
+#include "cuda/attention/dropout.cuh"
 #include "cuda/attention/params.h"
 #include "cuda/attention/score.cuh"
 #include "cuda/attention/sequence.cuh"
@@ -28,6 +29,7 @@ struct FwdTask {
   RaggedKind kind;
   const char *key, *value;  // the first rows of the sequence
   BiasRows bias;
+  uint64_t seed;  // of dropout
 
   template <class T>
   __device__ __forceinline__ KeyRows keys(const AttentionParams& p) const {
@@ -39,13 +41,15 @@ struct FwdTask {
   }
 };
 
-// kRowTensors counts the tensors with rows of queries: Q alone, or dO as well for dQ.
-template <class Chip_, class T, FwdTile kTile_, bool kBias_ = false, int kRowTensors = 1>
+// kRowTensors counts the tensors with rows of queries: Q alone, or dO as well for dQ. Kernels with
+// dropout have room for a bias and look whether there is one.
+template <class Chip_, class T, FwdTile kTile_, bool kBias_ = false, int kRowTensors = 1,
+          bool kDropout_ = false>
 struct FwdConfig {
   using Chip = Chip_;
   using Type = T;
   static constexpr FwdTile kTile = kTile_;
-  static constexpr bool kBias = kBias_, kShort = kTile.for_short();
+  static constexpr bool kBias = kBias_, kDropout = kDropout_, kShort = kTile.for_short();
   static constexpr int kDim = kTile.head_dim, kStages = kTile.stages, kQSteps = kTile.q_steps;
   static constexpr int kBlockQ = kTile.block_q, kBlockK = kTile.block_k;
   static constexpr int kThreads = kTile.threads();
@@ -62,7 +66,7 @@ struct FwdConfig {
   static constexpr uint32_t kRowBytes = kBlockQ * kDim * T::kBytes;
   static constexpr uint32_t kSmemK = kRowTensors * kRowBytes;
   static constexpr uint32_t kSmemV = kSmemK + kStages * kTileBytes;
-  using Bias = BiasTile<T, kBlockQ, kBlockK, kThreads>;
+  using Bias = BiasTile<T, kBlockQ, kBlockK, kThreads, kDropout>;
   static constexpr uint32_t kSmemBias = kSmemV + kStages * kTileBytes;
   static constexpr uint32_t kSmemTask = kSmemBias + (kBias ? 2 * Bias::kBytes : 0);
   static_assert(kSmemTask + kTaskBytes == kTile.shared_bytes(kBias, kRowTensors));
@@ -74,10 +78,16 @@ struct FwdConfig {
   static_assert(kStages >= 1 && kSmemK % 128 == 0 && kTileBytes % 128 == 0);
 };
 
+// Whether there is a bias.
+template <class C>
+__device__ __forceinline__ bool has_bias(const AttentionParams& p) {
+  return C::kBias && (!C::kDropout || p.bias);
+}
+
 // The first row of this warp in the tile.
 template <class C>
-__device__ __forceinline__ int warp_row() {
-  return ptx::opaque_thread() / 32 * (C::kRowTiles * 16);
+__device__ __forceinline__ int warp_row(int thread = ptx::opaque_thread()) {
+  return thread / 32 * (C::kRowTiles * 16);
 }
 
 // Where a lane reads fragments, from the beginning of a tile.
@@ -211,6 +221,7 @@ __device__ __forceinline__ void find_keys(FwdTask& task, int splits, const Atten
     task.bias = find_bias(p, seq, task.batch, task.head);
     task.plain &= plain_bias<C::kShort>(task.bias, p);
   }
+  if constexpr (C::kDropout) task.seed = *p.seed;
   const int key_head = p.group == 1 ? task.head : task.head / p.group;
   using Type = typename C::Type;
   task.key = find_key_rows<Type>(p.key, p, p.key_strides, task.batch, key_head, seq).data;

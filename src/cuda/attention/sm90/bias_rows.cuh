@@ -7,7 +7,8 @@
 //
 // The shift of a row is where it begins within a chunk. Tiles begin at keys that are a multiple of
 // 8 and at rows that are, so it is the same for all tiles of a head; and since eight rows are a
-// multiple of 16 bytes, it is the same for rows that are a multiple of 8 apart.
+// multiple of 16 bytes, it is the same for rows that are a multiple of 8 apart. Of a mask, eight
+// rows are a multiple of 8 bytes: its chunks have 8.
 #pragma once
 
 #include <cstdint>
@@ -22,12 +23,12 @@ namespace flashmoe::cuda::sm90 {
 // T is the 16-bit type of Q, K and V.
 template <class T, BiasInput kInput, int kRows, int kKeys, int kChunkBytes>
 struct BiasRowTile {
-  static constexpr bool kIsFp32 = kInput == kFloatsByRows;
-  static constexpr int kElementBytes = kIsFp32 ? 4 : 2;
+  static constexpr int kElementBytes = bias_bytes(kInput);
   static constexpr int kPitch = kKeys * kElementBytes + kChunkBytes;
   static constexpr uint32_t kBytes = kRows * kPitch;
   static constexpr int kChunks = kKeys * kElementBytes / kChunkBytes;  // of a row, and one more
   static_assert(32 % kChunks == 0 && (kChunkBytes == 8 || kChunkBytes == 16));
+  static_assert(kElementBytes * 8 % kChunkBytes == 0);
 
   char bytes[kBytes];
 
@@ -41,8 +42,10 @@ struct BiasRowTile {
 
   // A number in shared memory.
   static __device__ __forceinline__ float read(uint32_t shared) {
-    if constexpr (kIsFp32) {
+    if constexpr (kInput == kFloatsByRows) {
       return ptx::ld_shared_f32(shared);
+    } else if constexpr (kInput == kBytesByRows) {
+      return ptx::ld_shared_u8(shared) ? 0.f : -INFINITY;
     } else {
       return T::unpack(ptx::ld_shared_u16(shared));
     }
@@ -105,10 +108,12 @@ struct BiasRowTile {
 };
 
 // A number of the bias in memory.
-template <class T, bool kIsFp32>
+template <class T, BiasInput kInput>
 __device__ __forceinline__ float bias_number(const void* bias, int64_t at) {
-  if constexpr (kIsFp32) {
+  if constexpr (kInput == kFloatsByRows) {
     return static_cast<const float*>(bias)[at];
+  } else if constexpr (kInput == kBytesByRows) {
+    return static_cast<const char*>(bias)[at] ? 0.f : -INFINITY;
   } else {
     return T::unpack(static_cast<const uint16_t*>(bias)[at]);
   }

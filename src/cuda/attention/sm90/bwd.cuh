@@ -63,8 +63,10 @@ struct BwdConfig {
   static constexpr bool kBf16 = std::is_same_v<T, Bf16>;
   static constexpr Sm90BwdTile kTile = kTile_;
   static constexpr bool kTwoCta = kTile.two_cta(), kBias = kTile.bias != kNoBias;
-  static constexpr bool kBiasRows = kBias && kTile.bias != kBiasByTma;
+  static constexpr bool kBiasRows = is_by_rows(kTile.bias);
   static constexpr bool kFloatBias = kTile.bias == kFloatsByRows;
+  static constexpr bool kMask = kTile.bias == kBytesByRows;  // without a gradient
+  static constexpr int kBiasBytes = bias_bytes(kTile.bias);
   static constexpr bool kOwnGrads = kTile.own_grads();
   static constexpr int kDim = kTile.head_dim, kDqAccumDim = kTile.dq_accum_dim();
   static constexpr int kBlockQ = kTile.block_q, kBlockK = kTile.block_k, kStages = kTile.kStages;

@@ -96,7 +96,7 @@ class BwdConsumer {
   __device__ __forceinline__ void store_bias_gradient(const BwdTask& task, const Packed& rdS) {
     if constexpr (C::kFloatBias) {
       store_ds_registers<C, float>(wg_, task, [&](int i) { return scores_.rdP[i]; });
-    } else if constexpr (C::kBiasRows) {
+    } else if constexpr (C::kBiasRows && !C::kMask) {
       store_ds_registers<C, uint16_t>(wg_, task, [&](int i) {
         const uint32_t two = rdS[i / 8][i % 8 / 2];
         return static_cast<uint16_t>(i % 2 ? two >> 16 : two);

@@ -213,7 +213,7 @@ __device__ __forceinline__ void fill_grad_bias(const BiasRows& grad, int first, 
 // are wrong.
 template <class C>
 __device__ __forceinline__ void fill_unseen(const BwdTask& task, const Sm90BwdParams& p) {
-  if (!p.grad_bias) return;
+  if (C::kMask || !p.grad_bias) return;
   const float value = task.seq.valid ? 0.f : NAN;
   const int keys = p.len_k - task.first_key;
 #pragma unroll 1

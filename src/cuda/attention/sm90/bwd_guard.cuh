@@ -84,7 +84,7 @@ __device__ __forceinline__ const void* bias_of(const BwdWarpgroup<C>& wg, const 
                                                int head) {
   if constexpr (!C::kBias) return nullptr;
   return static_cast<const char*>(wg.p.bias) +
-         offset(wg.p, wg.p.bias_strides, task.batch, head, 0) * (C::kFloatBias ? 4 : 2);
+         offset(wg.p, wg.p.bias_strides, task.batch, head, 0) * C::kBiasBytes;
 }
 // Whether a query sees a key: neither a mask nor a bias of -inf hides it.
 template <class C>
@@ -92,7 +92,7 @@ __device__ __forceinline__ bool sees(const BwdWarpgroup<C>& wg, const BwdTask& t
                                      int key, const void* bias) {
   return key >= task.seq.begin(query, wg.p) && key < task.seq.end(query, wg.p) &&
          query < task.seq.len_q &&
-         (!C::kBias || bias_number<typename C::Type, C::kFloatBias>(
+         (!C::kBias || bias_number<typename C::Type, C::kTile.bias>(
                            bias, query * wg.p.bias_strides.row + key) != -INFINITY);
 }
 

@@ -59,16 +59,15 @@ struct FwdConfig {
   static constexpr int kBlockK = kTile.block_k;
   static constexpr int kOutStages = kTile.out_stages();
   static constexpr bool kBias = kTile.bias != kNoBias, kBiasStays = kTile.bias_tiles > 0;
-  static constexpr bool kBiasRows = kBias && kTile.bias != kBiasByTma;
-  static constexpr bool kFloatBias = kTile.bias == kFloatsByRows;
+  static constexpr bool kBiasRows = is_by_rows(kTile.bias);
   static constexpr int kWarpgroups = kBlockQ / kWarpgroupRows;  // of consumers, of a team
   using Rows = tma::Tile<kBlockQ, kDim>;
   using Keys = tma::Tile<kBlockK, kDim>;
   using Out = tma::Tile<kBlockQ, (kDim < 64 ? kDim : 64)>;
-  using BiasTile = std::conditional_t<
-      kBiasRows,
-      BiasRowTile<T, kBiasRows ? kTile.bias : kBiasByRows, kBlockQ, kBlockK, kTile.kBiasChunkBytes>,
-      tma::Tile<kBlockQ, kBlockK>>;
+  using BiasTile = std::conditional_t<kBiasRows,
+                                      BiasRowTile<T, kBiasRows ? kTile.bias : kBiasByRows, kBlockQ,
+                                                  kBlockK, kTile.bias_chunk_bytes()>,
+                                      tma::Tile<kBlockQ, kBlockK>>;
   static constexpr int kLoaderThreads = kWarpgroupThreads - 32;  // see FwdBiasLoader
 
   // mbarriers, each a tma::Slot with `full` and `empty`. "Producer" is its one thread, whose

@@ -135,7 +135,7 @@ class FwdEpilogue {
   __device__ __forceinline__ float bias_at(int query, int key) const {
     const FwdTask& task = wg_.task();
     const int64_t first = offset(p_, p_.bias_strides, task.batch, task.head, 0);
-    return bias_number<Type, C::kFloatBias>(p_.bias, first + query * p_.bias_strides.row + key);
+    return bias_number<Type, C::kTile.bias>(p_.bias, first + query * p_.bias_strides.row + key);
   }
 
   // Rows of the warp key by key, from the keys that each sees. `upper` has four bits for each of

@@ -29,7 +29,7 @@ inline constexpr int kTeamControlBytes = 1024;
 // of `chunk_bytes`, since it begins within one.
 constexpr int bias_tile_bytes(BiasInput input, int rows, int keys, int chunk_bytes) {
   if (input == kNoBias) return 0;
-  const int row_bytes = keys * (input == kFloatsByRows ? 4 : 2);
+  const int row_bytes = keys * bias_bytes(input);
   return rows * (row_bytes + (input == kBiasByTma ? 0 : chunk_bytes));
 }
 
@@ -48,14 +48,14 @@ struct Sm90FwdTile {
   constexpr int teams() const { return bias_tiles > 0 ? 2 : 1; }
   // O leaves through one or two blocks of columns.
   constexpr int out_stages() const { return head_dim > 64 ? 2 : 1; }
-  static constexpr int kBiasChunkBytes = 16;
+  constexpr int bias_chunk_bytes() const { return bias == kBytesByRows ? 8 : 16; }
   constexpr int shared_bytes() const {
     const int team_q = block_q / teams();
     const int rows = team_q + 2 * stages * block_k;
     const int out_bytes = out_stages() * team_q * (head_dim <= 32 ? 64 : 128);
     const int tiles = rows * tile_row_bytes(head_dim) + out_bytes;
     const int bias_bytes = (bias_tiles > 0 ? bias_tiles : stages) *
-                           bias_tile_bytes(bias, team_q, block_k, kBiasChunkBytes);
+                           bias_tile_bytes(bias, team_q, block_k, bias_chunk_bytes());
     if (bias_tiles == 0) return tiles + bias_bytes + kBarrierBytes;
     return teams() * (tiles + kTeamControlBytes) + bias_bytes + kBarrierBytes;
   }
@@ -144,11 +144,11 @@ struct Sm90BwdTile {
   // bias above D = 64, or beside many keys up to D = 32: they leave through that of dS then.
   constexpr bool own_grads() const { return !bias || (columns() == 64 && !small_dim()); }
   // By rows: above D = 64 there is no room for chunks of 16 bytes.
-  constexpr int bias_chunk_bytes() const { return columns() > 64 ? 8 : 16; }
+  constexpr int bias_chunk_bytes() const { return columns() > 64 || bias == kBytesByRows ? 8 : 16; }
   // A stage of the bias; by rows with the shift of its first row.
   constexpr int bias_stage_bytes() const {
     return bias_tile_bytes(bias, block_q, block_k, bias_chunk_bytes()) +
-           (bias == kBiasByRows || bias == kFloatsByRows ? 16 : 0);
+           (is_by_rows(bias) ? 16 : 0);
   }
   // K and V, the stages of Q and dO with lse and delta; then one CTA: two stages of dS and of the
   // bias, dQ on its way out, and dV or dK on its way out; two CTAs: dS, and what dQ takes of the

@@ -1,0 +1,245 @@
+// Products of fp32 tiles, in fragments of m16n8k8, accumulated in a warp's registers.
+//
+// A Product says how two fragments are multiplied:
+//   ThreeTf32   x = big + small, both TF32; big big + big small + small big has fp32's accuracy
+//   OneTf32     rounded to TF32, which is exact for what came from fp16 or bf16
+//   Fma         ordinary multiplications in fp32, for chips without TF32
+//
+// Operands lie in shared memory (FloatTile), with the depth along their rows or across them, or are
+// accumulators of a product before. Fragments number the depth so that all three are read without a
+// shuffle: with c = lane % 4, a lane has columns 2c and 2c + 1 of the depth, which are columns c
+// and c + 4 of the instruction.
+//
+//   A B^T   Along, Along          A B   Along or FromAccumulators, Across
+//   A^T B   Across, Across
+#pragma once
+
+#include "cuda/ptx/mma.cuh"
+#include "cuda/ptx/shared.cuh"
+#include "cuda/ptx/special_registers.cuh"
+#include "cuda/tile/float_tile.cuh"
+#include "cuda/tile/product.cuh"
+
+namespace flashmoe::cuda {
+
+// Rows of a tile from `row` on (a multiple of 8) as fragments of A or B, whose depth is along them.
+template <class Tile>
+struct Along {
+  uint32_t lane;
+
+  __device__ __forceinline__ explicit Along(uint32_t tile, int row = 0)
+      : lane(Tile::lane_rows(tile, row)) {}
+  __device__ __forceinline__ void load_left(float (&a)[4], uint32_t m, uint32_t step) const {
+    const uint32_t at = Tile::along(lane, 2 * step) + 16 * m * Tile::kRowBytes;
+    const float2 top = ptx::ld_shared_v2_f32(at);
+    const float2 bottom = ptx::ld_shared_v2_f32(at + 8 * Tile::kRowBytes);
+    a[0] = top.x, a[1] = bottom.x, a[2] = top.y, a[3] = bottom.y;
+  }
+  __device__ __forceinline__ void load_right(float (&b)[2], uint32_t n, uint32_t step) const {
+    const float2 two = ptx::ld_shared_v2_f32(Tile::along(lane, 2 * step) + 8 * n * Tile::kRowBytes);
+    b[0] = two.x, b[1] = two.y;
+  }
+};
+
+// Columns of a tile from `col` on (a multiple of 8) as fragments of A or B: a row for each of the
+// depth.
+template <class Tile>
+struct Across {
+  uint32_t lane;
+
+  __device__ __forceinline__ explicit Across(uint32_t tile, int col = 0)
+      : lane(Tile::lane_cols(tile, col)) {}
+  __device__ __forceinline__ void load_left(float (&a)[4], uint32_t m, uint32_t step) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t at = Tile::along(lane, 4 * m + 2 * half);
+      a[half] = ptx::ld_shared_f32(at + 8 * step * Tile::kRowBytes);
+      a[half + 2] = ptx::ld_shared_f32(Tile::next_row(at) + 8 * step * Tile::kRowBytes);
+    }
+  }
+  __device__ __forceinline__ void load_right(float (&b)[2], uint32_t n, uint32_t step) const {
+    const uint32_t at = Tile::along(lane, 2 * n);
+    b[0] = ptx::ld_shared_f32(at + 8 * step * Tile::kRowBytes);
+    b[1] = ptx::ld_shared_f32(Tile::next_row(at) + 8 * step * Tile::kRowBytes);
+  }
+};
+
+// Accumulators as A of a next product: an n8 fragment is a step of its depth.
+template <int kM, int kN>
+struct FromAccumulators {
+  const float (&acc)[kM][kN][4];
+
+  __device__ __forceinline__ explicit FromAccumulators(const float (&x)[kM][kN][4]) : acc(x) {}
+  __device__ __forceinline__ void load_left(float (&a)[4], uint32_t m, uint32_t step) const {
+    const float(&x)[4] = acc[m][step];
+    a[0] = x[0], a[1] = x[2], a[2] = x[1], a[3] = x[3];
+  }
+};
+
+// Tensor cores cut off what does not fit into an accumulator, always towards 0, where ordinary
+// adders round: over thousands of keys that would cost four digits. So the sum over kSteps steps
+// begins at 0, and an ordinary addition adds it to the accumulators; the small products have a sum
+// of their own.
+struct ThreeTf32 {
+  static constexpr int kSteps = 4;
+  template <int kCount>
+  struct Split {
+    uint32_t big[kCount], small[kCount];
+  };
+  using Left = Split<4>;
+  using Right = Split<2>;
+  struct Sum {
+    float big[4], small[4];
+  };
+
+  // Big is cut off, not rounded: one instruction less, and x - big is exact all the same. What the
+  // tensor core cuts off of small is below 2^-21 of x.
+  template <int kCount>
+  static __device__ __forceinline__ Split<kCount> split(const float (&x)[kCount]) {
+    Split<kCount> s;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      s.big[i] = __float_as_uint(x[i]) & 0xffffe000u;
+      s.small[i] = __float_as_uint(x[i] - __uint_as_float(s.big[i]));
+    }
+    return s;
+  }
+  static __device__ __forceinline__ Left left(const float (&a)[4]) { return split(a); }
+  static __device__ __forceinline__ Right right(const float (&b)[2]) { return split(b); }
+  static __device__ __forceinline__ Sum begin(const float (&)[4]) { return {}; }
+  static __device__ __forceinline__ void add(Sum& sum, const Left& a, const Right& b) {
+    ptx::mma_m16n8k8_tf32(sum.small, a.small, b.big, sum.small);
+    ptx::mma_m16n8k8_tf32(sum.small, a.big, b.small, sum.small);
+    ptx::mma_m16n8k8_tf32(sum.big, a.big, b.big, sum.big);
+  }
+  static __device__ __forceinline__ void end(float (&acc)[4], const Sum& sum) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) acc[i] += sum.big[i] + sum.small[i];
+  }
+};
+
+// The accumulators are those of the instruction: what it cuts off is far below TF32's own error.
+struct OneTf32 {
+  static constexpr int kSteps = 4;
+  struct Left {
+    uint32_t x[4];
+  };
+  struct Right {
+    uint32_t x[2];
+  };
+  struct Sum {
+    float x[4];
+  };
+
+  static __device__ __forceinline__ Left left(const float (&a)[4]) {
+    return {{ptx::cvt_rna_tf32(a[0]), ptx::cvt_rna_tf32(a[1]), ptx::cvt_rna_tf32(a[2]),
+             ptx::cvt_rna_tf32(a[3])}};
+  }
+  static __device__ __forceinline__ Right right(const float (&b)[2]) {
+    return {{ptx::cvt_rna_tf32(b[0]), ptx::cvt_rna_tf32(b[1])}};
+  }
+  static __device__ __forceinline__ Sum begin(const float (&acc)[4]) {
+    return {{acc[0], acc[1], acc[2], acc[3]}};
+  }
+  static __device__ __forceinline__ void add(Sum& sum, const Left& a, const Right& b) {
+    ptx::mma_m16n8k8_tf32(sum.x, a.x, b.x, sum.x);
+  }
+  static __device__ __forceinline__ void end(float (&acc)[4], const Sum& sum) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) acc[i] = sum.x[i];
+  }
+};
+
+// The fragments of the instruction, multiplied by FMAs: shuffles bring each lane the two rows of A
+// and the two columns of B that its accumulators are made of.
+struct Fma {
+  static constexpr int kSteps = 1;
+  struct Left {
+    float x[8][2];  // depth, rows r and r + 8
+  };
+  struct Right {
+    float x[8][2];  // depth, columns 2c and 2c + 1
+  };
+  struct Sum {
+    float x[4];
+  };
+
+  static __device__ __forceinline__ Left left(const float (&a)[4]) {
+    Left all;
+    const int row = ptx::opaque_thread() % 32 / 4 * 4;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        all.x[k][half] = __shfl_sync(0xffffffffu, a[k % 2 * 2 + half], row + k / 2);
+      }
+    }
+    return all;
+  }
+  static __device__ __forceinline__ Right right(const float (&b)[2]) {
+    Right all;
+    const int col = ptx::opaque_thread() % 4 * 8;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        all.x[k][i] = __shfl_sync(0xffffffffu, b[k % 2], col + 4 * i + k / 2);
+      }
+    }
+    return all;
+  }
+  static __device__ __forceinline__ Sum begin(const float (&acc)[4]) {
+    return {{acc[0], acc[1], acc[2], acc[3]}};
+  }
+  static __device__ __forceinline__ void add(Sum& sum, const Left& a, const Right& b) {
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum.x[i] += a.x[k][i / 2] * b.x[k][i % 2];
+    }
+  }
+  static __device__ __forceinline__ void end(float (&acc)[4], const Sum& sum) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) acc[i] = sum.x[i];
+  }
+};
+
+// acc += A B over kSteps times 8 of the depth. kUnroll counts rounds of Product::kSteps: with
+// FromAccumulators all of them, which is what registers need.
+template <class Product, int kSteps, int kUnroll = 1, int kM, int kN, class A, class B>
+__device__ __forceinline__ void multiply_floats(float (&acc)[kM][kN][4], const A& left,
+                                                const B& right) {
+  constexpr int kRound = Product::kSteps;
+  static_assert(kSteps % kRound == 0);
+#pragma unroll kUnroll
+  for (uint32_t round = 0; round < kSteps / kRound; ++round) {
+    typename Product::Left a[kM][kRound];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int i = 0; i < kRound; ++i) {
+        float x[4];
+        left.load_left(x, m, round * kRound + i);
+        a[m][i] = Product::left(x);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      typename Product::Sum sum[kM];
+#pragma unroll
+      for (int m = 0; m < kM; ++m) sum[m] = Product::begin(acc[m][n]);
+#pragma unroll
+      for (int i = 0; i < kRound; ++i) {
+        float x[2];
+        right.load_right(x, n, round * kRound + i);
+        const typename Product::Right b = Product::right(x);
+#pragma unroll
+        for (int m = 0; m < kM; ++m) Product::add(sum[m], a[m][i], b);
+      }
+#pragma unroll
+      for (int m = 0; m < kM; ++m) Product::end(acc[m][n], sum[m]);
+    }
+  }
+}
+
+}  // namespace flashmoe::cuda

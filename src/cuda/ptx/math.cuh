@@ -40,13 +40,6 @@ __device__ __forceinline__ uint32_t cvt_rn_bf16x2(float high, float low) {
   return packed;
 }
 
-// PTX ISA, "cvt" to .tf32: rounded to the nearest, ties away from 0.
-__device__ __forceinline__ uint32_t cvt_rna_tf32(float x) {
-  uint32_t y;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
-  return y;
-}
-
 // PTX ISA, "fma": a b + c of two 16-bit numbers each.
 __device__ __forceinline__ uint32_t fma_rn_f16x2(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t d;

@@ -14,9 +14,9 @@
 //   A^T B   Across, Across
 #pragma once
 
-#include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/shared.cuh"
 #include "cuda/ptx/special_registers.cuh"
+#include "cuda/ptx/tf32.cuh"
 #include "cuda/tile/float_tile.cuh"
 #include "cuda/tile/product.cuh"
 
@@ -209,7 +209,7 @@ struct Fma {
 template <class Product, int kSteps, int kUnroll = 1, int kM, int kN, class A, class B>
 __device__ __forceinline__ void multiply_floats(float (&acc)[kM][kN][4], const A& left,
                                                 const B& right) {
-  constexpr int kRound = Product::kSteps;
+  constexpr int kRound = Product::kSteps < kSteps ? Product::kSteps : kSteps;
   static_assert(kSteps % kRound == 0);
 #pragma unroll kUnroll
   for (uint32_t round = 0; round < kSteps / kRound; ++round) {

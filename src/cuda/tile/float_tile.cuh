@@ -13,6 +13,13 @@
 
 namespace flashmoe::cuda {
 
+// fp32 as kernels see it that are written for several dtypes: see dtype.cuh.
+struct Fp32 {
+  using Storage = float;
+  static constexpr int kBytes = sizeof(Storage);
+  static __device__ __forceinline__ float unpack(Storage x) { return x; }
+};
+
 template <int kCols_>
 struct FloatTile {
   static constexpr int kCols = kCols_;

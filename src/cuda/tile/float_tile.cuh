@@ -129,19 +129,31 @@ __device__ __forceinline__ void load_floats(uint32_t shared, const From& rows, E
   }
 }
 
-// Writes a warp's accumulators to a tile: fragment (m, n) to rows row + 16 m and columns col + 8 n.
+// Writes a warp's accumulators to a tile, and reads them back: fragment (m, n) is rows row + 16 m
+// and columns col + 8 n.
 template <class Tile, int kM, int kN>
 __device__ __forceinline__ void store_accumulators(uint32_t tile, const float (&acc)[kM][kN][4],
                                                    int row, int col = 0) {
   const uint32_t lane = Tile::along(Tile::lane_rows(tile, row), col / 4);
 #pragma unroll
-  for (int m = 0; m < kM; ++m) {
+  for (int i = 0; i < kM * kN; ++i) {
+    const float(&x)[4] = acc[i / kN][i % kN];
+    const uint32_t at = Tile::along(lane, i % kN * 2) + i / kN * 16 * Tile::kRowBytes;
+    ptx::st_shared_v2_f32(at, {x[0], x[1]});
+    ptx::st_shared_v2_f32(at + 8 * Tile::kRowBytes, {x[2], x[3]});
+  }
+}
+template <class Tile, int kM, int kN>
+__device__ __forceinline__ void load_accumulators(float (&acc)[kM][kN][4], uint32_t tile, int row,
+                                                  int col = 0) {
+  const uint32_t lane = Tile::along(Tile::lane_rows(tile, row), col / 4);
 #pragma unroll
-    for (int n = 0; n < kN; ++n) {
-      const uint32_t at = Tile::along(lane, 2 * n) + 16 * m * Tile::kRowBytes;
-      ptx::st_shared_v2_f32(at, {acc[m][n][0], acc[m][n][1]});
-      ptx::st_shared_v2_f32(at + 8 * Tile::kRowBytes, {acc[m][n][2], acc[m][n][3]});
-    }
+  for (int i = 0; i < kM * kN; ++i) {
+    float(&x)[4] = acc[i / kN][i % kN];
+    const uint32_t at = Tile::along(lane, i % kN * 2) + i / kN * 16 * Tile::kRowBytes;
+    const float2 top = ptx::ld_shared_v2_f32(at);
+    const float2 bottom = ptx::ld_shared_v2_f32(at + 8 * Tile::kRowBytes);
+    x[0] = top.x, x[1] = top.y, x[2] = bottom.x, x[3] = bottom.y;
   }
 }
 

@@ -29,6 +29,8 @@ struct Fp32BwdTile {
   int ctas;
 
   constexpr int threads() const { return block_q * 2; }  // a warp for 16 rows
+  // CTAs that share a tile of keys: dK and dV of 16 keys together take as many registers as D.
+  constexpr int key_parts() const { return head_dim > 128 ? 2 : 1; }
   // K and V of the keys, the stages of Q and dO with LSE and delta, and the task; or the other way
   // round.
   constexpr int shared_bytes() const {
@@ -36,19 +38,22 @@ struct Fp32BwdTile {
   }
 };
 
-// Of the sum of the gradient of a bias that was broadcast.
+// Of the sum of the gradient of a bias that was broadcast: steps whose place is known ahead, and
+// the bytes that a step takes.
+inline constexpr int kFp32KnownSteps = 8, kFp32StepBytes = 96;
+
 struct Fp32BiasSumTile {
   int head_dim;
   int block_q, block_k;
   int ctas;
 
-  constexpr int threads() const { return block_q * 2; }
-  // Q, dO, K and V of a step and its LSE and delta, whose place the tile takes at the end; and the
-  // task.
+  constexpr int threads() const { return block_q * 2; }  // a warp for 16 rows
+  // Q, dO, K and V of a step, whose place the tile takes at the end; what is known of the steps,
+  // and the task.
   constexpr int shared_bytes() const {
-    const int step = 2 * (block_q + block_k) * head_dim * 4 + block_q * 8;
+    const int step = 2 * (block_q + block_k) * head_dim * 4;
     const int tile = block_q * (block_k * 4 + 16);
-    return (step > tile ? step : tile) + kTaskBytes;
+    return (step > tile ? step : tile) + kFp32KnownSteps * kFp32StepBytes + kTaskBytes;
   }
 };
 

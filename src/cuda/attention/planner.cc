@@ -21,8 +21,10 @@ std::string missing_everywhere(const AttentionPlan& plan) {
   const AttentionProblem& p = plan.problem;
   if (p.pass == Pass::kTangent) return "CUDA kernels have no forward mode yet";
   if (p.pass == Pass::kSecond) return "CUDA kernels have no second derivatives yet";
-  if (p.query.dtype != DType::kFloat16 && p.query.dtype != DType::kBFloat16) {
-    return text("query is ", dtype_name(p.query.dtype), "; CUDA kernels take float16 and bfloat16");
+  if (p.query.dtype == DType::kFloat64 || (p.paged && p.query.dtype == DType::kFloat32)) {
+    return text(
+        "query is ", dtype_name(p.query.dtype), "; CUDA kernels ",
+        p.paged ? "over pages take float16 and bfloat16" : "take float32, float16 and bfloat16");
   }
   if (p.options.dropout_p > 0) {
     return text("dropout_p is ", p.options.dropout_p, "; CUDA kernels have no dropout yet");

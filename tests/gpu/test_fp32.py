@@ -14,13 +14,13 @@ import test_forward
 import test_nan
 import test_ragged
 import test_ragged_bias
-import test_sinks
 import test_strides
 import torch
 from families import COMPLETE
 from helpers import DEVICE, check_case, dense, explained, normal, on_a_gpu, ragged, results
 
 import flashmoe_science as fm
+import test_sinks
 from oracle import same_bits
 
 DTYPE_NAMES = ("fp32",)

@@ -130,6 +130,10 @@ Status plan_call(AttentionPlan& plan) {
       if (plan.problem.paged) {
         if (why.empty()) kernel = choose_paged_tile(plan, family, gpu, forced_tile, why);
       } else {
+        const DType dtype = plan.problem.query.dtype;
+        if (why.empty() && !has_kernels(family, dtype)) {
+          why = text("has no kernels for ", dtype_name(dtype));
+        }
         if (why.empty()) why = family.lacks(plan);
         if (why.empty() && !forced && has_alternative(family, gpu)) why = family.slower(plan, gpu);
         if (why.empty()) kernel = choose_tile(plan, family, gpu, forced_tile, why);

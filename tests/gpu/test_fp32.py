@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import replace
+from types import FunctionType
 
 import pytest
 import test_backward
@@ -69,10 +70,21 @@ AGAIN = {
         lengths_that_fall lengths_of_garbage a_biased_sequence_longer_than_stated
         biased_lengths_of_garbage a_bias_with_too_few_pairs a_bias_with_too_many_pairs""",
 }
+
+
+def again(module, name: str) -> FunctionType:
+    """A test of another file with the marks of that file, which a test does not have itself."""
+    test = getattr(module, f"test_{name}")
+    copy = FunctionType(test.__code__, test.__globals__, test.__name__, test.__defaults__)
+    marks = getattr(module, "pytestmark", [])
+    marks = marks if isinstance(marks, list) else [marks]
+    copy.pytestmark = [*getattr(test, "pytestmark", []), *(mark.mark for mark in marks)]
+    return copy
+
+
 for _module, _names in AGAIN.items():
     for _name in _names.split():
-        _test = getattr(_module, f"test_{_name}")
-        globals()[f"{_module.__name__}_{_name}"] = _test
+        globals()[f"{_module.__name__}_{_name}"] = again(_module, _name)
 
 
 @contextmanager

@@ -25,6 +25,7 @@ namespace flashmoe::cuda {
 // Rows of a tile from `row` on (a multiple of 8) as fragments of A or B, whose depth is along them.
 template <class Tile>
 struct Along {
+  static constexpr bool kInShared = true;
   uint32_t lane;
 
   __device__ __forceinline__ explicit Along(uint32_t tile, int row = 0)
@@ -45,6 +46,7 @@ struct Along {
 // depth.
 template <class Tile>
 struct Across {
+  static constexpr bool kInShared = true;
   uint32_t lane;
 
   __device__ __forceinline__ explicit Across(uint32_t tile, int col = 0)
@@ -67,6 +69,7 @@ struct Across {
 // Accumulators as A of a next product: an n8 fragment is a step of its depth.
 template <int kM, int kN>
 struct FromAccumulators {
+  static constexpr bool kInShared = false;
   const float (&acc)[kM][kN][4];
 
   __device__ __forceinline__ explicit FromAccumulators(const float (&x)[kM][kN][4]) : acc(x) {}
@@ -75,6 +78,13 @@ struct FromAccumulators {
     a[0] = x[0], a[1] = x[2], a[2] = x[1], a[3] = x[3];
   }
 };
+
+// The bits of fp32 that TF32 has, and the same where the compiler cannot see them, in constant
+// memory. It would leave the cutting to the tensor core, and for an A that comes from shared memory
+// has to copy numbers, several times over, into the registers in a row that the instruction takes:
+// 156 instructions for 24 MMAs, 116 with the hidden bits.
+inline constexpr uint32_t kTf32Bits = 0xffffe000u;
+static __constant__ uint32_t hidden_tf32_bits = kTf32Bits;
 
 // Tensor cores cut off what does not fit into an accumulator, always towards 0, where ordinary
 // adders round: over thousands of keys that would cost a digit. So the sum over kSteps steps of
@@ -88,10 +98,10 @@ struct ThreeTf32 {
 
     // Big is cut off, not rounded: one instruction less, and x - big is exact all the same. What
     // the tensor core cuts off of small is below 2^-21 of x.
-    __device__ __forceinline__ explicit Split(const float (&x)[kCount]) {
+    __device__ __forceinline__ Split(const float (&x)[kCount], uint32_t bits) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        big[i] = __float_as_uint(x[i]) & 0xffffe000u;
+        big[i] = __float_as_uint(x[i]) & bits;
         small[i] = __float_as_uint(x[i] - __uint_as_float(big[i]));
       }
     }
@@ -99,6 +109,11 @@ struct ThreeTf32 {
   };
   using Left = Split<4>;
   using Right = Split<2>;
+  template <bool kInShared>
+  static __device__ __forceinline__ Left left(const float (&a)[4]) {
+    return {a, kInShared ? hidden_tf32_bits : kTf32Bits};
+  }
+  static __device__ __forceinline__ Right right(const float (&b)[2]) { return {b, kTf32Bits}; }
 
   template <int kCount>
   static __device__ __forceinline__ void multiply(float (&acc)[4], const Left (&a)[kCount],
@@ -131,6 +146,11 @@ struct OneTf32 {
   };
   using Left = Rounded<4>;
   using Right = Rounded<2>;
+  template <bool>
+  static __device__ __forceinline__ Left left(const float (&a)[4]) {
+    return Left(a);
+  }
+  static __device__ __forceinline__ Right right(const float (&b)[2]) { return Right(b); }
 
   template <int kCount>
   static __device__ __forceinline__ void multiply(float (&acc)[4], const Left (&a)[kCount],
@@ -169,6 +189,12 @@ struct Fma {
     Right() = default;
   };
 
+  template <bool>
+  static __device__ __forceinline__ Left left(const float (&a)[4]) {
+    return Left(a);
+  }
+  static __device__ __forceinline__ Right right(const float (&b)[2]) { return Right(b); }
+
   template <int kCount>
   static __device__ __forceinline__ void multiply(float (&acc)[4], const Left (&a)[kCount],
                                                   const Right (&b)[kCount]) {
@@ -196,7 +222,7 @@ __device__ __forceinline__ void multiply_floats(float (&acc)[kM][kN][4], const A
       for (int i = 0; i < kRound; ++i) {
         float x[4];
         left.load_left(x, m, round * kRound + i);
-        a[m][i] = typename Product::Left(x);
+        a[m][i] = Product::template left<A::kInShared>(x);
       }
     }
 #pragma unroll
@@ -206,7 +232,7 @@ __device__ __forceinline__ void multiply_floats(float (&acc)[kM][kN][4], const A
       for (int i = 0; i < kRound; ++i) {
         float x[2];
         right.load_right(x, n, round * kRound + i);
-        b[i] = typename Product::Right(x);
+        b[i] = Product::right(x);
       }
 #pragma unroll
       for (int m = 0; m < kM; ++m) Product::multiply(acc[m][n], a[m], b);

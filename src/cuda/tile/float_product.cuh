@@ -25,7 +25,6 @@ namespace flashmoe::cuda {
 // Rows of a tile from `row` on (a multiple of 8) as fragments of A or B, whose depth is along them.
 template <class Tile>
 struct Along {
-  static constexpr bool kInShared = true;
   uint32_t lane;
 
   __device__ __forceinline__ explicit Along(uint32_t tile, int row = 0)
@@ -46,7 +45,6 @@ struct Along {
 // depth.
 template <class Tile>
 struct Across {
-  static constexpr bool kInShared = true;
   uint32_t lane;
 
   __device__ __forceinline__ explicit Across(uint32_t tile, int col = 0)
@@ -69,7 +67,7 @@ struct Across {
 // Accumulators as A of a next product: an n8 fragment is a step of its depth.
 template <int kM, int kN>
 struct FromAccumulators {
-  static constexpr bool kInShared = false;
+  static constexpr bool kInRegisters = true;
   const float (&acc)[kM][kN][4];
 
   __device__ __forceinline__ explicit FromAccumulators(const float (&x)[kM][kN][4]) : acc(x) {}
@@ -98,7 +96,7 @@ struct ThreeTf32 {
 
     // Big is cut off, not rounded: one instruction less, and x - big is exact all the same. What
     // the tensor core cuts off of small is below 2^-21 of x.
-    __device__ __forceinline__ Split(const float (&x)[kCount], uint32_t bits) {
+    __device__ __forceinline__ explicit Split(const float (&x)[kCount], uint32_t bits = kTf32Bits) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         big[i] = __float_as_uint(x[i]) & bits;
@@ -111,9 +109,9 @@ struct ThreeTf32 {
   using Right = Split<2>;
   template <bool kInShared>
   static __device__ __forceinline__ Left left(const float (&a)[4]) {
-    return {a, kInShared ? hidden_tf32_bits : kTf32Bits};
+    return Left(a, kInShared ? hidden_tf32_bits : kTf32Bits);
   }
-  static __device__ __forceinline__ Right right(const float (&b)[2]) { return {b, kTf32Bits}; }
+  static __device__ __forceinline__ Right right(const float (&b)[2]) { return Right(b); }
 
   template <int kCount>
   static __device__ __forceinline__ void multiply(float (&acc)[4], const Left (&a)[kCount],
@@ -222,7 +220,8 @@ __device__ __forceinline__ void multiply_floats(float (&acc)[kM][kN][4], const A
       for (int i = 0; i < kRound; ++i) {
         float x[4];
         left.load_left(x, m, round * kRound + i);
-        a[m][i] = Product::template left<A::kInShared>(x);
+        a[m][i] = Product::template left < !requires { A::kInRegisters; }
+        > (x);
       }
     }
 #pragma unroll

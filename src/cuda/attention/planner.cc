@@ -23,8 +23,13 @@ std::string missing_everywhere(const AttentionPlan& plan) {
   if (p.pass == Pass::kTangent || p.pass == Pass::kSecond) {
     return "CUDA kernels have no second derivatives and no forward mode yet";
   }
-  if (p.query.dtype != DType::kFloat16 && p.query.dtype != DType::kBFloat16) {
-    return text("query is ", dtype_name(p.query.dtype), "; CUDA kernels take float16 and bfloat16");
+  if (p.query.dtype == DType::kFloat64 || (p.paged && p.query.dtype == DType::kFloat32)) {
+    return text(
+        "query is ", dtype_name(p.query.dtype), "; CUDA kernels ",
+        p.paged ? "over pages take float16 and bfloat16" : "take float32, float16 and bfloat16");
+  }
+  if (p.query.dtype == DType::kFloat32 && p.options.dropout_p > 0) {
+    return "dropout is not there in float32 yet; CUDA kernels drop in float16 and bfloat16";
   }
   if (p.paged) {
     if (std::string missing = missing_over_pages(plan); !missing.empty()) return missing;
@@ -123,6 +128,10 @@ Status plan_call(AttentionPlan& plan) {
       if (plan.problem.paged) {
         if (why.empty()) kernel = choose_paged_tile(plan, family, gpu, forced_tile, why);
       } else {
+        const DType dtype = plan.problem.query.dtype;
+        if (why.empty() && !has_kernels(family, dtype)) {
+          why = text("has no kernels for ", dtype_name(dtype));
+        }
         if (why.empty()) why = family.lacks(plan);
         if (why.empty() && !forced && has_alternative(family, gpu)) why = family.slower(plan, gpu);
         if (why.empty()) kernel = choose_tile(plan, family, gpu, forced_tile, why);

@@ -45,7 +45,7 @@ bool has_bias_of_pairs(const AttentionPlan& plan) {
 }
 
 bool has_whole_bias(const AttentionPlan& plan) {
-  return has_bias_of_pairs(plan) && plan.problem.bias->dtype == plan.problem.query.dtype;
+  return has_bias_of_pairs(plan) && dtype_bytes(plan.problem.bias->dtype) == 2;
 }
 
 bool has_neighbouring_keys(const AttentionPlan& plan) {
@@ -113,7 +113,7 @@ int64_t aligned_bias_bytes(const AttentionPlan& plan) {
 bool transposes_bias(const AttentionPlan& plan) {
   if (!plan.problem.bias || !plan.problem.ragged) return false;
   const TensorSpec& bias = *plan.problem.bias;  // (pairs, heads)
-  return bias.dtype == plan.problem.query.dtype && bias.shape[0] > 1 && bias.shape[1] > 1 &&
+  return dtype_bytes(bias.dtype) == 2 && bias.shape[0] > 1 && bias.shape[1] > 1 &&
          bias.stride[0] != 1;
 }
 

@@ -14,6 +14,11 @@
 
 namespace flashmoe::cuda {
 
+// The seed, where there is dropout.
+__device__ __forceinline__ uint64_t read_seed(const AttentionParams& p) {
+  return p.seed ? *p.seed : 0;
+}
+
 // What the pairs of one head have in common: the seed, and the half of Philox's first round that
 // knows neither row nor key.
 struct DropoutOfHead {

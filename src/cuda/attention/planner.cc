@@ -28,9 +28,6 @@ std::string missing_everywhere(const AttentionPlan& plan) {
         "query is ", dtype_name(p.query.dtype), "; CUDA kernels ",
         p.paged ? "over pages take float16 and bfloat16" : "take float32, float16 and bfloat16");
   }
-  if (p.query.dtype == DType::kFloat32 && p.options.dropout_p > 0) {
-    return "dropout is not there in float32 yet; CUDA kernels drop in float16 and bfloat16";
-  }
   if (p.paged) {
     if (std::string missing = missing_over_pages(plan); !missing.empty()) return missing;
   } else if (plan.len_q > kMaxLength || plan.len_k > kMaxLength) {

@@ -16,7 +16,10 @@ constexpr const char* kForShort = "made for many sequences of at most a few doze
 
 Role main_role(const AttentionProblem& p) {
   const bool forward = p.pass == Pass::kForward;
-  if (p.options.dropout_p > 0) return forward ? Role::kForwardDropout : Role::kBackwardDropout;
+  // In fp32 every kernel drops where it is asked to.
+  if (p.options.dropout_p > 0 && p.query.dtype != DType::kFloat32) {
+    return forward ? Role::kForwardDropout : Role::kBackwardDropout;
+  }
   if (p.bias) return forward ? Role::kForwardBias : Role::kBackwardBias;
   return forward ? Role::kForward : Role::kBackward;
 }

@@ -53,6 +53,7 @@ struct Fp32SumTask {
   int number, split;  // of the tile, and among its splits
   int begin, end;     // its steps
   bool guarded;
+  uint64_t seed;  // of dropout
 };
 
 template <class C>
@@ -109,6 +110,8 @@ __device__ __forceinline__ void add_step(BiasSums<C>& sums, uint32_t smem, const
   using Product = typename C::Product;
   const int row = sum_row<C>();
   const Pairs<false> at(step.place.first_query + row, step.place.first_key);
+  const KeptPairs<1, C::kN, false> kept(step.place.first_query + row, step.place.first_key,
+                                        task.seed, step.place.batch, step.place.head, p);
   float s[1][C::kN][4], dp[1][C::kN][4];
   start_scores<true>(s, at, task.bias, step.seq, p);
   multiply_floats<Product, C::kDim / 8>(s, Along<Tile>(smem + C::kSmemQ, row),
@@ -116,6 +119,7 @@ __device__ __forceinline__ void add_step(BiasSums<C>& sums, uint32_t smem, const
   set_zero(dp);
   multiply_floats<Product, C::kDim / 8>(dp, Along<Tile>(smem + C::kSmemdO, row),
                                         Along<Tile>(smem + C::kSmemV));
+  kept.apply(dp, p);
   const Loop loop = adds_bias_late(p) || task.guarded ? Loop::kGeneral
                     : step.full                       ? Loop::kPlain
                                                       : Loop::kMasked;
@@ -172,6 +176,7 @@ __device__ __forceinline__ void find_task(Fp32SumTask<C>& task, const RaggedBloc
   task.steps = SharedSteps<C>(p, slot);
   task.tile = task.steps.tile(task.number, p);
   task.guarded = false;
+  task.seed = read_seed(p);
   const int64_t count = task.steps.count();
   task.begin = static_cast<int>(count * task.split / p.bias_sum_splits);
   task.end = static_cast<int>(count * (task.split + 1) / p.bias_sum_splits);

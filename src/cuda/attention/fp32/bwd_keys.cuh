@@ -55,6 +55,7 @@ struct KeysTask {
   RaggedKind kind;
   int stored_keys;    // keys with a gradient: also those past the sequence's length, where it is 0
   int64_t first_row;  // of the sequence in the workspace
+  uint64_t seed;      // of dropout
 };
 
 // A step's queries.
@@ -95,6 +96,7 @@ __device__ __forceinline__ void find_task(KeysTask& task, const AttentionBwdPara
   if (task.kind != RaggedKind::kBlock) return;
   const Sequence& seq = task.seq;
   task.first_row = workspace_row(p, seq, task.batch);
+  task.seed = read_seed(p);
   // Row i sees key j when i + shift - left <= j <= i + shift + right.
   const int last_key = min(task.first_key + C::kBlockK, seq.len_k) - 1;
   const int first = max(task.first_key - seq.shift - p.right, 0);
@@ -152,6 +154,8 @@ __device__ __forceinline__ void add_step(KeysState<C>& t, uint32_t smem, int sta
   const uint32_t sLseDelta = smem + C::kSmemLseDelta + stage * C::kLseDeltaBytes;
   const int key = ptx::opaque_thread() / 32 * 16;  // the warp's first
   const Pairs<true> at(step.first, task.first_key + key);
+  const KeptPairs<1, C::kQueryTiles, true> kept(step.first, task.first_key + key, task.seed,
+                                                task.batch, step.head, p);
   BiasRows bias;
   if (C::kBias) bias = find_bias(p, task.seq, task.batch, step.head);
   float s[1][C::kQueryTiles][4], dp[1][C::kQueryTiles][4];
@@ -160,6 +164,7 @@ __device__ __forceinline__ void add_step(KeysState<C>& t, uint32_t smem, int sta
   set_zero(dp);
   if (task.makes_dk) {
     multiply_floats<Product, C::kDim / 8>(dp, Along<Tile>(smem + C::kSmemV, key), Along<Tile>(sdO));
+    kept.apply(dp, p);
   }
   const bool full = step.first >= task.full_begin && step.first < task.full_end;
   const Loop loop = !task.plain || task.guarded ? Loop::kGeneral
@@ -170,6 +175,7 @@ __device__ __forceinline__ void add_step(KeysState<C>& t, uint32_t smem, int sta
       loop, s, dp, at,
       [&](int, int n, int i) { return ptx::ld_shared_v2_f32(row_terms + (8 * n + i % 2) * 8); },
       bias, task.seq, p, [](int, int, int, float) {});
+  kept.apply(s, p);
   if (task.guarded) {
     __syncthreads();  // everyone has S and dP
     drop_nonfinite<Tile, C::kStep>(sQ);
@@ -226,10 +232,11 @@ __device__ __forceinline__ void add_queries(KeysState<C>& t, uint32_t smem, cons
   }
 }
 
-// Gives the keys of a guarded tile what they see of Q or dO that is not finite.
-template <class C, class Sums>
+// Gives the keys of a guarded tile what they see of Q or dO that is not finite: of dO, which has
+// weights for factors, only where these are not dropped.
+template <class C, bool kWeights, class Sums>
 __device__ __forceinline__ void add_nonfinite_queries(Sums& sums, uint32_t tile, const void* tensor,
-                                                      const Strides& strides, int dim, float factor,
+                                                      const Strides& strides, int dim,
                                                       const KeysTask& task,
                                                       const AttentionBwdParams& p) {
   const int first_head = task.key_head * p.group;
@@ -241,8 +248,10 @@ __device__ __forceinline__ void add_nonfinite_queries(Sums& sums, uint32_t tile,
     add_nonfinite<typename C::Tile, C::kBlockK>(
         sums, tile, ptx::opaque_thread() / 32 * 16,
         rows_to_read(tensor, p, strides, task.batch, head, task.seq.token_q), task.query_begin,
-        min(task.query_end, task.seq.len_q), dim, factor, [&](int key, int row) {
-          return sees_key<C::kBias>(row, task.first_key + key, task.seq, bias, p);
+        min(task.query_end, task.seq.len_q), dim, kWeights ? 1 : 0, [&](int k, int row) {
+          const int key = task.first_key + k;
+          return sees_key<C::kBias>(row, key, task.seq, bias, p) &&
+                 (!kWeights || keeps_pair(row, key, task.seed, task.batch, head, p));
         });
   }
 }
@@ -300,12 +309,12 @@ __device__ __forceinline__ void attention_fp32_bwd_keys(const AttentionBwdParams
     // What a key sees of Q that is not finite makes its dK NaN: the score is not finite, and its
     // probability is NaN or 0, and 0 times infinity is NaN.
     if (task.makes_dv) {
-      add_nonfinite_queries<C>(t.dv(), smem + C::kSmemV, p.grad_out, p.grad_out_strides,
-                               p.head_dim_v, 1, task, p);
+      add_nonfinite_queries<C, true>(t.dv(), smem + C::kSmemV, p.grad_out, p.grad_out_strides,
+                                     p.head_dim_v, task, p);
     }
     if (task.makes_dk) {
-      add_nonfinite_queries<C>(t.dk(), smem + C::kSmemK, p.query, p.query_strides, p.head_dim, 0,
-                               task, p);
+      add_nonfinite_queries<C, false>(t.dk(), smem + C::kSmemK, p.query, p.query_strides,
+                                      p.head_dim, task, p);
     }
   }
   const auto store = [&](auto& sums, float scale, void* gradient, const Strides& strides, int dim) {

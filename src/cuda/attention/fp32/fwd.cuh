@@ -26,7 +26,7 @@ struct Fp32FwdConfig {
   using Chip = Chip_;
   using Product = Product_;
   using Type = Fp32;
-  static constexpr bool kBias = kBias_, kShort = false;
+  static constexpr bool kBias = kBias_, kDropout = true, kShort = false;
   static constexpr int kDim = kTile.head_dim, kStages = kTile.stages, kQSteps = 0;
   static constexpr int kBlockQ = kTile.block_q, kBlockK = kTile.block_k;
   static constexpr int kThreads = kTile.threads();
@@ -103,6 +103,8 @@ __device__ __forceinline__ void fp32_fwd_step(FwdState<C>& t, uint32_t smem, int
     // Rows past the end, whole warps of them, would cost as much as the others.
     if (row >= task.seq.len_q) return;
   }
+  const KeptPairs<C::kRowTiles, C::kKeyTiles, false> kept(row, first_key, task.seed, task.batch,
+                                                          task.head, p);
   float s[C::kRowTiles][C::kKeyTiles][4];
   start_scores<C::kBias>(s, Pairs<false>(row, first_key), task.bias, task.seq, p);
   multiply_floats<typename C::Product, C::kDim / 8>(s, Along<Tile>(smem + C::kSmemQ, warp_row<C>()),
@@ -115,6 +117,7 @@ __device__ __forceinline__ void fp32_fwd_step(FwdState<C>& t, uint32_t smem, int
   finish_scores<C>(s, row, first_key, rule, task, p);
   update_references<C>(t, s, rule.scale_log2());
   exponentiate<C>(t, s, rule);
+  kept.apply(s, p);
   multiply_floats<typename C::Product, C::kBlockK / 8, C::kBlockK / 8>(t.o, FromAccumulators(s),
                                                                        Across<Tile>(sV));
 }
@@ -225,8 +228,10 @@ __device__ __forceinline__ void attention_fp32_fwd(const AttentionFwdParams& p) 
     add_nonfinite<typename C::Layout, C::kBlockQ>(
         t.o, smem + C::kSmemQ, warp_row<C>(), task.template values<Fp32>(p),
         task.key_begin * C::kBlockK, min(task.key_end * C::kBlockK, task.seq.len_k), p.head_dim_v,
-        1, [&](int row, int key) {
-          return sees_key<C::kBias>(task.first_row + row, key, task.seq, task.bias, p);
+        1, [&](int r, int key) {
+          const int row = task.first_row + r;
+          return sees_key<C::kBias>(row, key, task.seq, task.bias, p) &&
+                 keeps_pair(row, key, task.seed, task.batch, task.head, p);
         });
   }
   store_float_output<C>(t, task, p);

@@ -55,34 +55,51 @@ __device__ __forceinline__ bool adds_bias_late(const AttentionParams& p) {
   return p.softcap_scale || !(p.bias_scale > 0);
 }
 
+// A number of a bias: fp32, or a byte of a mask, of which 0 hides the key.
+__device__ __forceinline__ float read_number(const float* at) { return __ldg(at); }
+__device__ __forceinline__ float read_number(const uint8_t* at) {
+  return __ldg(at) ? 0.f : -INFINITY;
+}
+
 // The bias of a pair; 0 where there is no such pair.
 __device__ __forceinline__ float pair_bias(const BiasRows& bias, int row, int key,
                                            const Sequence& seq) {
-  const bool exists = row < seq.len_q && key < seq.len_k;
-  return exists ? __ldg(reinterpret_cast<const float*>(bias.at(row, key))) : 0.f;
+  if (row >= seq.len_q || key >= seq.len_k) return 0;
+  const char* at = bias.at(row, key);
+  return bias.is_mask ? read_number(reinterpret_cast<const uint8_t*>(at))
+                      : read_number(reinterpret_cast<const float*>(at));
 }
 
 // Calls f(m, n, i, bias) for each element, in an order that walks through the bias by additions:
 // multiplying 64-bit strides for each element would take three instructions more.
-template <int kM, int kN, bool kTransposed, class F>
-__device__ __forceinline__ void for_each_bias(const Pairs<kTransposed>& at, const BiasRows& bias,
-                                              const Sequence& seq, const F& f) {
+template <int kM, int kN, class Number, bool kTransposed, class F>
+__device__ __forceinline__ void walk_bias(const Pairs<kTransposed>& at, const BiasRows& bias,
+                                          const Sequence& seq, const F& f) {
   const int64_t down = 8 * (kTransposed ? bias.column : bias.row);  // rows r and r + 8
   const int64_t right = kTransposed ? bias.row : bias.column;       // columns 2c and 2c + 1
   const int rows = kTransposed ? seq.len_k - at.key(0, 0, 0) : seq.len_q - at.row(0, 0, 0);
   const int cols = kTransposed ? seq.len_q - at.row(0, 0, 0) : seq.len_k - at.key(0, 0, 0);
-  const float* line = reinterpret_cast<const float*>(bias.at(at.row(0, 0, 0), at.key(0, 0, 0)));
+  const auto* line = reinterpret_cast<const Number*>(bias.at(at.row(0, 0, 0), at.key(0, 0, 0)));
 #pragma unroll
   for (int i = 0; i < 2 * kM; ++i, line += down) {
-    const float* from = line;
+    const Number* from = line;
 #pragma unroll
     for (int n = 0; n < kN; ++n, from += 8 * right) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const bool exists = 8 * i < rows && 8 * n + c < cols;
-        f(i / 2, n, i % 2 * 2 + c, exists ? __ldg(from + (c ? right : 0)) : 0.f);
+        f(i / 2, n, i % 2 * 2 + c, exists ? read_number(from + (c ? right : 0)) : 0.f);
       }
     }
+  }
+}
+template <int kM, int kN, bool kTransposed, class F>
+__device__ __forceinline__ void for_each_bias(const Pairs<kTransposed>& at, const BiasRows& bias,
+                                              const Sequence& seq, const F& f) {
+  if (bias.is_mask) {
+    walk_bias<kM, kN, uint8_t>(at, bias, seq, f);
+  } else {
+    walk_bias<kM, kN, float>(at, bias, seq, f);
   }
 }
 

@@ -5,7 +5,7 @@
 // take the place of what is not finite in B, and at the end each row is given what it really sees.
 #pragma once
 
-#include "cuda/attention/fp32/pairs.cuh"
+#include "cuda/attention/fp32/kept_pairs.cuh"
 #include "cuda/tile/float_product.cuh"
 
 namespace flashmoe::cuda {
@@ -105,10 +105,11 @@ __device__ __forceinline__ bool sees_key(int row, int key, const Sequence& seq,
          !(kBias && pair_bias(bias, row, key, seq) == -INFINITY);
 }
 
-// Whether there may be keys that some rows of a tile see and others do not, or that none sees.
+// Whether there may be keys that some rows of a tile see and others do not, or that none sees. What
+// a row has dropped it does not see of V either.
 template <bool kBias>
 __device__ __forceinline__ bool may_hide(const AttentionParams& p) {
-  return kBias || p.left < kNoLimit || p.right < kNoLimit;
+  return kBias || p.seed || p.left < kNoLimit || p.right < kNoLimit;
 }
 
 }  // namespace flashmoe::cuda

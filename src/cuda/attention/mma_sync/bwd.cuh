@@ -146,7 +146,7 @@ __device__ __forceinline__ void find_task(BwdTask& task, const AttentionBwdParam
     task.grad_bias = find_grad_bias(p, task.seq, task.batch, head);
     task.grad_bias.chunks &= p.group == 1 || p.grad_bias_strides.head % 8 == 0;
   }
-  if constexpr (C::kDropout) task.seed = *p.seed;
+  if constexpr (C::kDropout) task.seed = read_seed(p);
   task.query = rows_of(p.query, p, p.query_strides, task.batch, head, task.seq.token_q);
   task.grad_out = rows_of(p.grad_out, p, p.grad_out_strides, task.batch, head, task.seq.token_q);
 }

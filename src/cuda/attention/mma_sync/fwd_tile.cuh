@@ -221,7 +221,7 @@ __device__ __forceinline__ void find_keys(FwdTask& task, int splits, const Atten
     task.bias = find_bias(p, seq, task.batch, task.head);
     task.plain &= plain_bias<C::kShort>(task.bias, p);
   }
-  if constexpr (C::kDropout) task.seed = *p.seed;
+  if constexpr (C::kDropout) task.seed = read_seed(p);
   const int key_head = p.group == 1 ? task.head : task.head / p.group;
   using Type = typename C::Type;
   task.key = find_key_rows<Type>(p.key, p, p.key_strides, task.batch, key_head, seq).data;

@@ -154,8 +154,6 @@ __device__ __forceinline__ void add_step(KeysState<C>& t, uint32_t smem, int sta
   const uint32_t sLseDelta = smem + C::kSmemLseDelta + stage * C::kLseDeltaBytes;
   const int key = ptx::opaque_thread() / 32 * 16;  // the warp's first
   const Pairs<true> at(step.first, task.first_key + key);
-  const KeptPairs<1, C::kQueryTiles, true> kept(step.first, task.first_key + key, task.seed,
-                                                task.batch, step.head, p);
   BiasRows bias;
   if (C::kBias) bias = find_bias(p, task.seq, task.batch, step.head);
   float s[1][C::kQueryTiles][4], dp[1][C::kQueryTiles][4];
@@ -164,8 +162,10 @@ __device__ __forceinline__ void add_step(KeysState<C>& t, uint32_t smem, int sta
   set_zero(dp);
   if (task.makes_dk) {
     multiply_floats<Product, C::kDim / 8>(dp, Along<Tile>(smem + C::kSmemV, key), Along<Tile>(sdO));
-    kept.apply(dp, p);
   }
+  const KeptPairs<1, C::kQueryTiles, true> kept(step.first, task.first_key + key, task.seed,
+                                                task.batch, step.head, p);
+  kept.apply(dp, p);
   const bool full = step.first >= task.full_begin && step.first < task.full_end;
   const Loop loop = !task.plain || task.guarded ? Loop::kGeneral
                     : full                      ? Loop::kPlain
@@ -175,7 +175,6 @@ __device__ __forceinline__ void add_step(KeysState<C>& t, uint32_t smem, int sta
       loop, s, dp, at,
       [&](int, int n, int i) { return ptx::ld_shared_v2_f32(row_terms + (8 * n + i % 2) * 8); },
       bias, task.seq, p, [](int, int, int, float) {});
-  kept.apply(s, p);
   if (task.guarded) {
     __syncthreads();  // everyone has S and dP
     drop_nonfinite<Tile, C::kStep>(sQ);
@@ -183,6 +182,7 @@ __device__ __forceinline__ void add_step(KeysState<C>& t, uint32_t smem, int sta
   }
   constexpr int kSteps = C::kStep / 8;
   if constexpr (C::kParts == 2) {
+    kept.apply(s, p);
     for_each_element<1, C::kQueryTiles>([&](int m, int n, int i) {
       if (task.makes_dk) s[m][n][i] = dp[m][n][i];
     });
@@ -190,11 +190,14 @@ __device__ __forceinline__ void add_step(KeysState<C>& t, uint32_t smem, int sta
                                              Across<Tile>(task.makes_dk ? sQ : sdO));
     return;
   }
-  if (task.makes_dv) {
-    multiply_floats<Product, kSteps, kSteps>(t.dv(), FromAccumulators(s), Across<Tile>(sdO));
-  }
+  // dK first: between dS and the product that takes it no branch is left, which D = 64 has no
+  // registers for.
   if (task.makes_dk) {
     multiply_floats<Product, kSteps, kSteps>(t.dk(), FromAccumulators(dp), Across<Tile>(sQ));
+  }
+  if (task.makes_dv) {
+    kept.apply(s, p);
+    multiply_floats<Product, kSteps, kSteps>(t.dv(), FromAccumulators(s), Across<Tile>(sdO));
   }
 }
 

@@ -68,13 +68,13 @@ __device__ __forceinline__ void add_step(QueriesState<C>& t, uint32_t smem, int 
   const uint32_t sV = smem + C::kSmemV + stage * C::kKeyBytes;
   const int row = ptx::opaque_thread() / 32 * 16;  // the warp's first
   const Pairs<false> at(task.first_row + row, tile * C::kBlockK);
-  const KeptPairs<1, C::kKeyTiles, false> kept(task.first_row + row, tile * C::kBlockK, task.seed,
-                                               task.batch, task.head, p);
   float s[1][C::kKeyTiles][4], dp[1][C::kKeyTiles][4];
   start_scores<C::kBias>(s, at, task.bias, task.seq, p);
   multiply_floats<Product, C::kDim / 8>(s, Along<Tile>(smem + C::kSmemQ, row), Along<Tile>(sK));
   set_zero(dp);
   multiply_floats<Product, C::kDim / 8>(dp, Along<Tile>(smem + C::kSmemdO, row), Along<Tile>(sV));
+  const KeptPairs<1, C::kKeyTiles, false> kept(task.first_row + row, tile * C::kBlockK, task.seed,
+                                               task.batch, task.head, p);
   kept.apply(dp, p);
   const bool full = tile >= task.full_begin && tile < task.full_end;
   const Loop loop = task.guarded                ? Loop::kGeneral

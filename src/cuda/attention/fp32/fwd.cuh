@@ -64,6 +64,34 @@ __device__ __forceinline__ void finish_scores(float (&s)[C::kRowTiles][C::kKeyTi
   if (tile < task.full_begin) mask_scores<C, Side::kBefore>(s, row, first_key, task.seq, p);
 }
 
+// Hides the scores of pairs that are dropped, but counts them in the sums, two at a time. P is left
+// alone: a branch between its exponentials and the product that takes it costs D = 64 a spill.
+template <class C, class Rule>
+__device__ __forceinline__ void drop(FwdState<C>& t, float (&s)[C::kRowTiles][C::kKeyTiles][4],
+                                     int row, int first_key, const Rule& rule, const FwdTask& task,
+                                     const AttentionFwdParams& p) {
+  const KeptPairs<C::kRowTiles, C::kKeyTiles, false> kept(row, first_key, task.seed, task.batch,
+                                                          task.head, p);
+#pragma unroll
+  for (int m = 0; m < C::kRowTiles; ++m) {
+#pragma unroll
+    for (int n = 0; n < C::kKeyTiles; ++n) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float reference = t.rows[m].finite_reference(half);
+        float sum = 0;
+#pragma unroll
+        for (int i = 2 * half; i < 2 * half + 2; ++i) {
+          if (kept(m, n, i)) continue;
+          sum += rule.probability(s[m][n][i], reference);
+          s[m][n][i] = -INFINITY;
+        }
+        t.rows[m].sum[half] += sum;
+      }
+    }
+  }
+}
+
 // P = 2^(S - reference) in place of S, added to the sums.
 template <class C, class Rule>
 __device__ __forceinline__ void exponentiate(FwdState<C>& t,
@@ -103,8 +131,6 @@ __device__ __forceinline__ void fp32_fwd_step(FwdState<C>& t, uint32_t smem, int
     // Rows past the end, whole warps of them, would cost as much as the others.
     if (row >= task.seq.len_q) return;
   }
-  const KeptPairs<C::kRowTiles, C::kKeyTiles, false> kept(row, first_key, task.seed, task.batch,
-                                                          task.head, p);
   float s[C::kRowTiles][C::kKeyTiles][4];
   start_scores<C::kBias>(s, Pairs<false>(row, first_key), task.bias, task.seq, p);
   multiply_floats<typename C::Product, C::kDim / 8>(s, Along<Tile>(smem + C::kSmemQ, warp_row<C>()),
@@ -116,8 +142,8 @@ __device__ __forceinline__ void fp32_fwd_step(FwdState<C>& t, uint32_t smem, int
   ScoreRule rule(p);
   finish_scores<C>(s, row, first_key, rule, task, p);
   update_references<C>(t, s, rule.scale_log2());
+  if (p.seed) drop<C>(t, s, row, first_key, rule, task, p);
   exponentiate<C>(t, s, rule);
-  kept.apply(s, p);
   multiply_floats<typename C::Product, C::kBlockK / 8, C::kBlockK / 8>(t.o, FromAccumulators(s),
                                                                        Across<Tile>(sV));
 }
@@ -189,7 +215,7 @@ __device__ __forceinline__ void store_float_output(const FwdState<C>& t, const F
     const float sink = sink_of<Fp32>(p, task.head, min(r, seq.len_q - 1));
     const RowEnd end = end_row(quad_sum(t.rows[m].sum[half]), t.rows[m].reference[half], sink);
     if (gLse && lane % 4 == 0 && r < seq.len_q) gLse[r * p.lse_strides.row] = end.lse;
-    return end.share * (1.f / end.sum);
+    return end.share * (1.f / end.sum) * (p.seed ? p.kept_scale : 1.f);
   };
   store_float_rows(t.o, inverse,
                    float_rows(p.out, p, p.out_strides, task.batch, task.head, seq.token_q),

@@ -1,5 +1,5 @@
-// Dropout of the pairs that a warp holds (pairs.cuh): which of them are kept, a bit for each. They
-// are drawn before S and dP are there, while registers are free, and wait in one of them.
+// Dropout of the pairs that a warp holds (pairs.cuh): which of them are kept, a bit for each, in
+// one register.
 //
 //   O = P' V      dV = P'^T dO      dS = P (dP' - delta)
 //
@@ -48,12 +48,15 @@ class KeptPairs {
     }
   }
 
+  __device__ __forceinline__ bool operator()(int m, int n, int i) const {
+    return bits_ >> ((m * kN + n) * 4 + i) & 1;
+  }
+
   // What dropout leaves of P, or of dP.
   __device__ __forceinline__ void apply(float (&x)[kM][kN][4], const AttentionParams& p) const {
     if (!p.seed) return;
     for_each_element<kM, kN>([&](int m, int n, int i) {
-      const bool kept = bits_ >> ((m * kN + n) * 4 + i) & 1;
-      x[m][n][i] = kept ? x[m][n][i] * p.kept_scale : 0;
+      x[m][n][i] = (*this)(m, n, i) ? x[m][n][i] * p.kept_scale : 0;
     });
   }
 

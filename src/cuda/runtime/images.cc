@@ -98,6 +98,8 @@ std::vector<std::string> chips_of(const KernelId& kernel) {
   return chips;
 }
 
-const char* dtype_suffix(DType dtype) { return dtype == DType::kFloat16 ? "fp16" : "bf16"; }
+const char* dtype_suffix(DType dtype) {
+  return dtype == DType::kFloat32 ? "fp32" : dtype == DType::kFloat16 ? "fp16" : "bf16";
+}
 
 }  // namespace flashmoe::cuda

@@ -32,15 +32,14 @@ __device__ __forceinline__ void add_step(Pairs& sums, char* shared, const StepPl
     return;
   }
   if (seq.begin(row, p) > last_key || seq.end(last_row, p) <= key) return;
-  const Inputs in = find_inputs<C>(p, seq, step.batch, step.head);
-  const int64_t numbers = first_number(p, seq, step.batch, step.head) + row;
+  const Head& h = find_head<C>(shared, p, seq, step.batch, step.head);
   Products x;
   Pairs bias, bias_move;
-  find_products<C, By::kQueries>(x, smem, in, row, key, 0, false, seq, p,
-                                 [&] { load_numbers(shared, numbers, seq.len_q - row, p); });
-  read_pairs<By::kQueries>(bias, find_bias<C>(p, seq, step.batch, step.head), row, key, seq);
-  read_pairs<By::kQueries>(bias_move, find_bias_move<C>(p, seq, step.batch, step.head), row, key,
-                           seq);
+  find_products<C, By::kQueries>(x, smem, h.in, row, key, 0, false, seq, p, [&] {
+    load_numbers(shared, h.numbers + row, seq.len_q - row, p);
+  });
+  read_pairs<By::kQueries>(bias, h.bias, row, key, seq);
+  read_pairs<By::kQueries>(bias_move, h.bias_move, row, key, seq);
   differentiate<By::kQueries>(x, bias, bias_move, shared, row, key, seq, p,
                               [&](int n, int i, float z) { sums[0][n][i] += z; });
 }

@@ -89,35 +89,33 @@ __device__ __forceinline__ void attention_second_keys(const AttentionSecondParam
     bool own_there = false;
 #pragma unroll 1
     for (int head = place.head * p.group; head < (place.head + 1) * p.group; ++head) {
-      const Inputs in = find_inputs<C>(p, seq, place.batch, head);
-      const PairRows bias = find_bias<C>(p, seq, place.batch, head);
-      const PairRows bias_move = find_bias_move<C>(p, seq, place.batch, head);
-      const PairRows grad = find_grad_bias<C>(p, seq, place.batch, head);
-      const int64_t numbers = first_number(p, seq, place.batch, head);
-      if (wants_bias) fill_grad_bias<C>(grad, range, first, min(kRows, stored - first), 0, seq);
+      const Head& h = find_head<C>(shared, p, seq, place.batch, head);
+      if (wants_bias) {
+        fill_grad_bias<C>(h.grad_bias, range, first, min(kRows, stored - first), 0, seq);
+      }
 #pragma unroll 1
       for (int row = range.begin; row < range.end; row += kRows) {
         Products x;
         Pairs rBias, rBiasMove;
-        find_products<C, By::kKeys>(x, smem, in, row, first, chunk, own_there, seq, p, [&] {
-          load_numbers(shared, numbers + row, seq.len_q - row, p);
+        find_products<C, By::kKeys>(x, smem, h.in, row, first, chunk, own_there, seq, p, [&] {
+          load_numbers(shared, h.numbers + row, seq.len_q - row, p);
         });
         own_there = true;
-        read_pairs<By::kKeys>(rBias, bias, row, first, seq);
-        read_pairs<By::kKeys>(rBiasMove, bias_move, row, first, seq);
+        read_pairs<By::kKeys>(rBias, h.bias, row, first, seq);
+        read_pairs<By::kKeys>(rBiasMove, h.bias_move, row, first, seq);
         differentiate<By::kKeys>(
             x, rBias, rBiasMove, shared, row, first, seq, p, [&](int n, int i, float z) {
               const LanePair<By::kKeys> at(n, i);
               if (!wants_bias || row + at.row >= seq.len_q || first + at.key >= stored) return;
-              grad.write(row + at.row, first + at.key, z);
+              h.grad_bias.write(row + at.row, first + at.key, z);
             });
         if (wants_key) {
           add_rows<C>(key_sums, x.move, smem + kQuery, columns, guarded);
-          if (in.query_move) {
+          if (h.in.query_move) {
             add_rows<C>(key_sums, x.gradient, smem + kQueryMove, columns, guarded);
           }
         }
-        if (wants_value && in.grad_out) {
+        if (wants_value && h.in.grad_out) {
           add_rows<C>(value_sums, x.gradient_move, smem + kGradOut, value_columns, guarded);
         }
       }

@@ -56,6 +56,32 @@ __device__ __forceinline__ PairRows find_grad_bias(const AttentionSecondParams& 
   return find_pairs<C>(p.grad_bias, p.grad_bias_strides, p.grad_bias_column, p, seq, batch, head);
 }
 
+// Where the tensors of one (batch, query head) begin. Kept in shared memory: in registers it would
+// take a fifth of them.
+struct Head {
+  Inputs in;
+  PairRows bias, bias_move, grad_bias;
+  int64_t numbers;  // of the sequence's first row
+};
+static_assert(sizeof(Head) <= kSecondHeadBytes);
+// Finds it, by one thread, between two barriers.
+template <class C>
+__device__ __forceinline__ const Head& find_head(char* shared, const AttentionSecondParams& p,
+                                                 const Sequence& seq, int batch, int head) {
+  Head& found = *reinterpret_cast<Head*>(shared + kHead);
+  __syncthreads();  // everyone is done with the one before
+  if (ptx::opaque_thread() == 0) {
+    found.in = find_inputs<C>(p, seq, batch, head);
+    found.bias = find_bias<C>(p, seq, batch, head);
+    found.bias_move = find_bias_move<C>(p, seq, batch, head);
+    found.grad_bias = find_grad_bias<C>(p, seq, batch, head);
+    // Rows of a head are those of all sequences.
+    found.numbers = head * p.rows_of_head + (p.blocks ? seq.token_q : int64_t{batch} * p.len_q);
+  }
+  __syncthreads();  // it is found
+  return found;
+}
+
 // Which query and key of the tile a lane holds in element i of fragment n.
 template <By kBy>
 struct LanePair {
@@ -126,12 +152,6 @@ __device__ __forceinline__ void load_numbers(char* shared, int64_t first_row, in
   if (row < there) numbers = reinterpret_cast<const float4*>(p.row_numbers)[first_row + row];
   reinterpret_cast<float4*>(shared + kNumbers)[row] = numbers;
 }
-// Where the numbers of a sequence's first row are.
-__device__ __forceinline__ int64_t first_number(const AttentionSecondParams& p, const Sequence& seq,
-                                                int batch, int head) {
-  return head * p.rows_of_head + (p.blocks ? seq.token_q : int64_t{batch} * p.len_q);
-}
-
 // From the products of a tile to the weights of its gradients, by pairs:
 //   move           Z = P ((dP - delta)(S' - lse') + dP' - out'.dO), which is the bias's gradient;
 //                  then the gradient of scale * q.k: times the slope, and dS times its bend

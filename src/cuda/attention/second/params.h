@@ -11,8 +11,10 @@ namespace flashmoe::cuda {
 inline constexpr int kSecondRows = 32, kSecondColumns = 64;
 inline constexpr int kSecondThreads = kSecondRows * 2;
 inline constexpr int kSecondTileBytes = kSecondRows * kSecondColumns * 4;
-inline constexpr int kSecondSharedBytes = 7 * kSecondTileBytes + kSecondRows * 16;
-inline constexpr int kSecondCtas = 4;        // that an SM's registers are to hold
+inline constexpr int kSecondHeadBytes = 256;  // where all of it comes from
+inline constexpr int kSecondSharedBytes =
+    7 * kSecondTileBytes + kSecondRows * 16 + kSecondHeadBytes;
+inline constexpr int kSecondCtas = 3;  // that an SM is to hold: as many as Hopper has memory for
 inline constexpr int kSecondRowsOfCta = 32;  // of the kernel that goes row by row
 
 constexpr int second_chunks(int head_dim) {

@@ -20,10 +20,7 @@ __device__ __forceinline__ void attention_second_queries(const AttentionSecondPa
                   place.kind == RaggedKind::kRest ? 0.f : NAN);
     return;
   }
-  const Inputs in = find_inputs<C>(p, seq, place.batch, place.head);
-  const PairRows bias = find_bias<C>(p, seq, place.batch, place.head);
-  const PairRows bias_move = find_bias_move<C>(p, seq, place.batch, place.head);
-  const int64_t numbers = first_number(p, seq, place.batch, place.head) + first;
+  const Head& h = find_head<C>(shared, p, seq, place.batch, place.head);
   const int key_begin = seq.begin(first, p), key_end = seq.end(end - 1, p);
   const int columns = min(p.head_dim - place.chunk * kColumns, kColumns);
   Sums sums;
@@ -37,16 +34,18 @@ __device__ __forceinline__ void attention_second_queries(const AttentionSecondPa
     for (int key = key_begin / kRows * kRows; key < key_end; key += kRows) {
       Products x;
       Pairs rBias, rBiasMove;
-      find_products<C, By::kQueries>(x, smem, in, first, key, place.chunk, own_there, seq, p, [&] {
-        if (!own_there) load_numbers(shared, numbers, end - first, p);
-      });
+      find_products<C, By::kQueries>(x, smem, h.in, first, key, place.chunk, own_there, seq, p,
+                                     [&] {
+                                       if (!own_there)
+                                         load_numbers(shared, h.numbers + first, end - first, p);
+                                     });
       own_there = true;
-      read_pairs<By::kQueries>(rBias, bias, first, key, seq);
-      read_pairs<By::kQueries>(rBiasMove, bias_move, first, key, seq);
+      read_pairs<By::kQueries>(rBias, h.bias, first, key, seq);
+      read_pairs<By::kQueries>(rBiasMove, h.bias_move, first, key, seq);
       differentiate<By::kQueries>(x, rBias, rBiasMove, shared, first, key, seq, p,
                                   [](int, int, float) {});
       add_rows<C>(sums, x.move, smem + kKey, columns, guarded);
-      if (in.key_move) add_rows<C>(sums, x.gradient, smem + kKeyMove, columns, guarded);
+      if (h.in.key_move) add_rows<C>(sums, x.gradient, smem + kKeyMove, columns, guarded);
     }
     if (guarded || !__syncthreads_or(!all_finite(sums))) break;
     guarded = true;

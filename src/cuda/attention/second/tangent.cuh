@@ -105,9 +105,7 @@ __device__ __forceinline__ void attention_tangent(const AttentionSecondParams& p
     return;
   }
   const int end = min(first + kRows, seq.len_q), lane = ptx::opaque_thread() % 32;
-  const Inputs in = find_inputs<C>(p, seq, batch, head);
-  const PairRows bias = find_bias<C>(p, seq, batch, head);
-  const PairRows bias_move = find_bias_move<C>(p, seq, batch, head);
+  const Head& h = find_head<C>(shared, p, seq, batch, head);
   const float* lse = p.lse + offset(p, p.lse_strides, batch, head, seq.token_q);
   const int key_begin = seq.begin(first, p), key_end = seq.end(end - 1, p);
   const int columns = min(p.head_dim_v - place.chunk * kColumns, kColumns);
@@ -130,14 +128,14 @@ __device__ __forceinline__ void attention_tangent(const AttentionSecondParams& p
     for (int key = key_begin / kRows * kRows; key < key_end; key += kRows) {
       Products x;
       Pairs rBias, rBiasMove;
-      find_products<C, By::kTangent>(x, smem, in, first, key, place.chunk, own_there, seq, p,
+      find_products<C, By::kTangent>(x, smem, h.in, first, key, place.chunk, own_there, seq, p,
                                      [] {});
       own_there = true;
-      read_pairs<By::kTangent>(rBias, bias, first, key, seq);
-      read_pairs<By::kTangent>(rBiasMove, bias_move, first, key, seq);
+      read_pairs<By::kTangent>(rBias, h.bias, first, key, seq);
+      read_pairs<By::kTangent>(rBiasMove, h.bias_move, first, key, seq);
       move_softmax(x, rows, rBias, rBiasMove, first, key, seq, p);
       add_rows<C>(sums, x.move, smem + kValue, columns, guarded);
-      if (in.value_move) add_rows<C>(sums, x.score, smem + kValueMove, columns, guarded);
+      if (h.in.value_move) add_rows<C>(sums, x.score, smem + kValueMove, columns, guarded);
     }
     if (guarded || !__syncthreads_or(!all_finite(sums))) break;
     guarded = true;

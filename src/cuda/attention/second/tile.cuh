@@ -55,7 +55,8 @@ using Sums = float[kColumns / 8][4];
 inline constexpr uint32_t kQuery = 0, kQueryMove = kSecondTileBytes, kKey = 2 * kSecondTileBytes,
                           kKeyMove = 3 * kSecondTileBytes, kValue = 4 * kSecondTileBytes,
                           kValueMove = 5 * kSecondTileBytes, kGradOut = 6 * kSecondTileBytes,
-                          kNumbers = 7 * kSecondTileBytes;  // float4 of each row of queries
+                          kNumbers = 7 * kSecondTileBytes,  // float4 of each row of queries
+    kHead = kNumbers + kRows * 16;                          // Head
 
 // The tile of a CTA.
 struct Place {

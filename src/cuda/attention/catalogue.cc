@@ -97,7 +97,8 @@ class Lister {
         const std::string name = text(family, "_", role_name(role), "_", dtype_suffix(dtype));
         const KernelId id = embedded_kernel(image, name, name);
         if (role == Role::kSecondRows || role == Role::kSecondSinks) {
-          add({id, family, role, dtype, 0, 0, 0, kRowThreads, 0, 0});
+          const int shared_bytes = role == Role::kSecondSinks ? kSecondSinksSharedBytes : 0;
+          add({id, family, role, dtype, 0, 0, 0, kRowThreads, shared_bytes, 0});
         } else {
           add({id, family, role, dtype, 0, kSecondRows, kSecondRows, kSecondThreads,
                kSecondSharedBytes, kSecondCtas});

@@ -15,6 +15,7 @@ inline constexpr int kSecondHeadBytes = 256;  // where all of it comes from
 inline constexpr int kSecondSharedBytes =
     7 * kSecondTileBytes + kSecondRows * 16 + kSecondHeadBytes;
 inline constexpr int kSecondCtas = 3;  // that an SM is to hold: as many as Hopper has memory for
+inline constexpr int kSecondSinksSharedBytes = 16;
 inline constexpr int kSecondRowsOfCta = 32;  // of the kernel that goes row by row
 
 constexpr int second_chunks(int head_dim) {

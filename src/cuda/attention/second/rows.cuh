@@ -99,8 +99,8 @@ __device__ __forceinline__ void attention_second_rows(const AttentionSecondParam
 // added up in a fixed order. The grid is the heads.
 template <class C>
 __device__ __forceinline__ void attention_second_sinks(const AttentionSecondParams& p) {
-  constexpr int kWarps = kRowThreads / 32;
-  __shared__ float sums[kWarps];
+  extern __shared__ __align__(1024) char shared[];
+  float* const sums = reinterpret_cast<float*>(shared);  // of each warp
   const int head = blockIdx.x;
   const Element element = p.sinks_are_fp32 ? Element::kFp32 : C::kElement;
   const float sink = sink_of_head<C>(head, p);
@@ -124,7 +124,7 @@ __device__ __forceinline__ void attention_second_sinks(const AttentionSecondPara
   __syncthreads();  // the sums of all warps are there
   if (threadIdx.x != 0) return;
   sum = 0;
-  for (int warp = 0; warp < kWarps; ++warp) sum += sums[warp];
+  for (int warp = 0; warp < kRowThreads / 32; ++warp) sum += sums[warp];
   write_element(element, p.grad_sinks, head * p.grad_sink_step, sum);
 }
 

@@ -4,7 +4,8 @@
 //
 // out comes rounded to its dtype: `shift`, any number for each query, takes the weight off it. It
 // is the mean of S' over the first keys that the query sees, and all of lse' where there are no
-// others.
+// others. P is divided by its sum, which is 1 but for what the scores here and those that lse comes
+// from were rounded differently: gradients of gradients are differences from these means.
 #pragma once
 
 #include "cuda/attention/second/pairs.cuh"
@@ -20,7 +21,8 @@ __device__ __forceinline__ float row_sum(float x) {
 // What a lane knows of rows r and r + 8.
 struct TangentRows {
   float lse[2], lse_move[2], shift[2];
-  bool has_shift[2];
+  float weight[2];  // the sum of P
+  bool has_shift[2], sees_keys[2];
 };
 
 // The products of a tile to P, in place of the score, and P (S' - shift), in place of its move.
@@ -42,12 +44,14 @@ __device__ __forceinline__ void move_softmax(Products& x, TangentRows& rows, con
       if (s.seen) {
         sum[i / 2] += s.probability * s.move;
         weight[i / 2] += s.probability;
+        rows.sees_keys[i / 2] = true;
       }
     }
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     rows.lse_move[half] += sum[half];
+    rows.weight[half] += weight[half];
     const float all = row_sum(weight[half]), mean = row_sum(sum[half]) / all;
     if (!rows.has_shift[half] && all > 0) {
       rows.shift[half] = mean;
@@ -65,15 +69,22 @@ __device__ __forceinline__ void move_softmax(Products& x, TangentRows& rows, con
   }
 }
 
-// How lse moves with the head's sink, the score of a key whose value is 0.
+// A head's sink, the score of a key whose value is 0: its weight in a row, and how it moves.
+struct Sink {
+  float weight = 0, move = 0;
+};
 template <class C>
-__device__ __forceinline__ float sink_move(float lse, int head, const AttentionSecondParams& p) {
-  if (!p.sinks || !p.tangent_sinks) return 0;
+__device__ __forceinline__ Sink find_sink(float lse, int head, const AttentionSecondParams& p) {
+  if (!p.sinks) return {};
   const Element element = p.sinks_are_fp32 ? Element::kFp32 : C::kElement;
   const float sink = read_element(element, p.sinks, head * p.sink_head);
-  if (sink == -INFINITY) return 0;
-  return ptx::ex2_approx_ftz((sink - lse) * kLog2e) *
-         read_element(element, p.tangent_sinks, head * p.tangent_sink_step);
+  if (sink == -INFINITY) return {};
+  Sink found;
+  found.weight = ptx::ex2_approx_ftz((sink - lse) * kLog2e);
+  if (p.tangent_sinks) {
+    found.move = read_element(element, p.tangent_sinks, head * p.tangent_sink_step);
+  }
+  return found;
 }
 
 template <class C>
@@ -120,8 +131,8 @@ __device__ __forceinline__ void attention_tangent(const AttentionSecondParams& p
     for (int half = 0; half < 2; ++half) {
       const int row = first + warp_row() + lane / 4 + 8 * half;
       rows.lse[half] = row < end ? lse[row * p.lse_strides.row] : 0;
-      rows.lse_move[half] = rows.shift[half] = 0;
-      rows.has_shift[half] = false;
+      rows.lse_move[half] = rows.shift[half] = rows.weight[half] = 0;
+      rows.has_shift[half] = rows.sees_keys[half] = false;
     }
     bool own_there = false;
 #pragma unroll 1
@@ -140,22 +151,32 @@ __device__ __forceinline__ void attention_tangent(const AttentionSecondParams& p
     if (guarded || !__syncthreads_or(!all_finite(sums))) break;
     guarded = true;
   }
+  float rest[2];  // of lse', times which out is taken off
+  float share[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = first + warp_row() + lane / 4 + 8 * half;
-    rows.lse_move[half] = row_sum(rows.lse_move[half]) + sink_move<C>(rows.lse[half], head, p);
+    const Sink sink = find_sink<C>(rows.lse[half], head, p);
+    const float all = row_sum(rows.weight[half]) + sink.weight;
+    share[half] = all == 0 ? 0 : 1 / all;  // 0: the row sees nothing
+    const float move = (row_sum(rows.lse_move[half]) + sink.weight * sink.move) * share[half];
     if (p.tangent_lse && row < end && lane % 4 == 0 && place.chunk == 0) {
-      to_lse[row * p.tangent_lse_strides.row] = rows.lse_move[half];
+      to_lse[row * p.tangent_lse_strides.row] = move;
     }
+    // A row that sees a sink alone has an out of 0, however the sink moves.
+    const bool sees_keys = row_sum(rows.sees_keys[half]) > 0;
+    rest[half] = sees_keys ? move - rows.shift[half] : 0;
   }
   if (!p.tangent_out) return;
   const char* out = rows_of<C::kBytes>(p.out, p, p.out_strides, batch, head, seq.token_q);
   for_each_two(sums, first, end, place.chunk, p.head_dim_v, [&](int row, int column, float2 x) {
-    const int half = (row - first) / 8 % 2;
-    const float rest = half ? rows.lse_move[1] - rows.shift[1] : rows.lse_move[0] - rows.shift[0];
+    const bool second = (row - first) / 8 % 2;
+    const float move = second ? rest[1] : rest[0];
+    x.x *= second ? share[1] : share[0];
+    x.y *= second ? share[1] : share[0];
     const char* from = out + row * p.out_strides.row * C::kBytes;
-    x.x -= rest * read_element(C::kElement, from, column);
-    if (column + 1 < p.head_dim_v) x.y -= rest * read_element(C::kElement, from, column + 1);
+    x.x -= move * read_element(C::kElement, from, column);
+    if (column + 1 < p.head_dim_v) x.y -= move * read_element(C::kElement, from, column + 1);
     write_two<C>(const_cast<char*>(to) + row * p.tangent_out_strides.row * C::kBytes, column,
                  p.head_dim_v, x);
   });

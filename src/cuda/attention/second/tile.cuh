@@ -23,6 +23,25 @@ namespace flashmoe::cuda::second {
 inline constexpr int kRows = kSecondRows, kColumns = kSecondColumns, kThreads = kSecondThreads;
 using Tile = FloatTile<kColumns>;
 
+// ThreeTf32 with the larger part rounded to the nearest, which halves the smaller: its products
+// with each other, which are left out, are then below 2^-22 of the whole. Scores of a sharp softmax
+// are large, and gradients of gradients feel their last digits. (A NaN is lost in the larger part,
+// and is in the smaller.)
+struct RoundedTf32 : ThreeTf32 {
+  template <int kCount>
+  static __device__ __forceinline__ Split<kCount> split(const float (&x)[kCount]) {
+    Split<kCount> s;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      s.big[i] = (__float_as_uint(x[i]) + 0x1000u) & 0xffffe000u;
+      s.small[i] = __float_as_uint(x[i] - __uint_as_float(s.big[i]));
+    }
+    return s;
+  }
+  static __device__ __forceinline__ Left left(const float (&a)[4]) { return split(a); }
+  static __device__ __forceinline__ Right right(const float (&b)[2]) { return split(b); }
+};
+
 // TF32 holds every number of 16 bits: what comes from tensors needs no rounding, what was computed
 // does.
 struct HalfTf32 : OneTf32 {
@@ -39,7 +58,7 @@ struct Config {
   static constexpr bool kFp32 = kElement == Element::kFp32;
   static constexpr int kBytes = kFp32 ? 4 : 2;
   static constexpr bool kFma = !kTf32;
-  using Product = std::conditional_t<kFp32, ThreeTf32, HalfTf32>;
+  using Product = std::conditional_t<kFp32, RoundedTf32, HalfTf32>;
 };
 
 // second_chunks() on the device.

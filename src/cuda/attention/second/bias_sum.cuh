@@ -38,8 +38,8 @@ __device__ __forceinline__ void add_step(Pairs& sums, char* shared, const StepPl
   find_products<C, By::kQueries>(x, smem, h.in, row, key, 0, false, seq, p, [&] {
     load_numbers(shared, h.numbers + row, seq.len_q - row, p);
   });
-  read_pairs<By::kQueries>(bias, h.bias, row, key, seq);
-  read_pairs<By::kQueries>(bias_move, h.bias_move, row, key, seq);
+  read_pairs<C, By::kQueries>(bias, h.bias, row, key, seq);
+  read_pairs<C, By::kQueries>(bias_move, h.bias_move, row, key, seq);
   differentiate<By::kQueries>(x, bias, bias_move, shared, row, key, seq, p,
                               [&](int n, int i, float z) { sums[0][n][i] += z; });
 }
@@ -53,6 +53,7 @@ __device__ __forceinline__ float4* split_sums(int tile, int split, const Attenti
 }
 
 // Stores the tile, as it is or summed over its rows or keys.
+template <class C>
 __device__ __forceinline__ void store_tile_sums(const Pairs& sums, char* shared,
                                                 const PairRows& grad, const SumTile& tile,
                                                 bool sum_rows, bool sum_keys) {
@@ -75,7 +76,7 @@ __device__ __forceinline__ void store_tile_sums(const Pairs& sums, char* shared,
     for (int r = row; r < (sum_rows ? kRows : row + 1); ++r) {
       for (int k = key; k < (sum_keys ? kRows : key + 1); ++k) sum += sTile[r * kSumPitch + k];
     }
-    grad.write(tile.first_query + row, tile.first_key + key, sum);
+    grad.template write<C>(tile.first_query + row, tile.first_key + key, sum);
   }
 }
 
@@ -121,7 +122,7 @@ __device__ __forceinline__ void sum_tile(char* shared, const RaggedBlock* slot, 
   Sequence seq;
   if (slot) seq = find_sequence(*slot);
   const PairRows grad = find_grad_bias<C>(p, seq, tile.batch, tile.head);
-  store_tile_sums(sums, shared, grad, tile, grad.row == 0, grad.column == 0);
+  store_tile_sums<C>(sums, shared, grad, tile, grad.row == 0, grad.column == 0);
 }
 
 // The grid is (tiles of the gradient x splits, its heads, its batches); the last of the two
@@ -140,7 +141,7 @@ __device__ __forceinline__ void attention_second_bias_sum(const AttentionSecondP
     const PairRows grad = find_grad_bias<C>(p, find_sequence(*slot), 0, 0);
     const float value = slot->kind == RaggedKind::kRest ? 0.f : NAN;
     for (int64_t i = ptx::opaque_thread(); i < slot->token_q; i += kThreads) {
-      grad.write(0, i, value);
+      grad.template write<C>(0, i, value);
     }
     return;
   }

@@ -29,7 +29,7 @@ __device__ __forceinline__ void fill_grad_bias(const PairRows& grad, const Query
     if (row == seen.begin && seen.begin < seen.end) row = seen.end;
     if (row >= seq.len_q) return;
     for (int key = ptx::opaque_thread(); key < keys; key += kThreads) {
-      grad.write(row, first + key, value);
+      grad.template write<C>(row, first + key, value);
     }
   }
 }
@@ -54,7 +54,8 @@ __device__ __forceinline__ void fill_keys(const Place& place, int stored, float 
       fill_grad_bias<C>(grad, QueryRange(1, 0, seq, p), first, end - first, value, seq);
       continue;
     }
-    for (int64_t i = ptx::opaque_thread(); i < seq.token_q; i += kThreads) grad.write(0, i, value);
+    for (int64_t i = ptx::opaque_thread(); i < seq.token_q; i += kThreads)
+      grad.template write<C>(0, i, value);
   }
 }
 
@@ -101,13 +102,13 @@ __device__ __forceinline__ void attention_second_keys(const AttentionSecondParam
           load_numbers(shared, h.numbers + row, seq.len_q - row, p);
         });
         own_there = true;
-        read_pairs<By::kKeys>(rBias, h.bias, row, first, seq);
-        read_pairs<By::kKeys>(rBiasMove, h.bias_move, row, first, seq);
+        read_pairs<C, By::kKeys>(rBias, h.bias, row, first, seq);
+        read_pairs<C, By::kKeys>(rBiasMove, h.bias_move, row, first, seq);
         differentiate<By::kKeys>(
             x, rBias, rBiasMove, shared, row, first, seq, p, [&](int n, int i, float z) {
               const LanePair<By::kKeys> at(n, i);
               if (!wants_bias || row + at.row >= seq.len_q || first + at.key >= stored) return;
-              h.grad_bias.write(row + at.row, first + at.key, z);
+              h.grad_bias.template write<C>(row + at.row, first + at.key, z);
             });
         if (wants_key) {
           add_rows<C>(key_sums, x.move, smem + kQuery, columns, guarded);

@@ -10,16 +10,18 @@ namespace flashmoe::cuda::second {
 struct PairRows {
   char* data;  // of the first query and key; null: none
   int64_t row, column;
-  Element element;
+  bool is_fp32;
   bool is_mask;  // bytes, of which 0 hides the key
 
+  template <class C>
   __device__ __forceinline__ float read(int row_of, int key) const {
     const int64_t at = row_of * row + key * column;
     if (is_mask) return data[at] ? 0.f : -INFINITY;
-    return read_element(element, data, at);
+    return read_number<C>(is_fp32, data, at);
   }
+  template <class C>
   __device__ __forceinline__ void write(int64_t row_of, int64_t key, float x) const {
-    write_element(element, data, row_of * row + key * column, x);
+    write_number<C>(is_fp32, data, row_of * row + key * column, x);
   }
 };
 template <class C>
@@ -35,7 +37,7 @@ __device__ __forceinline__ PairRows find_pairs(const void* data, const Strides& 
            : nullptr;
   rows.row = p.blocks ? seq.len_k * column : strides.row;
   rows.column = column;
-  rows.element = p.bias_is_fp32 ? Element::kFp32 : C::kElement;
+  rows.is_fp32 = p.bias_is_fp32;
   rows.is_mask = is_mask;
   return rows;
 }
@@ -96,7 +98,7 @@ struct LanePair {
 
 // Reads what a lane holds of the tile that begins at (row, key); 0 outside of the tensor, and where
 // there is none. All of it before any is used: the reads are on their way together.
-template <By kBy>
+template <class C, By kBy>
 __device__ __forceinline__ void read_pairs(Pairs& x, const PairRows& from, int row, int key,
                                            const Sequence& seq) {
   set_zero(x);
@@ -107,7 +109,7 @@ __device__ __forceinline__ void read_pairs(Pairs& x, const PairRows& from, int r
     for (int i = 0; i < 4; ++i) {
       const LanePair<kBy> at(n, i);
       const bool there = row + at.row < seq.len_q && key + at.key < seq.len_k;
-      if (there) x[0][n][i] = from.read(row + at.row, key + at.key);
+      if (there) x[0][n][i] = from.template read<C>(row + at.row, key + at.key);
     }
   }
 }

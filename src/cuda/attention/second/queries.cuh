@@ -40,8 +40,8 @@ __device__ __forceinline__ void attention_second_queries(const AttentionSecondPa
                                          load_numbers(shared, h.numbers + first, end - first, p);
                                      });
       own_there = true;
-      read_pairs<By::kQueries>(rBias, h.bias, first, key, seq);
-      read_pairs<By::kQueries>(rBiasMove, h.bias_move, first, key, seq);
+      read_pairs<C, By::kQueries>(rBias, h.bias, first, key, seq);
+      read_pairs<C, By::kQueries>(rBiasMove, h.bias_move, first, key, seq);
       differentiate<By::kQueries>(x, rBias, rBiasMove, shared, first, key, seq, p,
                                   [](int, int, float) {});
       add_rows<C>(sums, x.move, smem + kKey, columns, guarded);

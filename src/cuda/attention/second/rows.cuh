@@ -48,7 +48,7 @@ __device__ __forceinline__ int64_t row_at(const Strides& strides, int head, int6
 template <class C>
 __device__ __forceinline__ float sink_of_head(int head, const AttentionSecondParams& p) {
   if (!p.sinks) return -INFINITY;
-  return read_element(p.sinks_are_fp32 ? Element::kFp32 : C::kElement, p.sinks, head * p.sink_head);
+  return read_number<C>(p.sinks_are_fp32, p.sinks, head * p.sink_head);
 }
 
 // The numbers of each row: lse, delta, lse' and out'.dO. The grid is all rows of all heads.
@@ -102,10 +102,9 @@ __device__ __forceinline__ void attention_second_sinks(const AttentionSecondPara
   extern __shared__ __align__(1024) char shared[];
   float* const sums = reinterpret_cast<float*>(shared);  // of each warp
   const int head = blockIdx.x;
-  const Element element = p.sinks_are_fp32 ? Element::kFp32 : C::kElement;
   const float sink = sink_of_head<C>(head, p);
-  const float move =
-      p.tangent_sinks ? read_element(element, p.tangent_sinks, head * p.tangent_sink_step) : 0;
+  const int64_t at = head * p.tangent_sink_step;
+  const float move = p.tangent_sinks ? read_number<C>(p.sinks_are_fp32, p.tangent_sinks, at) : 0;
   const float4* numbers = reinterpret_cast<const float4*>(p.row_numbers) + head * p.rows_of_head;
   float sum = 0;
   if (sink != -INFINITY) {  // no sink has no gradient, whatever the rows hold
@@ -125,7 +124,7 @@ __device__ __forceinline__ void attention_second_sinks(const AttentionSecondPara
   if (threadIdx.x != 0) return;
   sum = 0;
   for (int warp = 0; warp < kRowThreads / 32; ++warp) sum += sums[warp];
-  write_element(element, p.grad_sinks, head * p.grad_sink_step, sum);
+  write_number<C>(p.sinks_are_fp32, p.grad_sinks, head * p.grad_sink_step, sum);
 }
 
 }  // namespace flashmoe::cuda::second

@@ -76,13 +76,12 @@ struct Sink {
 template <class C>
 __device__ __forceinline__ Sink find_sink(float lse, int head, const AttentionSecondParams& p) {
   if (!p.sinks) return {};
-  const Element element = p.sinks_are_fp32 ? Element::kFp32 : C::kElement;
-  const float sink = read_element(element, p.sinks, head * p.sink_head);
+  const float sink = read_number<C>(p.sinks_are_fp32, p.sinks, head * p.sink_head);
   if (sink == -INFINITY) return {};
   Sink found;
   found.weight = ptx::ex2_approx_ftz((sink - lse) * kLog2e);
   if (p.tangent_sinks) {
-    found.move = read_element(element, p.tangent_sinks, head * p.tangent_sink_step);
+    found.move = read_number<C>(p.sinks_are_fp32, p.tangent_sinks, head * p.tangent_sink_step);
   }
   return found;
 }
@@ -142,8 +141,8 @@ __device__ __forceinline__ void attention_tangent(const AttentionSecondParams& p
       find_products<C, By::kTangent>(x, smem, h.in, first, key, place.chunk, own_there, seq, p,
                                      [] {});
       own_there = true;
-      read_pairs<By::kTangent>(rBias, h.bias, first, key, seq);
-      read_pairs<By::kTangent>(rBiasMove, h.bias_move, first, key, seq);
+      read_pairs<C, By::kTangent>(rBias, h.bias, first, key, seq);
+      read_pairs<C, By::kTangent>(rBiasMove, h.bias_move, first, key, seq);
       move_softmax(x, rows, rBias, rBiasMove, first, key, seq, p);
       add_rows<C>(sums, x.move, smem + kValue, columns, guarded);
       if (h.in.value_move) add_rows<C>(sums, x.score, smem + kValueMove, columns, guarded);

@@ -61,6 +61,21 @@ struct Config {
   using Product = std::conditional_t<kFp32, RoundedTf32, HalfTf32>;
 };
 
+// A number of a tensor that is fp32, or of the inputs' dtype.
+template <class C>
+__device__ __forceinline__ float read_number(bool is_fp32, const void* data, int64_t index) {
+  return is_fp32 ? read_element(Element::kFp32, data, index)
+                 : read_element(C::kElement, data, index);
+}
+template <class C>
+__device__ __forceinline__ void write_number(bool is_fp32, void* data, int64_t index, float x) {
+  if (is_fp32) {
+    write_element(Element::kFp32, data, index, x);
+  } else {
+    write_element(C::kElement, data, index, x);
+  }
+}
+
 // second_chunks() on the device.
 __device__ __forceinline__ int chunks_of(int head_dim) {
   return (head_dim + kColumns - 1) / kColumns;

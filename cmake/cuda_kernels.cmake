@@ -32,6 +32,11 @@ foreach(family IN LISTS flashmoe_families)
   set(flashmoe_head_dims_${family}_paged_fp8 64 128 256 512)
 endforeach()
 
+# Attention in fp32: kernels/fp32, with three TF32 products for each (FMAs on sm75), and with one.
+set(flashmoe_fp32_sm75 fp32)
+set(flashmoe_fp32_sm80 fp32 tf32)
+set(flashmoe_fp32_head_dims 32 64 128 256)
+
 # What is compiled for a chip, and what the library knows of it: compute capability, whether it runs on that chip only,
 # whether it has PTX. An sm_80 image runs on 8.6 and 8.9 as it is; PTX is for chips to come. Hopper's own instructions
 # (sm_90a) are on no other chip, so there is no PTX of them.
@@ -144,7 +149,8 @@ message(STATUS "flashmoe: CUDA kernels of ${listed} (FLASHMOE_FAMILIES=${FLASHMO
 
 # Fatbins and sources must belong together: the hash of all device sources goes with the fatbins.
 file(GLOB_RECURSE device_sources RELATIVE ${PROJECT_SOURCE_DIR} CONFIGURE_DEPENDS
-  src/cuda/*.cu src/cuda/*.cuh src/cuda/attention/paged.h src/cuda/attention/params.h src/cuda/attention/tiles.h src/cuda/attention/sm90/*.h src/cuda/attention/second/*.h
+  src/cuda/*.cu src/cuda/*.cuh src/cuda/attention/paged.h src/cuda/attention/params.h src/cuda/attention/tiles.h src/cuda/attention/sm90/*.h
+  src/cuda/attention/fp32/*.h src/cuda/attention/second/*.h
   src/cuda/tile/*.h src/cuda/tma/*.h src/cuda/attention/kernels/*.h
   src/cuda/cache/params.h src/cuda/moe/params.h src/cuda/moe/tiles.h src/cuda/moe/sm90/*.h src/cuda/moe/kernels/*.h)
 list(SORT device_sources)
@@ -245,11 +251,35 @@ function(flashmoe_add_operator operator family chip)
   set(images "${images}" PARENT_SCOPE)
 endfunction()
 
+# The images of attention in fp32. Kernels without a tile have one dtype.
+function(flashmoe_add_fp32 family chip)
+  set(folder attention/kernels/fp32)
+  file(GLOB passes RELATIVE ${PROJECT_SOURCE_DIR}/src/cuda/${folder} CONFIGURE_DEPENDS src/cuda/${folder}/*.cu)
+  foreach(file IN LISTS passes)
+    get_filename_component(pass ${file} NAME_WE)
+    foreach(dtype IN LISTS flashmoe_fp32_${family})
+      set(options -DFLASHMOE_FAMILY=${family} -DFLASHMOE_DTYPE=${dtype}
+        "-DFLASHMOE_TABLE=\"cuda/attention/kernels/fp32.h\"" "-DFLASHMOE_CHIP=\"cuda/tile/chip_${family}.cuh\"")
+      set(image ${family}_attention_${pass}_${dtype})
+      if(NOT pass STREQUAL "small")
+        foreach(head_dim IN LISTS flashmoe_fp32_head_dims)
+          flashmoe_add_image(${family} ${chip} ${folder}/${file} ${image}_d${head_dim} ${options}
+            -DFLASHMOE_HEAD_DIM=${head_dim})
+        endforeach()
+      elseif(dtype STREQUAL "fp32")
+        flashmoe_add_image(${family} ${chip} ${folder}/${file} ${image} ${options})
+      endif()
+    endforeach()
+  endforeach()
+  set(images "${images}" PARENT_SCOPE)
+endfunction()
+
 foreach(one IN LISTS chosen)
   string(REPLACE ":" ";" one ${one})
   list(GET one 0 family)
   list(GET one 1 chip)
   flashmoe_add_operator(attention ${family} ${chip})
+  flashmoe_add_fp32(${family} ${chip})
   flashmoe_add_operator(moe ${family} ${chip})
   flashmoe_add_image(${family} ${chip} cache/kernels/append.cu ${family}_cache_append -DFLASHMOE_FAMILY=${family})
 endforeach()

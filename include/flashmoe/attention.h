@@ -63,6 +63,7 @@ struct AttentionOptions {
   std::optional<double> scale;  // 1 / sqrt(D) unless given
   double softcap = 0;           // c * tanh(x / c) for c > 0; 0 = off
   bool deterministic = false;   // ask for a bitwise reproducible backward pass
+  bool allow_tf32 = false;      // fp32 on CUDA: one TF32 product where fp32's accuracy takes three
   double dropout_p = 0;         // share of the pairs (query, key) to drop after the softmax, 0 to 1
 
   bool operator==(const AttentionOptions&) const = default;

@@ -6,7 +6,7 @@ from operator import index
 
 # By name: an attribute of torch costs 50 ns, and host time is counted.
 from torch import Tensor, are_deterministic_algorithms_enabled, float32, full, int64, randint
-from torch._C import _are_functorch_transforms_active
+from torch._C import _are_functorch_transforms_active, _get_cublas_allow_tf32
 from torch.compiler import is_compiling
 
 from . import _autograd, _library, _nested
@@ -96,7 +96,16 @@ def _score_options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap) -
     )
 
 
+def _allows_tf32(q: Tensor) -> bool:
+    """Whether fp32 products on a GPU may be TF32's, as torch's own matmul would say now.
+
+    torch.compile guards on it, and what it traces keeps it.
+    """
+    return q.dtype is float32 and not q.is_cpu and _get_cublas_allow_tf32()
+
+
 def _options(
+    q,
     max_seqlen_q,
     max_seqlen_k,
     causal,
@@ -111,7 +120,7 @@ def _options(
     if deterministic is None:
         deterministic = are_deterministic_algorithms_enabled()
     scores = _score_options(max_seqlen_q, max_seqlen_k, causal, window, scale, softcap)
-    return (*scores, deterministic, dropout_p, seed)
+    return (*scores, deterministic, _allows_tf32(q), dropout_p, seed)
 
 
 def flash_attention(
@@ -154,7 +163,7 @@ def flash_attention(
         return_lse: also return the natural log of the softmax denominator, ``(..., Hq, Sq)``, in
             float32 (float64 for float64 inputs); it is differentiable too.
         deterministic: bitwise reproducible gradients. ``None`` follows
-            :func:`torch.use_deterministic_algorithms`. On the CPU they always are.
+            :func:`torch.use_deterministic_algorithms`. On the CPU and in float32 they always are.
         sinks: ``(Hq,)``, in q's dtype or float32: ``exp(sink)`` joins the denominator of every row
             of a head, as the score of a key whose value is 0. ``lse`` counts it; ``-inf`` is none.
             Their gradient is bitwise reproducible.
@@ -163,6 +172,9 @@ def flash_attention(
         seed: which weights are dropped: an int, or one number in an int64 tensor on q's device.
             The same seed drops the same on every device, forward and backward. ``None`` draws it
             from torch's default generator of the device, which :func:`torch.manual_seed` sets.
+
+    float32 on a GPU has float32's accuracy, or TF32's where
+    :func:`torch.set_float32_matmul_precision` allows that for matrix products.
 
     Under :class:`torch.autocast` q, k, v and bias are cast to its dtype (float64 is left alone), as
     for SDPA; gradients have the dtypes of the inputs.
@@ -188,7 +200,7 @@ def flash_attention(
             return (out, _nested.like(q, lse)) if return_lse else out
     tensors = (q, k, v, bias, sinks, key_lengths, None, None)
     seed = None if dropout_p == 0 else _seed(dropout_p, seed, q.device)
-    options = _options(0, 0, causal, window, scale, softcap, deterministic, dropout_p, seed)
+    options = _options(q, 0, 0, causal, window, scale, softcap, deterministic, dropout_p, seed)
     return _attend(tensors, options, return_lse)
 
 
@@ -237,5 +249,5 @@ def flash_attention_varlen(
     tensors = (q, k, v, bias, sinks, None, cu_seqlens_q, cu_seqlens_k)
     seed = None if dropout_p == 0 else _seed(dropout_p, seed, q.device)
     lengths = (max_seqlen_q, max_seqlen_k)
-    options = _options(*lengths, causal, window, scale, softcap, deterministic, dropout_p, seed)
+    options = _options(q, *lengths, causal, window, scale, softcap, deterministic, dropout_p, seed)
     return _attend(tensors, options, return_lse)

@@ -62,7 +62,7 @@ def explain(
     lengths = (max_seqlen_q, max_seqlen_k)
     return _library.explain(
         *_in_autocast(tuple(tensors.values())),
-        *_options(*lengths, causal, window, scale, softcap, deterministic, dropout_p, seed),
+        *_options(q, *lengths, causal, window, scale, softcap, deterministic, dropout_p, seed),
         derivative or ("backward" if backward else "forward"),
         device or "",
     )

@@ -18,6 +18,7 @@ std::string options_text(const AttentionProblem& p, const Geometry& g) {
     line += ", " + window_text(g);
   }
   if (g.softcap > 0) line += text(", softcap ", g.softcap);
+  if (p.options.allow_tf32) line += ", TF32 allowed";
   if (p.options.dropout_p > 0) line += text(", dropout ", p.options.dropout_p);
   if (p.bias) line += (p.bias->dtype == DType::kBool ? ", mask " : ", bias ") + spec_text(*p.bias);
   if (p.sinks) line += text(", sinks in ", dtype_name(p.sinks->dtype));

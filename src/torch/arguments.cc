@@ -38,6 +38,7 @@ Arguments Arguments::read(ArgumentReader& in) {
                       .scale = in.next<std::optional<double>>(),
                       .softcap = in.next<double>(),
                       .deterministic = in.next<bool>(),
+                      .allow_tf32 = in.next<bool>(),
                       .dropout_p = in.next<double>()},
           .seed = in.next<OptionalTensor>()};
 }

@@ -33,6 +33,9 @@ AttentionProblem problem_of(const Arguments& a, const Device& device) {
                       spec_of("cu_seqlens_k", *a.cu_seqlens_k), a.max_seqlen_q, a.max_seqlen_k};
   }
   p.options = a.options;
+  // Other dtypes and the CPU know nothing of it: one plan for both.
+  p.options.allow_tf32 &=
+      device.type == DeviceType::kCuda && spec_of("query", a.query).dtype == DType::kFloat32;
   p.seed = spec_of("seed", a.seed);
   return p;
 }

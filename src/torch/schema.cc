@@ -8,7 +8,7 @@
   "Tensor? key_lengths, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "      \
   "SymInt max_seqlen_q, SymInt max_seqlen_k, bool causal, "                \
   "SymInt window_left, SymInt window_right, float? scale, float softcap, " \
-  "bool deterministic, float dropout_p, Tensor? seed"
+  "bool deterministic, bool allow_tf32, float dropout_p, Tensor? seed"
 
 // Tangents (arguments.h) in its order.
 #define FLASHMOE_TANGENTS                                               \

@@ -318,9 +318,68 @@ TEST(refusals_say_why) {
   }
   CHECK(!flashmoe::needs_copy(good(80).query, good(80).device));
 
-  p = problem(Pass::kForward, 1, 2, 100, 64, DType::kFloat32);
+  p = problem(Pass::kForward, 1, 2, 100, 64, DType::kFloat64);
   p.device = good(100).device;
-  check_refused(p, {"query is float32", "float16 and bfloat16", ".cpu()"});
+  check_refused(p, {"query is float64", "float32, float16 and bfloat16", ".cpu()"});
+}
+
+// The tile for a head dim, the kernels around it, and one TF32 product where it may be.
+TEST(fp32_has_kernels_of_its_own) {
+  if (!all_families()) return;
+  for (int cc : {75, 80, 86, 90, 100}) {
+    const std::string family = cc < 80 ? "sm75" : "sm80";
+    for (Pass pass : {Pass::kForward, Pass::kBackward}) {
+      for (int64_t dim : {1, 32, 33, 64, 65, 128, 129, 256}) {
+        for (bool ragged : {false, true}) {
+          for (bool allowed : {false, true}) {
+            AttentionProblem p = cuda_problem(cc, pass, DType::kFloat32, dim, dim, {}, ragged);
+            p.options.allow_tf32 = allowed;
+            const AttentionPlan plan = plan_of(p);
+            const CudaKernel* kernel = find(plan.kernel);
+            CHECK(kernel, plan.kernel);
+            if (!kernel) continue;
+            const std::string product = allowed && cc >= 80 ? "_tf32_d" : "_fp32_d";
+            CHECK_EQ(plan.family, family);
+            CHECK_CONTAINS(plan.kernel, product);
+            CHECK_EQ(kernel->head_dim, dim <= 32 ? 32 : dim <= 64 ? 64 : dim <= 128 ? 128 : 256);
+            CHECK(!plan.dq_order_varies);
+            std::vector<std::string> before, after;
+            if (ragged) before.push_back("attention_ragged_blocks");
+            if (pass == Pass::kBackward) {
+              before.push_back("attention_bwd_preprocess");
+              after.push_back("attention_bwd_dq");
+            }
+            check_names(plan, kernels_before(plan), before);
+            check_names(plan, kernels_after(plan), after);
+            for (const std::string& name : kernels_after(plan)) CHECK_CONTAINS(name, product);
+            // Above head dim 128 two CTAs share a tile of keys.
+            const int64_t tiles = ceil_div(517, plan.block_k);
+            if (pass == Pass::kBackward && !ragged) {
+              CHECK_EQ(int64_t{main_launch(plan).grid[0]}, tiles * (dim > 128 ? 2 : 1));
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// The gradient of a bias: with dQ where it is not shared, even if nobody wants dQ, or summed.
+TEST(fp32_bias) {
+  if (!all_families()) return;
+  const Sizes s;
+  AttentionProblem p = cuda_problem(90, Pass::kBackward, DType::kFloat32, 64, 64, s);
+  p.grad_query.reset();
+  p.bias = p.grad_bias = contiguous(DType::kFloat32, {s.batch, s.heads_q, s.len_q, s.len_k});
+  check_names(plan_of(p), kernels_after(plan_of(p)), {"attention_bwd_bias_dq"});
+  p.bias = p.grad_bias = contiguous(DType::kFloat32, {s.len_q, s.len_k});
+  check_names(plan_of(p), kernels_after(plan_of(p)), {"attention_bwd_bias_sum"});
+  p.grad_query = p.query;
+  p.options.allow_tf32 = true;
+  const AttentionPlan plan = plan_of(p);
+  check_names(plan, kernels_after(plan), {"attention_bwd_bias_dq", "attention_bwd_bias_sum"});
+  for (const std::string& name : kernels_after(plan)) CHECK_CONTAINS(name, "_tf32_d64_");
+  CHECK_CONTAINS(flashmoe::explain(p), "TF32 allowed");
 }
 
 TEST(environment) {
@@ -380,6 +439,7 @@ TEST(every_tile_can_be_forced) {
     if (bias) p.bias = contiguous(wide, {sizes.len_q, sizes.len_k});
     if (rows) p.bias = contiguous(wide, {sizes.batch, sizes.heads_q, sizes.len_q, sizes.len_k});
     if (k.name.find("_general_") != std::string::npos) p.options.softcap = 3;
+    p.options.allow_tf32 = k.name.find("_tf32_") != std::string::npos;
     CHECK_EQ(plan_of(p).kernel, k.name);
   }
 }

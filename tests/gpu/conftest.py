@@ -15,7 +15,7 @@ torch.compiler.config.force_disable_caches = True
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "tests" / "python")]
 
-from families import COMPLETE, DTYPES, FAMILIES, has  # noqa: E402
+from families import COMPLETE, EVERY_DTYPE, FAMILIES, has  # noqa: E402
 
 
 def pytest_addoption(parser):
@@ -37,7 +37,10 @@ def pytest_report_header():
 
 
 def pytest_generate_tests(metafunc):
-    """A test that asks for a dtype or a family runs for each that has the kernels it is about."""
+    """A test that asks for a dtype or a family runs for each that has the kernels it is about.
+
+    A module may have DTYPE_NAMES: its tests run for those, in the families that have everything.
+    """
     marks = list(metafunc.definition.iter_markers())
     wanted = [mark.kwargs for mark in marks if mark.name == "kernels"]
     only = {name for mark in marks if mark.name == "family" for name in mark.args}
@@ -47,10 +50,13 @@ def pytest_generate_tests(metafunc):
         if (not only or family in only)
         and (family in COMPLETE or all(has(family, **one) for one in wanted))
     ]
+    names = getattr(metafunc.module, "DTYPE_NAMES", None)
+    if names:
+        families = [family for family in families if family in COMPLETE]
     if "family" in metafunc.fixturenames:
         metafunc.parametrize("family", families, indirect=True)
     if "dtype" in metafunc.fixturenames and "dtype" not in marked(metafunc):
-        both = [f"{f}-{d}" for f in families for d in FAMILIES[f]]
+        both = [f"{f}-{d}" for f in families for d in names or FAMILIES[f]]
         metafunc.parametrize("dtype", both, indirect=True)
 
 
@@ -94,7 +100,7 @@ def dtype(request, monkeypatch) -> torch.dtype:
     """Each dtype of each kernel family in turn, the family forced."""
     forced, name = request.param.split("-")
     monkeypatch.setenv("FLASHMOE_FAMILY", forced)
-    return DTYPES[name]
+    return EVERY_DTYPE[name]
 
 
 @pytest.fixture

@@ -10,6 +10,8 @@ import torch
 import flashmoe_science as fm
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+# fp32 has kernels of its own in the families that carry every option: test_fp32.py.
+EVERY_DTYPE = DTYPES | {"fp32": torch.float32}
 KERNELS = json.loads(torch.ops.flashmoe.build_info()).get("kernels", [])
 # These carry every option there is: that one of them refuses a call is an error. What another
 # refuses is not tested of it; test_sm90.py says what that may be.

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 
 import torch
-from families import COMPLETE, DTYPES, FAMILIES, has
+from families import COMPLETE, DTYPES, EVERY_DTYPE, FAMILIES, has
 
 import flashmoe_science as fm
 import moe_oracle
@@ -236,6 +236,27 @@ CALLS = [
     Call(48, (4, 2), ragged=SHORT, bias=Bias("h"), options=CAUSAL),
 ]
 
+# In fp32, of sm80 with three TF32 products and with one: every head dim of its own, with a bias and
+# without, a gradient that is summed in parts, sinks, lists of a ragged batch.
+FP32_CALLS = [
+    Call(32, (4, 2), (130, 70), lead=(2,), options=CAUSAL),
+    Call(20, (2, 1), (33, 97), layout=rows_apart, options={"window": (20, 5)}),
+    Call(64, (2, 1), (129, 65), dv=40, sinks=torch.float32),
+    Call(128, (2, 2), (66, 67), layout=rows_first, options={"softcap": 3.0}),
+    Call(256, (2, 1), (70, 33), options=CAUSAL),
+    Call(64, (8, 2), (1, 300), needs=""),
+    Call(64, (2, 1), (65, 0)),
+    Call(64, (2, 1), (70, 200), lead=(4,), key_lengths=(0, 1, 65, 200), options=CAUSAL),
+    Call(64, (2, 1), (66, 131), bias=Bias(masked=True)),
+    Call(32, (2, 1), (70, 65), lead=(3,), bias=Bias("hqk", layout=transposed)),
+    Call(100, (2, 1), (65, 40), bias=Bias("bq", masked=True), options={"softcap": 4.0}),
+    Call(256, (2, 2), (33, 34), lead=(2,), bias=Bias("hk"), options={"scale": -0.2}),
+    Call(32, (4, 2), (40, 72), lead=(24,), bias=Bias("qk")),
+    Call(64, (4, 2), ragged=MIXED, options=CAUSAL, sinks=torch.float32),
+    Call(128, (2, 1), ragged=MIXED, bias=Bias("h", masked=True)),
+    Call(32, (2, 1), ragged=MIXED, bias=Bias("")),
+]
+
 # The sm90 family: a call to each kernel in each order of sums.
 SEQUENCES = ((65, 65), (0, 3), (200, 130), (1, 1))
 SM90_CALLS = [
@@ -293,6 +314,9 @@ SECOND_CALLS = [
     Call(64, (2, 1), (65, 0), bias=Bias("hq")),
     Call(64, (2, 1), (0, 65), bias=Bias("hk")),
 ]
+
+
+FP32 = {"sm80": ("fp32", "tf32"), "sm75": ("fp32",)}
 
 
 @dataclass
@@ -394,15 +418,37 @@ def on_device(call: Call, case: oracle.Case) -> oracle.Case:
     return moved
 
 
-def sanitize_second(call: Call, dtype: torch.dtype, deterministic: bool) -> list[str]:
-    """What is far off of all second derivatives, and of how results move."""
+def judge(
+    family: str, name: str, call: Call, results: tuple[dict, dict], dtype: torch.dtype
+) -> bool:
+    """Says how a call went, and returns whether something is far off."""
+    got, want = results
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    eps = {"fp32": 2**-18, "tf32": 2**-10}.get(name) or torch.finfo(dtype).eps
+    bad = [result for result in got if far_off(result, got[result], want[result], eps)]
+    verdict = f"FAR OFF: {', '.join(bad)}" if bad else "fine"
+    print(f"{family} {name} {call}: {verdict}", flush=True)
+    return bool(bad)
+
+
+def sanitize(family: str, name: str, call: Call, deterministic: bool) -> bool:
+    """Runs a call in that dtype; whether something is far off."""
+    dtype = EVERY_DTYPE.get(name, torch.float32)
+    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
     case = call.case(dtype, deterministic)
+    got = oracle.ours(on_device(call, case))
+    return judge(family, name, call, (got, oracle.reference(case)), dtype)
+
+
+def sanitize_second(family: str, name: str, call: Call) -> bool:
+    """The same for all second derivatives of a call, and how its results move."""
+    dtype = EVERY_DTYPE[name]
+    case = call.case(dtype, deterministic=True)
     tangents = second_oracle.tangents_of(case, seed=0)
     moved = {name: x.to(DEVICE) for name, x in tangents.items()}
     got = second_oracle.differentiate_twice(on_device(call, case), moved, second_oracle.call_ours)
-    want = second_oracle.reference(case, tangents)
-    eps = torch.finfo(dtype).eps
-    return [name for name, x in got.items() if far_off(name, x, want[name], eps)]
+    return judge(family, name, call, (got, second_oracle.reference(case, tangents)), dtype)
 
 
 def main() -> int:
@@ -417,24 +463,14 @@ def main() -> int:
         dtypes, calls = FAMILIES[family], SM90_CALLS if family == "sm90" else CALLS
         os.environ["FLASHMOE_FAMILY"] = family
         for i, call in list(enumerate(calls))[first::step]:
-            name = dtypes[i // 2 % len(dtypes)]
-            case = call.case(DTYPES[name], deterministic=bool(i % 2))
-            got = oracle.ours(on_device(call, case))
-            if DEVICE == "cuda":
-                torch.cuda.synchronize()
-            want = oracle.reference(case)
-            eps = torch.finfo(DTYPES[name]).eps
-            bad = [result for result in got if far_off(result, got[result], want[result], eps)]
-            failures += bool(bad)
-            verdict = f"FAR OFF: {', '.join(bad)}" if bad else "fine"
-            print(f"{family} {name} {call}: {verdict}", flush=True)
+            failures += sanitize(family, dtypes[i // 2 % len(dtypes)], call, bool(i % 2))
+        for name in FP32.get(family, ()):
+            for call in FP32_CALLS[first::step]:
+                failures += sanitize(family, name, call, deterministic=True)
+        names = [name for name in EVERY_DTYPE if name in (*dtypes, "fp32")]
         calls = SECOND_CALLS if has(family, "attention_second_keys") else []
         for i, call in list(enumerate(calls))[first::step]:
-            name = dtypes[i % len(dtypes)]
-            bad = sanitize_second(call, DTYPES[name], bool(i % 2))
-            failures += bool(bad)
-            verdict = f"FAR OFF: {', '.join(bad)}" if bad else "fine"
-            print(f"{family} {name} twice {call}: {verdict}", flush=True)
+            failures += sanitize_second(family, names[i % len(names)], call)
         calls = [call for call in EXPERTS if takes(family, call)]
         calls = calls if has(family, "moe_up") else []
         for call, name in [(call, name) for call in calls for name in dtypes][first::step]:

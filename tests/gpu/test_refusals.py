@@ -12,10 +12,6 @@ pytestmark = on_a_gpu
 
 
 REFUSALS = {
-    "float32": (
-        lambda q, k, v: fm.flash_attention(q.float(), k.float(), v.float()),
-        r"(?:float32|fp32).*(?:float16|fp16)",
-    ),
     "float64": (
         lambda q, k, v: fm.flash_attention(q.double(), k.double(), v.double()),
         r"(?:float64|fp64).*(?:float16|fp16)",

@@ -40,6 +40,9 @@ INSTRUCTIONS = {
 TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 SHORT_DTYPES = {str(dtype).removeprefix("torch."): name for name, dtype in TORCH_DTYPES.items()}
 
+# fp32 by three TF32 products or by FMAs, and by one: attention's alone, in kernels/fp32.h.
+FP32_PRODUCTS = {"sm75": ("fp32",), "sm80": ("fp32", "tf32")}
+
 INFO = json.loads(torch.ops.flashmoe.build_info())
 # The library's own table; what a family's machine code must look like is the tests' to say.
 FAMILIES = {
@@ -81,7 +84,7 @@ needs_all_families = pytest.mark.skipif(
 
 def dtype_of(image: Path) -> str:
     """sm80_attention_fwd_fp16_d64.sm_90.fatbin -> fp16; "" where kernels have none"""
-    found = re.search(r"_([a-z]+16)(?:_d\d+)?(?:\.|$)", image.name)
+    found = re.search(r"_([a-z]+(?:16|32))(?:_d\d+)?(?:\.|$)", image.name)
     return found[1] if found else ""
 
 
@@ -92,16 +95,14 @@ def chip_of(image: Path) -> str:
 
 def beside(kernel: str, part: str) -> str:
     """sm80_attention_bwd_bias_fp16_d64_64x64 -> sm80_attention_bwd_bias_dq_fp16_d64_64x64"""
-    return re.sub(r"_([a-z]+16_d)", rf"_{part}_\1", kernel)
+    return re.sub(r"_([a-z]+(?:16|32)_d)", rf"_{part}_\1", kernel)
 
 
 def bias_sum(kernel: str) -> str:
     """The kernel that sums the gradient of a shared bias after that one; its tile is its own."""
-    of_kernel = [CATALOGUE[kernel][x] for x in ("family", "dtype", "head_dim")]
+    of_kernel = CATALOGUE[kernel]["image"]
     found = [
-        name
-        for name, k in CATALOGUE.items()
-        if k["role"] == BIAS_SUM and [k[x] for x in ("family", "dtype", "head_dim")] == of_kernel
+        name for name, k in CATALOGUE.items() if k["role"] == BIAS_SUM and k["image"] == of_kernel
     ]
     assert len(found) == 1, f"{kernel}: {found}"
     return found[0]

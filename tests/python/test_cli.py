@@ -259,7 +259,7 @@ def test_explain_for_other_machines(capsys, arguments, words):
     ("arguments", "words"),
     [
         ("--dtype bf16 --device sm_75", "sm75: has no kernels for bfloat16"),
-        ("--dtype fp32 --bias 512,512 --device sm_90", "CUDA kernels take float16 and bfloat16"),
+        ("--dtype fp64 --bias 512,512 --device sm_90", "take float32, float16 and bfloat16"),
     ],
 )
 def test_explain_says_what_a_gpu_cannot(capsys, arguments, words):
@@ -272,7 +272,7 @@ def test_doctor_knows_what_each_chip_can_run(capsys):
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     runs = {backend["device"]: backend for backend in report["backends"]}
-    for chip, dtypes in {"sm_75": ["fp16"], "sm_80": ["fp16", "bf16"]}.items():
+    for chip, dtypes in {"sm_75": ["fp32", "fp16"], "sm_80": ["fp32", "fp16", "bf16"]}.items():
         assert runs[chip]["forward"] == runs[chip]["backward"] == dtypes
     assert "bfloat16" in runs["sm_75"]["why_not"]["bf16"]
 

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from catalogue import (
     BACKWARD,
@@ -20,6 +21,7 @@ from catalogue import (
     FAMILIES,
     FINISH,
     FORWARD,
+    FP32_PRODUCTS,
     IMAGES,
     INFO,
     MOE_PRODUCTS,
@@ -53,6 +55,12 @@ HOPPER_ROWS = {
     "attention_bwd_packed_preprocess": 32,
     "attention_bwd_dq": 4,
     "attention_bwd_sinks": 4,
+}
+FP32_ROWS = ("attention_ragged_blocks", "attention_bwd_preprocess", "attention_bwd_sinks")
+# What each fp32 kernel with products has, and what none of them has.
+FP32_CODE = {
+    "sm75": (("FFMA", "SHFL"), r"HMMA|LDGSTS"),
+    "sm80": (("HMMA.1688.F32.TF32", "LDGSTS.E.BYPASS.128"), r"HMMA\.16816|HGMMA|UTMA|LDSM"),
 }
 MOE_ROWS = {
     "moe_sort": 32,
@@ -250,12 +258,47 @@ def listed_experts(family: str) -> dict[str, Listed]:
     return found
 
 
+def listed_fp32(family: str) -> dict[str, Listed]:
+    """Kernels of attention in fp32, by name."""
+    text = (ROOT / "src/cuda/attention/kernels/fp32.h").read_text()
+    parts = re.split(r"^namespace flashmoe::cuda::(\w+)::(\w+) \{$", text, flags=re.M)
+    found = {}
+    for own, product, part in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
+        for kind, table, numbers in rows_in(part) if own == family else ():
+            d, q, k = numbers[:3]
+            warps = numbers[3] if kind == "Fp32FwdTile" else q // 16
+            tile = f"{product}_d{d}_{q}x{k}"
+            kernels = {
+                "kFwd": {"fwd": "fwd", "fwd_bias": "fwd_bias"},
+                "kBwd": {
+                    "bwd": "bwd",
+                    "bwd_dq": "bwd",
+                    "bwd_bias": "bwd_bias",
+                    "bwd_bias_dq": "bwd_bias",
+                },
+                "kBiasSum": {"bwd_bias_sum": "bwd_bias"},
+            }[table]
+            for name, image in kernels.items():
+                found[f"{family}_attention_{name}_{tile}"] = Listed(
+                    f"{family}_attention_{image}_{product}_d{d}",
+                    f"attention_{name}",
+                    (d, q, k),
+                    warps,
+                    numbers[-1],
+                )
+    for role in FP32_ROWS if found else ():
+        image = f"{family}_attention_small_fp32"
+        found[f"{family}_{role}_fp32"] = Listed(image, role, warps=ROWS[role])
+    return found
+
+
 @cache
 def listed_kernels() -> dict[str, Listed]:
     """What the rows of each family's tables stand for, by name."""
     found = {}
     for family in INFO["families"]:
-        found |= listed_experts(family) | listed_pages(family) | listed_second(family)
+        found |= listed_experts(family) | listed_pages(family)
+        found |= listed_second(family) | listed_fp32(family)
         listed = rows(ROOT / f"src/cuda/attention/kernels/{family}.h")
         assert {table for _, table, _ in listed} <= set(TABLES) and listed
         for dtype in FAMILIES[family].dtypes:
@@ -341,9 +384,8 @@ NOT_ON_HOPPER = {
 def test_what_is_not_compiled_for_every_chip_of_its_family():
     for kernel in CATALOGUE.values():
         tile = tuple(kernel[name] for name in ("head_dim", "block_q", "block_k"))
-        left_out = kernel["family"] == "sm80" and tile in NOT_ON_HOPPER.get(
-            kernel["role"].removesuffix("_dq"), ()
-        )
+        halves = kernel["family"] == "sm80" and kernel["dtype"] != "float32"
+        left_out = halves and tile in NOT_ON_HOPPER.get(kernel["role"].removesuffix("_dq"), ())
         chips = FAMILIES[kernel["family"]].machine_code - ({"sm_90"} if left_out else set())
         assert set(kernel["chips"]) == chips, kernel["name"]
 
@@ -357,7 +399,7 @@ def test_the_catalogue_has_the_kernels_of_the_tables():
         assert known["threads"] == listed.warps * 32
         assert known["family"] == name.split("_")[0]
         if dtype := dtype_of(Path(known["image"])):
-            assert known["dtype"] == str(TORCH_DTYPES[dtype])[6:]
+            assert known["dtype"] == str(TORCH_DTYPES.get(dtype, torch.float32))[6:]
 
 
 def test_every_tile_has_all_that_its_pass_needs():
@@ -368,6 +410,13 @@ def test_every_tile_has_all_that_its_pass_needs():
             stem = combine.rpartition("_")[0]  # its tile is that of the cache in the query's dtype
             assert any(name.startswith(stem) for name in CATALOGUE)
         if kernel["role"] in {"attention_paged", "cache_append"}:
+            continue
+        if kernel["dtype"] == "float32":
+            for role in FP32_ROWS:
+                assert f"{family}_{role}_fp32" in CATALOGUE
+            if kernel["role"] in BACKWARD:
+                assert beside(kernel["name"], "dq") in CATALOGUE
+            assert kernel["role"] != "attention_bwd_bias" or bias_sum(kernel["name"]) in CATALOGUE
             continue
         if family == "sm90":  # no split over keys
             for role in HOPPER_ROWS:
@@ -408,6 +457,12 @@ def test_no_dtype_in_the_image_of_another(image):
     """bf16 in an sm_75 image is the case that matters most: that chip has none."""
     dtype = dtype_of(image)
     if not dtype:  # copies bytes
+        return
+    if dtype in ("fp32", "tf32"):
+        assert dtype in FP32_PRODUCTS[family_of(image)]
+        for opcodes in report.opcodes(image).values():
+            products = {opcode for opcode in opcodes if opcode.startswith("HMMA")}
+            assert all(opcode.endswith("TF32") for opcode in products)
         return
     assert dtype in FAMILIES[family_of(image)].dtypes
     in_names, in_ptx, in_code = FOREIGN[dtype]
@@ -469,8 +524,18 @@ def test_the_compiler_had_nothing_to_complain_of(image):
     assert not re.findall(r".*(?:C75\d\d|warning).*", log.read_text())
 
 
+def strange_fp32_code(kernel: str, opcodes: Counter[str]) -> list[str]:
+    wanted, foreign = FP32_CODE[CATALOGUE[kernel]["family"]]
+    found = [f"has {x}" for x in opcodes if re.match(rf"(?:{foreign}|{SHARED_SUMS})", x)]
+    products = CATALOGUE[kernel]["block_q"] > 0
+    lacks = [x for x in wanted if products and not any(code.startswith(x) for code in opcodes)]
+    return found + [f"has no {x}" for x in lacks]
+
+
 def strange_code(kernel: str, chip: str, opcodes: Counter[str]) -> list[str]:
     """What a kernel's instructions lack, or have and should not."""
+    if CATALOGUE[kernel]["dtype"] == "float32":
+        return strange_fp32_code(kernel, opcodes)
     role, family = CATALOGUE[kernel]["role"], FAMILIES[CATALOGUE[kernel]["family"]]
 
     def some(pattern: str) -> list[str]:
@@ -549,6 +614,7 @@ def test_strange_code_would_be_found():
             (k["family"], k["role"]): name
             for name, k in CATALOGUE.items()
             if is_short(k["head_dim"], k["block_q"], k["block_k"]) == which
+            and k["dtype"] != "float32"
         }
         for which in (False, True)
     )
@@ -596,8 +662,18 @@ def test_strange_code_would_be_found():
             assert strange_code(kernels["sm80", role], "sm_90", codes(f"{tf32} {single}"))
             assert strange_code(kernels["sm80", role], "sm_90", codes("FFMA STG.E"))
             assert strange_code(kernels["sm80", role], "sm_90", codes(f"{tf32} HMMA.16816.F32"))
+        for product in FP32_PRODUCTS["sm80"]:
+            forward = f"sm80_attention_fwd_{product}_d64_128x32"
+            good32 = "HMMA.1688.F32.TF32 LDGSTS.E.BYPASS.128.ZFILL STG.E.64 BAR.RED.OR"
+            assert not strange_code(forward, "sm_90", codes(good32))
+            assert strange_code(forward, "sm_90", codes(good32 + " RED.E.ADD.F32.FTZ.RN"))
+            assert strange_code(forward, "sm_90", codes(good32.replace("1688", "16816")))
+            assert strange_code(forward, "sm_90", codes("FFMA LDGSTS.E.BYPASS.128"))
     if "sm75" in INFO["families"]:
         forward = kernels["sm75", "attention_fwd"]
+        exact = "sm75_attention_fwd_fp32_d64_64x32"
+        assert not strange_code(exact, "sm_75", codes("FFMA SHFL.IDX STG.E.64.SYS"))
+        assert strange_code(exact, "sm_75", codes("FFMA SHFL.IDX HMMA.1688.F32"))
         assert strange_code(forward, "sm_75", codes(good))
         assert not strange_code(forward, "sm_75", codes("HMMA.1688.F32 LDSM.16 STG.E.128.SYS"))
     if "sm90" in INFO["families"]:

@@ -4,6 +4,7 @@
 #include <unordered_map>
 
 #include "core/text.h"
+#include "cuda/attention/kernels/fp32.h"
 #include "cuda/attention/kernels/hopper_rows.h"
 #include "cuda/attention/kernels/paged.h"
 #include "cuda/attention/kernels/paged_chunk.h"
@@ -26,6 +27,9 @@ int shared_bytes(Role role, const BwdTile& tile) {
   }
   return tile.shared_bytes(role == Role::kBackwardBias);
 }
+int shared_bytes(Role, const Fp32FwdTile& tile) { return tile.shared_bytes(); }
+int shared_bytes(Role, const Fp32BwdTile& tile) { return tile.shared_bytes(); }
+int shared_bytes(Role, const Fp32BiasSumTile& tile) { return tile.shared_bytes(); }
 int shared_bytes(Role, const BiasSumTile& tile) { return tile.shared_bytes(); }
 int shared_bytes(Role, const Sm90FwdTile& tile) { return tile.shared_bytes(); }
 int shared_bytes(Role, const Sm90PackedTile& tile) { return tile.shared_bytes(); }
@@ -40,6 +44,9 @@ int shared_bytes(Role role, const PagedTile& tile) {
 // The parameter of a kernel with a tile.
 const char* params_type(const FwdTile&) { return "AttentionFwdParams"; }
 const char* params_type(const BwdTile&) { return "AttentionBwdParams"; }
+const char* params_type(const Fp32FwdTile&) { return "AttentionFwdParams"; }
+const char* params_type(const Fp32BwdTile&) { return "AttentionBwdParams"; }
+const char* params_type(const Fp32BiasSumTile&) { return "AttentionBwdParams"; }
 const char* params_type(const BiasSumTile&) { return "AttentionBwdParams"; }
 const char* params_type(const Sm90FwdTile&) { return "Sm90FwdParams"; }
 const char* params_type(const Sm90PackedTile&) { return "Sm90PackedParams"; }
@@ -62,9 +69,28 @@ class Lister {
     const bool bias = role == Role::kBackwardBias || role == Role::kBackwardBiasDq;
     for (const DType dtype : dtypes) {
       for (size_t row = 0; row < kRows; ++row) {
-        add(family, dtype, role, name, image, table[row], runs_on_hopper(table, row, bias));
+        add(family, dtype, dtype_suffix(dtype), role, name, image, table[row],
+            runs_on_hopper(table, row, bias));
       }
     }
+  }
+
+  // The tables of fp32, by what names end with: "fp32", or "tf32".
+  template <class Fwd, class Bwd, class BiasSum>
+  void add_fp32(const char* family, const char* suffix, const Fwd& fwd, const Bwd& bwd,
+                const BiasSum& bias_sum) {
+    const auto add_table = [&](Role role, const char* name, const char* image, const auto& table) {
+      for (const auto& tile : table) {
+        add(family, DType::kFloat32, suffix, role, name, image, tile, true);
+      }
+    };
+    add_table(Role::kForward, "fwd", "fwd", fwd);
+    add_table(Role::kForwardBias, "fwd_bias", "fwd_bias", fwd);
+    add_table(Role::kBackward, "bwd", "bwd", bwd);
+    add_table(Role::kBackwardDq, "bwd_dq", "bwd", bwd);
+    add_table(Role::kBackwardBias, "bwd_bias", "bwd_bias", bwd);
+    add_table(Role::kBackwardBiasDq, "bwd_bias_dq", "bwd_bias", bwd);
+    add_table(Role::kBiasSum, "bwd_bias_sum", "bwd_bias", bias_sum);
   }
 
   // Kernels without a tile, all of them in one image.
@@ -118,12 +144,11 @@ class Lister {
   }
 
   template <class Tile>
-  void add(const char* family, DType dtype, Role role, const char* name, const char* image,
-           const Tile& tile, bool on_hopper) {
-    const std::string stem = text(family, "_attention_", name, "_", dtype_suffix(dtype));
+  void add(const char* family, DType dtype, const char* suffix, Role role, const char* name,
+           const char* image, const Tile& tile, bool on_hopper) {
+    const std::string stem = text(family, "_attention_", name, "_", suffix);
     const std::string full = text(stem, "_d", tile.head_dim, "_", tile.block_q, "x", tile.block_k);
-    const std::string images =
-        text(family, "_attention_", image, "_", dtype_suffix(dtype), "_d", tile.head_dim);
+    const std::string images = text(family, "_attention_", image, "_", suffix, "_d", tile.head_dim);
     Kernel kernel{embedded_kernel(images, full, symbol_of(stem, tile), on_hopper),
                   family,
                   role,
@@ -152,6 +177,11 @@ class Lister {
       kernel.heads_of_box = tile.heads();
     }
     if constexpr (requires { Tile::kCountsTasks; }) kernel.counts_tasks = Tile::kCountsTasks;
+    kernel.tf32 = std::string_view(suffix) == "tf32";
+    if constexpr (requires { tile.key_parts(); }) {
+      kernel.makes_dq = true;
+      kernel.key_parts = tile.key_parts();
+    }
     if constexpr (requires { tile.cache_bytes; }) kernel.cache_bytes = tile.cache_bytes;
     if (role == Role::kPagedCombine) kernel.threads = kPagedCombineThreads;
     add(kernel);
@@ -211,6 +241,13 @@ std::vector<Kernel> list_kernels() {
                sm80::kBiasSum);
   add_mma_sync("sm75", fp16, sm75::kFwd, sm75::kFwdBias, sm75::kBwd, sm75::kBwdBias,
                sm75::kBiasSum);
+  const std::initializer_list<DType> fp32 = {DType::kFloat32};
+  const auto small = {Role::kPreprocess, Role::kRaggedBlocks, Role::kSinkSum};
+  list.add_fp32("sm80", "fp32", sm80::fp32::kFwd, sm80::fp32::kBwd, sm80::fp32::kBiasSum);
+  list.add_fp32("sm80", "tf32", sm80::tf32::kFwd, sm80::tf32::kBwd, sm80::tf32::kBiasSum);
+  list.add_small("sm80", fp32, small);
+  list.add_fp32("sm75", "fp32", sm75::fp32::kFwd, sm75::fp32::kBwd, sm75::fp32::kBiasSum);
+  list.add_small("sm75", fp32, small);
   list.add("sm90", both, Role::kPagedChunk, "paged_chunk", "paged_chunk", sm90::kPagedChunk);
   add_paged("sm90", both, sm90::kPaged, sm90::kPagedFp8);
   add_paged("sm80", both, sm80::kPaged, sm80::kPagedFp8);
@@ -294,8 +331,8 @@ const Kernel* find_kernel(std::string_view name) {
 const Kernel* find_kernel(Role role, const Kernel& beside) {
   for (const Kernel& kernel : kernels()) {
     const bool same_tile = kernel.block_q == beside.block_q && kernel.block_k == beside.block_k;
-    if (kernel.role == role && kernel.dtype == beside.dtype && kernel.head_dim == beside.head_dim &&
-        std::string_view(kernel.family) == beside.family &&
+    if (kernel.role == role && kernel.dtype == beside.dtype && kernel.tf32 == beside.tf32 &&
+        kernel.head_dim == beside.head_dim && std::string_view(kernel.family) == beside.family &&
         (same_tile || role == Role::kBiasSum || role == Role::kPagedCombine)) {
       return &kernel;
     }

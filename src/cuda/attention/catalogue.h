@@ -63,6 +63,9 @@ struct Kernel {
   bool packed = false;             // tiles are tokens, whatever sequences these are of
   int heads_of_box = 1;            // packed: heads that must lie side by side
   bool counts_tasks = false;       // gives out its tasks by a counter, not by the grid
+  bool tf32 = false;               // fp32: one TF32 product where others make three
+  bool makes_dq = false;           // backward: dQ has a kernel that adds nothing up in memory
+  int key_parts = 1;               // backward: CTAs that share a tile of keys
   int cache_bytes = 0;             // over pages: of a number of the cache
 };
 

@@ -14,9 +14,7 @@ namespace flashmoe::cuda {
 namespace {
 
 const Kernel& small_kernel(const AttentionPlan& plan, Role role) {
-  // Lengths are of no dtype, and every family has fp16.
-  const DType dtype = role == Role::kRaggedBlocks ? DType::kFloat16 : plan.problem.query.dtype;
-  return *find_kernel(role, plan.family, dtype);
+  return *find_kernel(role, plan.family, plan.problem.query.dtype);
 }
 
 // Of all tensors of a call that are as large as its inputs.
@@ -142,7 +140,7 @@ bool has_dq_kernel(const AttentionPlan& plan) {
   const Kernel& kernel = main_kernel(plan);
   if (kernel.converts_dq || stores_dq(plan)) return false;
   const bool own_bias = plan.problem.grad_bias && !shares_bias(plan);
-  return plan.problem.grad_query || (own_bias && kernel.for_short);
+  return plan.problem.grad_query || (own_bias && (kernel.for_short || kernel.makes_dq));
 }
 
 void choose_slices(AttentionPlan& plan, const Gpu& gpu, int64_t parts, int64_t blocks_of_part,

@@ -41,8 +41,8 @@ void add_sink_sum(AttentionPlan& plan);
 // The kernel of the plan that sums a shared bias's gradient; null where no such gradient is wanted.
 const Kernel* find_bias_sum(const AttentionPlan& plan);
 
-// Whether a backward pass has a kernel after the main one that makes dQ. With short sequences it
-// also makes the gradient of a bias that is not shared.
+// Whether a backward pass has a kernel after the main one that makes dQ. With short sequences and
+// in fp32 it also makes the gradient of a bias that is not shared.
 bool has_dq_kernel(const AttentionPlan& plan);
 
 // In how many slices a call goes: plan.slices. As few as make the workspace small beside the

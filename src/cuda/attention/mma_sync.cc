@@ -17,9 +17,10 @@ constexpr uint32_t kMostPreprocessHeads = 8;
 
 // Over how many CTAs the keys of one tile of queries are split: as many as fill the chip once,
 // where one each would fill less than half of it. A split should have a few tiles of keys, or
-// combining costs more than it saves.
+// combining costs more than it saves. fp32 has nothing that combines.
 int64_t choose_splits(const AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
   constexpr int64_t kFewBlocks = 4;
+  if (plan.problem.query.dtype == DType::kFloat32) return 1;
   const int64_t blocks = std::max<int64_t>(ceil_div(forward_rows(plan), kernel.block_q), 1);
   const int64_t work = blocks * forward_heads(plan) * plan.batch;
   const int64_t slots = gpu.multiprocessors * resident_ctas(kernel, gpu.chip);
@@ -66,11 +67,13 @@ void lay_out_backward(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu)
   plan.launches.push_back(per_slice(*preprocess, rows));
   if (p.ragged) {
     const int64_t slots = ragged_slots(p.key.shape[0], kernel.block_k, plan.batch);
-    plan.launches.push_back(per_slice(kernel, grid_of(slots * (plan.heads_k / plan.slices))));
+    const int64_t heads = plan.heads_k / plan.slices;
+    plan.launches.push_back(per_slice(kernel, grid_of(slots * heads * kernel.key_parts)));
     plan.work_items = slots * plan.heads_k;
   } else {
     const int64_t blocks = ceil_div(plan.len_k, kernel.block_k);
-    plan.launches.push_back(per_slice(kernel, grid_of(blocks, plan.heads_k, slice_batch(plan))));
+    plan.launches.push_back(
+        per_slice(kernel, grid_of(blocks * kernel.key_parts, plan.heads_k, slice_batch(plan))));
     plan.work_items = blocks * plan.heads_k * plan.batch;
   }
   if (has_dq_kernel(plan)) {

@@ -21,11 +21,10 @@ constexpr int64_t kMaxLength = kNoLimit - 1;
 // What no kernel of any family can do of the problem; empty when there is nothing.
 std::string missing_everywhere(const AttentionPlan& plan) {
   const AttentionProblem& p = plan.problem;
-  if (p.query.dtype == DType::kFloat64) {
-    return "query is float64; CUDA kernels take float32, float16 and bfloat16";
-  }
-  if (p.query.dtype == DType::kFloat32 && !has_tangents(p.pass)) {
-    return text("query is ", dtype_name(p.query.dtype), "; CUDA kernels take float16 and bfloat16");
+  if (p.query.dtype == DType::kFloat64 || (p.paged && p.query.dtype == DType::kFloat32)) {
+    return text(
+        "query is ", dtype_name(p.query.dtype), "; CUDA kernels ",
+        p.paged ? "over pages take float16 and bfloat16" : "take float32, float16 and bfloat16");
   }
   if (p.options.dropout_p > 0) {
     return text("dropout_p is ", p.options.dropout_p, "; CUDA kernels have no dropout yet");

@@ -19,10 +19,19 @@ Role main_role(const AttentionProblem& p) {
   return p.bias ? Role::kBackwardBias : Role::kBackward;
 }
 
-bool has_short_tiles(const Family& family, Role role) {
+bool has_short_tiles(const Family& family, Role role, DType dtype) {
   return std::any_of(kernels().begin(), kernels().end(), [&](const Kernel& k) {
-    return k.for_short && !k.packed && k.role == role && k.family == std::string_view(family.name);
+    return k.for_short && !k.packed && k.role == role && k.dtype == dtype &&
+           k.family == std::string_view(family.name);
   });
+}
+
+// Whether a call of fp32 is to have one TF32 product for three: it may, and the family has them.
+bool takes_tf32(const Family& family, const AttentionProblem& p) {
+  return p.options.allow_tf32 &&
+         std::any_of(kernels().begin(), kernels().end(), [&](const Kernel& k) {
+           return k.tf32 && k.family == std::string_view(family.name);
+         });
 }
 
 std::string needs_shared(const Kernel& kernel, const Gpu& gpu) {
@@ -68,7 +77,8 @@ const Kernel* choose_tile(AttentionPlan& plan, const Family& family, const Gpu& 
   const Role role = main_role(p);
   const int64_t dim = std::max(plan.head_dim, plan.head_dim_v);
   const bool short_sequences = !forced && many_short_sequences(plan, gpu) && dim <= kShortDim;
-  const bool for_short = short_sequences && has_short_tiles(family, role);
+  const bool for_short = short_sequences && has_short_tiles(family, role, p.query.dtype);
+  const bool tf32 = takes_tf32(family, p);
   const Geometry g = geometry(p);
   const bool general_score = g.softcap > 0 || !(g.scale > 0);
   const auto pass_over = [&](const Kernel& kernel, const std::string& reason) {
@@ -82,7 +92,7 @@ const Kernel* choose_tile(AttentionPlan& plan, const Family& family, const Gpu& 
   std::string fallback_reason;
   for (const Kernel& k : kernels()) {
     if (k.family != std::string_view(family.name) || k.role != role || k.dtype != p.query.dtype ||
-        k.head_dim < dim || (bucket && k.head_dim != bucket && !k.packed)) {
+        k.tf32 != tf32 || k.head_dim < dim || (bucket && k.head_dim != bucket && !k.packed)) {
       continue;
     }
     // Tiles that take a bias in another way say nothing about this one.

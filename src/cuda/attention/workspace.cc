@@ -18,7 +18,8 @@ int64_t ragged_grid(const AttentionPlan& plan) {
   if (!p.ragged) return 0;
   const int64_t queries = ragged_slots(p.query.shape[0], plan.block_q, plan.batch);
   const int64_t keys = ragged_slots(p.key.shape[0], plan.block_k, plan.batch);
-  return std::max(queries, p.pass == Pass::kForward ? 0 : keys) * plan.heads_q;
+  const int64_t parts = main_kernel(plan).key_parts;
+  return std::max(queries, p.pass == Pass::kForward ? 0 : keys * parts) * plan.heads_q;
 }
 
 bool one_query(const AttentionPlan& plan) {

@@ -89,7 +89,8 @@ inline bool stores_dq(const AttentionPlan& plan) {
 
 // Whether dQ is summed up in fp32 by the CTAs of several key tiles: see AttentionBwdParams.
 inline bool accumulates_dq(const AttentionPlan& plan) {
-  return plan.problem.grad_query && !main_kernel(plan).for_short && !stores_dq(plan);
+  return plan.problem.grad_query && !main_kernel(plan).for_short && !main_kernel(plan).makes_dq &&
+         !stores_dq(plan);
 }
 
 }  // namespace flashmoe::cuda

@@ -99,7 +99,8 @@ std::vector<std::string> chips_of(const KernelId& kernel) {
 }
 
 const char* dtype_suffix(DType dtype) {
-  return dtype == DType::kFloat32 ? "fp32" : dtype == DType::kFloat16 ? "fp16" : "bf16";
+  if (dtype == DType::kFloat32) return "fp32";
+  return dtype == DType::kFloat16 ? "fp16" : "bf16";
 }
 
 }  // namespace flashmoe::cuda

@@ -18,7 +18,7 @@ KernelId embedded_kernel(const std::string& image, std::string name, std::string
 // The chips for which a kernel has machine code: "sm_80", "sm_90".
 std::vector<std::string> chips_of(const KernelId& kernel);
 
-// "fp32", "fp16", "bf16": what a kernel's name ends with.
+// "fp16", "bf16", "fp32": what a kernel's name ends with.
 const char* dtype_suffix(DType dtype);
 
 }  // namespace flashmoe::cuda

@@ -2,6 +2,7 @@
 //
 // A Product says how two fragments are multiplied:
 //   ThreeTf32   x = big + small, both TF32; big big + big small + small big has fp32's accuracy
+//   RoundedTf32 the same, four times as exact: for differences of large scores
 //   OneTf32     rounded to TF32, which is exact for what came from fp16 or bf16
 //   Fma         ordinary multiplications in fp32, for chips without TF32
 //
@@ -77,76 +78,71 @@ struct FromAccumulators {
 };
 
 // Tensor cores cut off what does not fit into an accumulator, always towards 0, where ordinary
-// adders round: over thousands of keys that would cost four digits. So the sum over kSteps steps
-// begins at 0, and an ordinary addition adds it to the accumulators; the small products have a sum
-// of their own.
-struct ThreeTf32 {
-  static constexpr int kSteps = 4;
+// adders round: over thousands of keys that would cost two digits. So the sum over kSteps steps of
+// the depth begins at 0, the small products first, and an ordinary addition adds it to the
+// accumulators.
+template <bool kRounds>
+struct ThreeTf32Products {
+  static constexpr int kSteps = 2;
   template <int kCount>
   struct Split {
     uint32_t big[kCount], small[kCount];
+
+    // Where big is cut off and not rounded, it is one instruction less, and x - big is exact all
+    // the same; what the tensor core cuts off of small is below 2^-21 of x. Rounded, small is half
+    // as large. (A NaN may be lost in big then, and is in small.)
+    __device__ __forceinline__ explicit Split(const float (&x)[kCount]) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        big[i] = (__float_as_uint(x[i]) + (kRounds ? 0x1000u : 0u)) & 0xffffe000u;
+        small[i] = __float_as_uint(x[i] - __uint_as_float(big[i]));
+      }
+    }
+    Split() = default;
   };
   using Left = Split<4>;
   using Right = Split<2>;
-  struct Sum {
-    float big[4], small[4];
-  };
 
-  // Big is cut off, not rounded: one instruction less, and x - big is exact all the same. What the
-  // tensor core cuts off of small is below 2^-21 of x.
   template <int kCount>
-  static __device__ __forceinline__ Split<kCount> split(const float (&x)[kCount]) {
-    Split<kCount> s;
+  static __device__ __forceinline__ void multiply(float (&acc)[4], const Left (&a)[kCount],
+                                                  const Right (&b)[kCount]) {
+    float sum[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      s.big[i] = __float_as_uint(x[i]) & 0xffffe000u;
-      s.small[i] = __float_as_uint(x[i] - __uint_as_float(s.big[i]));
+      ptx::mma_m16n8k8_tf32(sum, a[i].small, b[i].big, sum);
+      ptx::mma_m16n8k8_tf32(sum, a[i].big, b[i].small, sum);
     }
-    return s;
-  }
-  static __device__ __forceinline__ Left left(const float (&a)[4]) { return split(a); }
-  static __device__ __forceinline__ Right right(const float (&b)[2]) { return split(b); }
-  static __device__ __forceinline__ Sum begin(const float (&)[4]) { return {}; }
-  static __device__ __forceinline__ void add(Sum& sum, const Left& a, const Right& b) {
-    ptx::mma_m16n8k8_tf32(sum.small, a.small, b.big, sum.small);
-    ptx::mma_m16n8k8_tf32(sum.small, a.big, b.small, sum.small);
-    ptx::mma_m16n8k8_tf32(sum.big, a.big, b.big, sum.big);
-  }
-  static __device__ __forceinline__ void end(float (&acc)[4], const Sum& sum) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) acc[i] += sum.big[i] + sum.small[i];
+    for (int i = 0; i < kCount; ++i) ptx::mma_m16n8k8_tf32(sum, a[i].big, b[i].big, sum);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) acc[i] += sum[i];
   }
 };
 
+using ThreeTf32 = ThreeTf32Products<false>;
+using RoundedTf32 = ThreeTf32Products<true>;
+
 // The accumulators are those of the instruction: what it cuts off is far below TF32's own error.
 struct OneTf32 {
-  static constexpr int kSteps = 4;
-  struct Left {
-    uint32_t x[4];
-  };
-  struct Right {
-    uint32_t x[2];
-  };
-  struct Sum {
-    float x[4];
-  };
+  static constexpr int kSteps = 2;
+  template <int kCount>
+  struct Rounded {
+    uint32_t x[kCount];
 
-  static __device__ __forceinline__ Left left(const float (&a)[4]) {
-    return {{ptx::cvt_rna_tf32(a[0]), ptx::cvt_rna_tf32(a[1]), ptx::cvt_rna_tf32(a[2]),
-             ptx::cvt_rna_tf32(a[3])}};
-  }
-  static __device__ __forceinline__ Right right(const float (&b)[2]) {
-    return {{ptx::cvt_rna_tf32(b[0]), ptx::cvt_rna_tf32(b[1])}};
-  }
-  static __device__ __forceinline__ Sum begin(const float (&acc)[4]) {
-    return {{acc[0], acc[1], acc[2], acc[3]}};
-  }
-  static __device__ __forceinline__ void add(Sum& sum, const Left& a, const Right& b) {
-    ptx::mma_m16n8k8_tf32(sum.x, a.x, b.x, sum.x);
-  }
-  static __device__ __forceinline__ void end(float (&acc)[4], const Sum& sum) {
+    __device__ __forceinline__ explicit Rounded(const float (&from)[kCount]) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) acc[i] = sum.x[i];
+      for (int i = 0; i < kCount; ++i) x[i] = ptx::cvt_rna_tf32(from[i]);
+    }
+    Rounded() = default;
+  };
+  using Left = Rounded<4>;
+  using Right = Rounded<2>;
+
+  template <int kCount>
+  static __device__ __forceinline__ void multiply(float (&acc)[4], const Left (&a)[kCount],
+                                                  const Right (&b)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) ptx::mma_m16n8k8_tf32(acc, a[i].x, b[i].x, acc);
   }
 };
 
@@ -156,51 +152,37 @@ struct Fma {
   static constexpr int kSteps = 1;
   struct Left {
     float x[8][2];  // depth, rows r and r + 8
+
+    __device__ __forceinline__ explicit Left(const float (&a)[4]) {
+      const int row = ptx::opaque_thread() % 32 / 4 * 4;
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        x[i / 2][i % 2] = __shfl_sync(0xffffffffu, a[i / 2 % 2 * 2 + i % 2], row + i / 4);
+      }
+    }
+    Left() = default;
   };
   struct Right {
     float x[8][2];  // depth, columns 2c and 2c + 1
-  };
-  struct Sum {
-    float x[4];
+
+    __device__ __forceinline__ explicit Right(const float (&b)[2]) {
+      const int col = ptx::opaque_thread() % 4 * 8;
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        x[i / 2][i % 2] = __shfl_sync(0xffffffffu, b[i / 2 % 2], col + 4 * (i % 2) + i / 4);
+      }
+    }
+    Right() = default;
   };
 
-  static __device__ __forceinline__ Left left(const float (&a)[4]) {
-    Left all;
-    const int row = ptx::opaque_thread() % 32 / 4 * 4;
+  template <int kCount>
+  static __device__ __forceinline__ void multiply(float (&acc)[4], const Left (&a)[kCount],
+                                                  const Right (&b)[kCount]) {
 #pragma unroll
-    for (int k = 0; k < 8; ++k) {
+    for (int k = 0; k < 8 * kCount; ++k) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        all.x[k][half] = __shfl_sync(0xffffffffu, a[k % 2 * 2 + half], row + k / 2);
-      }
+      for (int i = 0; i < 4; ++i) acc[i] += a[k / 8].x[k % 8][i / 2] * b[k / 8].x[k % 8][i % 2];
     }
-    return all;
-  }
-  static __device__ __forceinline__ Right right(const float (&b)[2]) {
-    Right all;
-    const int col = ptx::opaque_thread() % 4 * 8;
-#pragma unroll
-    for (int k = 0; k < 8; ++k) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        all.x[k][i] = __shfl_sync(0xffffffffu, b[k % 2], col + 4 * i + k / 2);
-      }
-    }
-    return all;
-  }
-  static __device__ __forceinline__ Sum begin(const float (&acc)[4]) {
-    return {{acc[0], acc[1], acc[2], acc[3]}};
-  }
-  static __device__ __forceinline__ void add(Sum& sum, const Left& a, const Right& b) {
-#pragma unroll
-    for (int k = 0; k < 8; ++k) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sum.x[i] += a.x[k][i / 2] * b.x[k][i % 2];
-    }
-  }
-  static __device__ __forceinline__ void end(float (&acc)[4], const Sum& sum) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) acc[i] = sum.x[i];
   }
 };
 
@@ -220,24 +202,20 @@ __device__ __forceinline__ void multiply_floats(float (&acc)[kM][kN][4], const A
       for (int i = 0; i < kRound; ++i) {
         float x[4];
         left.load_left(x, m, round * kRound + i);
-        a[m][i] = Product::left(x);
+        a[m][i] = typename Product::Left(x);
       }
     }
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
-      typename Product::Sum sum[kM];
-#pragma unroll
-      for (int m = 0; m < kM; ++m) sum[m] = Product::begin(acc[m][n]);
+      typename Product::Right b[kRound];
 #pragma unroll
       for (int i = 0; i < kRound; ++i) {
         float x[2];
         right.load_right(x, n, round * kRound + i);
-        const typename Product::Right b = Product::right(x);
-#pragma unroll
-        for (int m = 0; m < kM; ++m) Product::add(sum[m], a[m][i], b);
+        b[i] = typename Product::Right(x);
       }
 #pragma unroll
-      for (int m = 0; m < kM; ++m) Product::end(acc[m][n], sum[m]);
+      for (int m = 0; m < kM; ++m) Product::multiply(acc[m][n], a[m], b);
     }
   }
 }

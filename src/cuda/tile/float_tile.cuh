@@ -18,6 +18,8 @@ struct Fp32 {
   using Storage = float;
   static constexpr int kBytes = sizeof(Storage);
   static __device__ __forceinline__ float unpack(Storage x) { return x; }
+  // Two 16-bit numbers in a register: nobody asks that of fp32, but code for all dtypes names it.
+  static __device__ __forceinline__ uint32_t pack(float, float) { return 0; }
 };
 
 template <int kCols_>
@@ -91,6 +93,22 @@ __device__ __forceinline__ void write_element(Element element, void* data, int64
   }
 }
 
+// load_tile() for fp32, also where a row has more chunks than there are threads.
+template <class Chip, class Tile, int kRows, int kThreads, class From>
+__device__ __forceinline__ void load_float_tile(uint32_t shared, const From& rows, int first,
+                                                int len, int dim) {
+  if constexpr (kThreads >= Tile::kChunks) {
+    load_tile<Chip, Tile, kRows, kThreads>(shared, rows, first, len, dim);
+  } else {
+#pragma unroll 2
+    for (int i = ptx::opaque_thread(); i < kRows * Tile::kChunks; i += kThreads) {
+      const int row = i / Tile::kChunks, chunk = i % Tile::kChunks;
+      const int bytes = first + row < len ? max(min(4 * dim - 16 * chunk, 16), 0) : 0;
+      Chip::copy_part(shared + Tile::at(row, chunk), rows.address(first + row) + chunk * 16, bytes);
+    }
+  }
+}
+
 // load_tile() for a matrix whose elements may have 16 bits: rows [first, first + kRows) of (len,
 // dim), and zeros past the end of columns or rows. fp32 comes in the background where the chip can
 // do that: commit and wait as for load_tile().
@@ -98,7 +116,7 @@ template <class Chip, class Tile, int kRows, int kThreads, class From>
 __device__ __forceinline__ void load_floats(uint32_t shared, const From& rows, Element element,
                                             int first, int len, int dim) {
   if (element == Element::kFp32) {
-    load_tile<Chip, Tile, kRows, kThreads>(shared, rows, first, len, dim);
+    load_float_tile<Chip, Tile, kRows, kThreads>(shared, rows, first, len, dim);
     return;
   }
   const RowWalk<Tile, kRows, kThreads> walk(ptx::opaque_thread());
@@ -129,19 +147,31 @@ __device__ __forceinline__ void load_floats(uint32_t shared, const From& rows, E
   }
 }
 
-// Writes a warp's accumulators to a tile: fragment (m, n) to rows row + 16 m and columns col + 8 n.
+// Writes a warp's accumulators to a tile, and reads them back: fragment (m, n) is rows row + 16 m
+// and columns col + 8 n.
 template <class Tile, int kM, int kN>
 __device__ __forceinline__ void store_accumulators(uint32_t tile, const float (&acc)[kM][kN][4],
                                                    int row, int col = 0) {
   const uint32_t lane = Tile::along(Tile::lane_rows(tile, row), col / 4);
 #pragma unroll
-  for (int m = 0; m < kM; ++m) {
+  for (int i = 0; i < kM * kN; ++i) {
+    const float(&x)[4] = acc[i / kN][i % kN];
+    const uint32_t at = Tile::along(lane, i % kN * 2) + i / kN * 16 * Tile::kRowBytes;
+    ptx::st_shared_v2_f32(at, {x[0], x[1]});
+    ptx::st_shared_v2_f32(at + 8 * Tile::kRowBytes, {x[2], x[3]});
+  }
+}
+template <class Tile, int kM, int kN>
+__device__ __forceinline__ void load_accumulators(float (&acc)[kM][kN][4], uint32_t tile, int row,
+                                                  int col = 0) {
+  const uint32_t lane = Tile::along(Tile::lane_rows(tile, row), col / 4);
 #pragma unroll
-    for (int n = 0; n < kN; ++n) {
-      const uint32_t at = Tile::along(lane, 2 * n) + 16 * m * Tile::kRowBytes;
-      ptx::st_shared_v2_f32(at, {acc[m][n][0], acc[m][n][1]});
-      ptx::st_shared_v2_f32(at + 8 * Tile::kRowBytes, {acc[m][n][2], acc[m][n][3]});
-    }
+  for (int i = 0; i < kM * kN; ++i) {
+    float(&x)[4] = acc[i / kN][i % kN];
+    const uint32_t at = Tile::along(lane, i % kN * 2) + i / kN * 16 * Tile::kRowBytes;
+    const float2 top = ptx::ld_shared_v2_f32(at);
+    const float2 bottom = ptx::ld_shared_v2_f32(at + 8 * Tile::kRowBytes);
+    x[0] = top.x, x[1] = top.y, x[2] = bottom.x, x[3] = bottom.y;
   }
 }
 

@@ -20,19 +20,24 @@ __device__ __forceinline__ int row_lanes(int dim) { return dim > 32 ? 8 : dim > 
 template <class T>
 __device__ __forceinline__ float row_product(const char* left, const char* right, int dim, int lane,
                                              int lanes) {
+  constexpr int kChunk = 16 / T::kBytes;  // elements
   float sum = 0;
-  for (int chunk = lane; chunk * 8 < dim; chunk += lanes) {
-    if (chunk * 8 + 8 <= dim) {
+  for (int chunk = lane; chunk * kChunk < dim; chunk += lanes) {
+    if (chunk * kChunk + kChunk <= dim) {
       const uint4 a = reinterpret_cast<const uint4*>(left)[chunk];
       const uint4 b = reinterpret_cast<const uint4*>(right)[chunk];
       const uint32_t as[4] = {a.x, a.y, a.z, a.w}, bs[4] = {b.x, b.y, b.z, b.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        sum += T::unpack(as[i] & 0xffff) * T::unpack(bs[i] & 0xffff);
-        sum += T::unpack(as[i] >> 16) * T::unpack(bs[i] >> 16);
+        if constexpr (T::kBytes == 4) {
+          sum += __uint_as_float(as[i]) * __uint_as_float(bs[i]);
+        } else {
+          sum += T::unpack(as[i] & 0xffff) * T::unpack(bs[i] & 0xffff);
+          sum += T::unpack(as[i] >> 16) * T::unpack(bs[i] >> 16);
+        }
       }
     } else {
-      for (int i = chunk * 8; i < dim; ++i) {
+      for (int i = chunk * kChunk; i < dim; ++i) {
         sum += T::unpack(reinterpret_cast<const typename T::Storage*>(left)[i]) *
                T::unpack(reinterpret_cast<const typename T::Storage*>(right)[i]);
       }
@@ -53,9 +58,10 @@ __device__ __forceinline__ void attention_bwd_preprocess(const AttentionBwdParam
   if (kind != RaggedKind::kBlock || first >= seq.len_q) return;
   const int64_t sequence_row = workspace_row(p, seq, batch) + first;
 
-  const char* gO = rows_of(p.out, p, p.out_strides, batch, first_head, seq.token_q);
-  const char* gQ = rows_of(p.query, p, p.query_strides, batch, first_head, seq.token_q);
-  const char* gdO = rows_of(p.grad_out, p, p.grad_out_strides, batch, first_head, seq.token_q);
+  const char* gO = rows_of<T::kBytes>(p.out, p, p.out_strides, batch, first_head, seq.token_q);
+  const char* gQ = rows_of<T::kBytes>(p.query, p, p.query_strides, batch, first_head, seq.token_q);
+  const char* gdO =
+      rows_of<T::kBytes>(p.grad_out, p, p.grad_out_strides, batch, first_head, seq.token_q);
   const float* lse = p.lse + offset(p, p.lse_strides, batch, first_head, seq.token_q);
   const float* grad_lse =
       p.grad_lse ? p.grad_lse + offset(p, p.grad_lse_strides, batch, first_head, seq.token_q)

@@ -23,30 +23,23 @@ namespace flashmoe::cuda::second {
 inline constexpr int kRows = kSecondRows, kColumns = kSecondColumns, kThreads = kSecondThreads;
 using Tile = FloatTile<kColumns>;
 
-// ThreeTf32 with the larger part rounded to the nearest, which halves the smaller: its products
-// with each other, which are left out, are then below 2^-22 of the whole. Scores of a sharp softmax
-// are large, and gradients of gradients feel their last digits. (A NaN is lost in the larger part,
-// and is in the smaller.)
-struct RoundedTf32 : ThreeTf32 {
-  template <int kCount>
-  static __device__ __forceinline__ Split<kCount> split(const float (&x)[kCount]) {
-    Split<kCount> s;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      s.big[i] = (__float_as_uint(x[i]) + 0x1000u) & 0xffffe000u;
-      s.small[i] = __float_as_uint(x[i] - __uint_as_float(s.big[i]));
-    }
-    return s;
-  }
-  static __device__ __forceinline__ Left left(const float (&a)[4]) { return split(a); }
-  static __device__ __forceinline__ Right right(const float (&b)[2]) { return split(b); }
-};
+// OneTf32 for right operands that come from 16 bits: TF32 holds every such number.
+struct HalfTf32 {
+  static constexpr int kSteps = OneTf32::kSteps;
+  using Left = OneTf32::Left;
+  struct Right {
+    uint32_t x[2];
 
-// TF32 holds every number of 16 bits: what comes from tensors needs no rounding, what was computed
-// does.
-struct HalfTf32 : OneTf32 {
-  static __device__ __forceinline__ Right right(const float (&b)[2]) {
-    return {{__float_as_uint(b[0]), __float_as_uint(b[1])}};
+    __device__ __forceinline__ explicit Right(const float (&from)[2])
+        : x{__float_as_uint(from[0]), __float_as_uint(from[1])} {}
+    Right() = default;
+  };
+
+  template <int kCount>
+  static __device__ __forceinline__ void multiply(float (&acc)[4], const Left (&a)[kCount],
+                                                  const Right (&b)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) ptx::mma_m16n8k8_tf32(acc, a[i].x, b[i].x, acc);
   }
 };
 
@@ -233,7 +226,7 @@ __device__ __forceinline__ void add_products_by_fma(Pairs& pairs, uint32_t own, 
 template <class C>
 __device__ __forceinline__ void add_products(Pairs& pairs, uint32_t own, uint32_t other,
                                              int depth) {
-  constexpr int kSteps = 4;  // of 8 columns: what a Product takes at once
+  constexpr int kSteps = 4;  // of 8 columns, for which tiles have zeros behind the last
   if constexpr (C::kFma) {
     add_products_by_fma(pairs, own, other, depth);
   } else {
@@ -259,19 +252,19 @@ __device__ __forceinline__ void add_all_rows(Sums& sums, const Pairs& pairs, uin
   for (int i = 0; i < kSteps; ++i) {
     float x[4];
     left.load_left(x, 0, i);
-    a[i] = Product::left(x);
+    a[i] = typename Product::Left(x);
   }
 #pragma unroll
   for (int n = 0; n < kColumns / 8; ++n) {
     if (8 * n >= columns) continue;
-    typename Product::Sum sum = Product::begin(sums[n]);
+    typename Product::Right b[kSteps];
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       float x[2];
       right.load_right(x, n, i);
-      Product::add(sum, a[i], Product::right(x));
+      b[i] = typename Product::Right(x);
     }
-    Product::end(sums[n], sum);
+    Product::multiply(sums[n], a, b);
   }
 }
 

@@ -309,7 +309,7 @@ def test_compile_with_gradients(backend):
 @every_dtype
 def test_opcheck(dtype):
     """What traced graphs believe about the op: schema, and shapes and strides of its results."""
-    options = (None, None, None, None, 0, 0, True, -1, -1, None, 0.0, False, 0.0, None)
+    options = (None, None, None, None, 0, 0, True, -1, -1, None, 0.0, False, False, 0.0, None)
     op = torch.ops.flashmoe.attention_forward.default
     for layout in (torch.clone, rows_first, heads_in_the_middle, odd_rows):
         tensors = [layout(x) for x in qkv(40, 50, dtype=dtype)]
@@ -317,7 +317,7 @@ def test_opcheck(dtype):
         torch.library.opcheck(op, (*tensors, *options), test_utils=tests)
 
 
-OPTION_VALUES = (0, 0, True, 40, -1, None, 9.0, True, 0.0, None)  # as the ops take them
+OPTION_VALUES = (0, 0, True, 40, -1, None, 9.0, True, False, 0.0, None)  # as the ops take them
 
 
 @every_dtype

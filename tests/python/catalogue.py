@@ -100,9 +100,13 @@ def beside(kernel: str, part: str) -> str:
 
 def bias_sum(kernel: str) -> str:
     """The kernel that sums the gradient of a shared bias after that one; its tile is its own."""
-    of_kernel = CATALOGUE[kernel]["image"]
+
+    def of(name: str) -> tuple:
+        k = CATALOGUE[name]
+        return k["family"], dtype_of(Path(k["image"])), k["head_dim"]
+
     found = [
-        name for name, k in CATALOGUE.items() if k["role"] == BIAS_SUM and k["image"] == of_kernel
+        name for name, k in CATALOGUE.items() if k["role"] == BIAS_SUM and of(name) == of(kernel)
     ]
     assert len(found) == 1, f"{kernel}: {found}"
     return found[0]

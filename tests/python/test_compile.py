@@ -138,3 +138,42 @@ def test_an_exported_program_has_gradients(strict):
     got = grads_of(program(x, bias), [*program.parameters(), bias])
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("allowed", [False, True], ids=["three", "one"])
+def test_what_is_exported_keeps_its_product(allowed):
+    """Whether fp32 on a GPU may be TF32 is an argument of the op; meta stands for the GPU."""
+    tensors = [torch.empty(1, 2, 8, 16, device="meta") for _ in "qkv"]
+
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return fm.flash_attention(q, k, v)
+
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    try:
+        program = torch.export.export(Model(), tuple(tensors))
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    (call,) = (node for node in program.graph.nodes if "flashmoe" in str(node.target))
+    assert call.args[16] is allowed
+    names = [argument.name for argument in call.target._schema.arguments]
+    assert names[16] == "allow_tf32"
+
+
+def test_a_compiled_call_follows_what_torch_allows():
+    seen = []
+
+    def record(graph, _):
+        seen.extend(node.args[16] for node in graph.graph.nodes if "flashmoe" in str(node.target))
+        return graph.forward
+
+    call = torch.compile(lambda q: fm.flash_attention(q, q, q), fullgraph=True, backend=record)
+    q = torch.empty(1, 2, 8, 16, device="meta")
+    try:
+        for precision in ("highest", "high", "highest"):
+            torch.set_float32_matmul_precision(precision)
+            call(q)
+        call(q.half())
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert seen == [False, True, False], "each kept, and none for other dtypes"

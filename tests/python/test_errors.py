@@ -245,7 +245,7 @@ def test_explain_refuses_the_same():
 
 def backward_arguments():
     q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 6)
-    options = (0, 0, False, -1, -1, None, 0.0, True, 0.0, None)
+    options = (0, 0, False, -1, -1, None, 0.0, True, False, 0.0, None)
     sinks = torch.randn(4)
     out, lse = torch.ops.flashmoe.attention_forward(q, k, v, None, sinks, *[None] * 3, *options)
     named = {"grad_out": torch.randn_like(out), "grad_lse": torch.randn_like(lse)}

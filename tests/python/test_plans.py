@@ -586,3 +586,26 @@ def test_a_tile_that_does_not_exist_is_named(tile, monkeypatch):
     with pytest.raises(RuntimeError, match=rf"FLASHMOE_TILE .*{tile}.*\d+x\d+"):
         fm.explain(*problem(), device="sm_100")
     assert told(fm.explain(*problem(), device="cpu"))["kernel"].startswith("cpu_")
+
+
+@pytest.mark.parametrize("chip", (*PLANNED, "sm_90"))
+def test_fp32_follows_what_torch_allows_for_its_products(chip):
+    """As matmul does: "high" and "medium" allow TF32, which Turing does not have."""
+    family = "sm75" if chip == "sm_75" else "sm80"
+    tensors = [spec(2, 4, 300, 64, dtype=torch.float32)] * 3
+    bias = spec(4, 300, 300, dtype=torch.float32)
+    try:
+        for precision in ("highest", "high", "medium"):
+            torch.set_float32_matmul_precision(precision)
+            allowed = precision != "highest"
+            product = "tf32" if allowed and family == "sm80" else "fp32"
+            for backward, options in ((False, {}), (True, {}), (True, {"bias": bias})):
+                text = fm.explain(*tensors, **options, backward=backward, device=chip)
+                assert told(text)["kernel"].startswith(f"{family}_attention_")
+                assert f"_{product}_d64_" in told(text)["kernel"]
+                assert ("TF32 allowed" in text) == allowed
+                assert "\n  bitwise reproducible\n" in text
+            half = [x.half() for x in tensors]
+            assert "TF32" not in fm.explain(*half, device=chip)
+    finally:
+        torch.set_float32_matmul_precision("highest")

@@ -168,7 +168,7 @@ def test_ops_pass_opcheck(op):
         y.detach()
         for y in (double(1, 2, 3, 4), *(double(1, 1, 5, 4),) * 2, double(2, 3, 5), double(2))
     ]
-    options = (*(None,) * 3, 0, 0, False, -1, -1, None, 0.0, False, 0.0, None)
+    options = (*(None,) * 3, 0, 0, False, -1, -1, None, 0.0, False, False, 0.0, None)
     out, lse = torch.ops.flashmoe.attention(*x, *options)
     tangents = tuple(y.sin() for y in x)
     args = (*tangents, out, lse, *x, *options)

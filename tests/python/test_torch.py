@@ -262,14 +262,14 @@ def forward_arguments(kind: str, grad: bool):
     if kind == "ragged":
         tensors, cu, longest, bias = ragged()
         lengths = (None, *cu, *longest)
-        options = (True, 3, -1, None, 0.0, False, 0.0, None)
+        options = (True, 3, -1, None, 0.0, False, False, 0.0, None)
         arguments = (*tensors, bias, sinks, *lengths, *options)
     else:
         tensors = qkv(2, 3, dtype=dtype, dv=8 if kind == "half" else 5)
         bias = torch.randn(3, 1, 9, 13, requires_grad=True) if kind == "bias" else None
         lengths = torch.tensor([[5], [13]]) if kind == "lengths" else None
         dropout = (0.3, torch.tensor(7)) if kind == "dropout" else (0.0, None)
-        options = (0, 0, kind == "half", -1, -1, 0.4, 2.0, True, *dropout)
+        options = (0, 0, kind == "half", -1, -1, 0.4, 2.0, True, False, *dropout)
         arguments = (*tensors, bias, sinks, lengths, None, None, *options)
     return tuple(
         x.detach().requires_grad_(grad and x.is_floating_point())
@@ -304,7 +304,8 @@ def test_the_op_itself_is_differentiable(kind):
     arguments = forward_arguments(kind, grad=True)
     leaves = [x for x in arguments[:5] if x is not None]
     got = grads_of(torch.ops.flashmoe.attention.default(*arguments), leaves)
-    names = ("causal", "left", "right", "scale", "softcap", "deterministic", "dropout_p", "seed")
+    names = ("causal", "left", "right", "scale", "softcap", "deterministic", "allow_tf32")
+    names += ("dropout_p", "seed")
     named = dict(zip(names, arguments[10:], strict=True))
     options = {"causal": named["causal"], "window": (named["left"], named["right"])}
     options |= {name: named[name] for name in ("scale", "softcap", "dropout_p", "seed")}

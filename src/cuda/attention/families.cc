@@ -50,4 +50,11 @@ bool has_kernels(const Family& family) {
   });
 }
 
+bool has_kernels(const Family& family, DType dtype) {
+  const auto& all = kernels();
+  return std::any_of(all.begin(), all.end(), [&](const Kernel& kernel) {
+    return kernel.family == std::string_view(family.name) && kernel.dtype == dtype;
+  });
+}
+
 }  // namespace flashmoe::cuda

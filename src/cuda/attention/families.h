@@ -36,7 +36,8 @@ struct Family {
 std::span<const Family> families();
 const Family* find_family(std::string_view name);
 
-// Whether this build has kernels of the family.
+// Whether this build has kernels of the family, and for that dtype.
 bool has_kernels(const Family& family);
+bool has_kernels(const Family& family, DType dtype);
 
 }  // namespace flashmoe::cuda

@@ -136,6 +136,10 @@ Status plan_call(AttentionPlan& plan) {
       } else if (has_tangents(plan.problem.pass)) {
         if (why.empty()) kernel = choose_second_kernel(plan, family, why);
       } else {
+        const DType dtype = plan.problem.query.dtype;
+        if (why.empty() && !has_kernels(family, dtype)) {
+          why = text("has no kernels for ", dtype_name(dtype));
+        }
         if (why.empty()) why = family.lacks(plan);
         if (why.empty() && !forced && has_alternative(family, gpu)) why = family.slower(plan, gpu);
         if (why.empty()) kernel = choose_tile(plan, family, gpu, forced_tile, why);

@@ -14,12 +14,6 @@ struct PairRows {
   bool is_mask;  // bytes, of which 0 hides the key
 
   template <class C>
-  __device__ __forceinline__ float read(int row_of, int key) const {
-    const int64_t at = row_of * row + key * column;
-    if (is_mask) return data[at] ? 0.f : -INFINITY;
-    return read_number<C>(is_fp32, data, at);
-  }
-  template <class C>
   __device__ __forceinline__ void write(int64_t row_of, int64_t key, float x) const {
     write_number<C>(is_fp32, data, row_of * row + key * column, x);
   }
@@ -97,20 +91,29 @@ struct LanePair {
 };
 
 // Reads what a lane holds of the tile that begins at (row, key); 0 outside of the tensor, and where
-// there is none. All of it before any is used: the reads are on their way together.
+// there is none. One branch for all numbers, so that the reads are on their way together.
 template <class C, By kBy>
 __device__ __forceinline__ void read_pairs(Pairs& x, const PairRows& from, int row, int key,
                                            const Sequence& seq) {
   set_zero(x);
   if (!from.data) return;
+  const auto read_all = [&](const auto& read) {
 #pragma unroll
-  for (int n = 0; n < kRows / 8; ++n) {
+    for (int n = 0; n < kRows / 8; ++n) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const LanePair<kBy> at(n, i);
-      const bool there = row + at.row < seq.len_q && key + at.key < seq.len_k;
-      if (there) x[0][n][i] = from.template read<C>(row + at.row, key + at.key);
+      for (int i = 0; i < 4; ++i) {
+        const LanePair<kBy> at(n, i);
+        const int r = row + at.row, k = key + at.key;
+        if (r < seq.len_q && k < seq.len_k) x[0][n][i] = read(r * from.row + k * from.column);
+      }
     }
+  };
+  if (from.is_mask) {
+    read_all([&](int64_t at) { return from.data[at] ? 0.f : -INFINITY; });
+  } else if (C::kFp32 || from.is_fp32) {
+    read_all([&](int64_t at) { return read_element(Element::kFp32, from.data, at); });
+  } else {
+    read_all([&](int64_t at) { return read_element(C::kElement, from.data, at); });
   }
 }
 

@@ -34,14 +34,15 @@ __device__ __forceinline__ void attention_second_queries(const AttentionSecondPa
     for (int key = key_begin / kRows * kRows; key < key_end; key += kRows) {
       Products x;
       Pairs rBias, rBiasMove;
+      // On their way while the products are made.
+      read_pairs<C, By::kQueries>(rBias, h.bias, first, key, seq);
+      read_pairs<C, By::kQueries>(rBiasMove, h.bias_move, first, key, seq);
       find_products<C, By::kQueries>(x, smem, h.in, first, key, place.chunk, own_there, seq, p,
                                      [&] {
                                        if (!own_there)
                                          load_numbers(shared, h.numbers + first, end - first, p);
                                      });
       own_there = true;
-      read_pairs<C, By::kQueries>(rBias, h.bias, first, key, seq);
-      read_pairs<C, By::kQueries>(rBiasMove, h.bias_move, first, key, seq);
       differentiate<By::kQueries>(x, rBias, rBiasMove, shared, first, key, seq, p,
                                   [](int, int, float) {});
       add_rows<C>(sums, x.move, smem + kKey, columns, guarded);

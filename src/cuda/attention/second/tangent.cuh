@@ -138,11 +138,12 @@ __device__ __forceinline__ void attention_tangent(const AttentionSecondParams& p
     for (int key = key_begin / kRows * kRows; key < key_end; key += kRows) {
       Products x;
       Pairs rBias, rBiasMove;
+      // On their way while the products are made.
+      read_pairs<C, By::kTangent>(rBias, h.bias, first, key, seq);
+      read_pairs<C, By::kTangent>(rBiasMove, h.bias_move, first, key, seq);
       find_products<C, By::kTangent>(x, smem, h.in, first, key, place.chunk, own_there, seq, p,
                                      [] {});
       own_there = true;
-      read_pairs<C, By::kTangent>(rBias, h.bias, first, key, seq);
-      read_pairs<C, By::kTangent>(rBiasMove, h.bias_move, first, key, seq);
       move_softmax(x, rows, rBias, rBiasMove, first, key, seq, p);
       add_rows<C>(sums, x.move, smem + kValue, columns, guarded);
       if (h.in.value_move) add_rows<C>(sums, x.score, smem + kValueMove, columns, guarded);

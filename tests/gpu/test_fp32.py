@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import replace
+from types import FunctionType
 
 import pytest
 import test_backward
@@ -29,7 +30,7 @@ DTYPE_NAMES = ("fp32",)
 AGAIN = {
     test_forward: """lengths grouped_queries leading_dimensions head_dims value_head_dims options
         key_lengths key_lengths_are_broadcast a_peaked_softmax scores_far_from_zero
-        equal_values_come_back without_lse_the_output_is_the_same empty_results no_keys
+        without_lse_the_output_is_the_same empty_results no_keys
         rows_that_see_no_key""",
     test_backward: """head_dims value_head_dims grouped_queries options windows key_lengths
         a_peaked_softmax scores_far_from_zero small_and_large_upstream_gradients
@@ -69,10 +70,21 @@ AGAIN = {
         lengths_that_fall lengths_of_garbage a_biased_sequence_longer_than_stated
         biased_lengths_of_garbage a_bias_with_too_few_pairs a_bias_with_too_many_pairs""",
 }
+
+
+def again(module, name: str) -> FunctionType:
+    """A test of another file with the marks of that file, which a test does not have itself."""
+    test = getattr(module, f"test_{name}")
+    copy = FunctionType(test.__code__, test.__globals__, test.__name__, test.__defaults__)
+    marks = getattr(module, "pytestmark", [])
+    marks = marks if isinstance(marks, list) else [marks]
+    copy.pytestmark = [*getattr(test, "pytestmark", []), *(mark.mark for mark in marks)]
+    return copy
+
+
 for _module, _names in AGAIN.items():
     for _name in _names.split():
-        _test = getattr(_module, f"test_{_name}")
-        globals()[f"{_module.__name__}_{_name}"] = _test
+        globals()[f"{_module.__name__}_{_name}"] = again(_module, _name)
 
 
 @contextmanager

@@ -78,7 +78,7 @@ struct FromAccumulators {
 };
 
 // Tensor cores cut off what does not fit into an accumulator, always towards 0, where ordinary
-// adders round: over thousands of keys that would cost two digits. So the sum over kSteps steps of
+// adders round: over thousands of keys that would cost a digit. So the sum over kSteps steps of
 // the depth begins at 0, the small products first, and an ordinary addition adds it to the
 // accumulators.
 template <bool kRounds>

@@ -144,10 +144,20 @@ __device__ __forceinline__ void attention_fp32_bwd_queries(const AttentionBwdPar
   float* const to =
       float_rows(p.grad_query, p, p.grad_query_strides, task.batch, task.head, task.seq.token_q);
   if (task.kind != RaggedKind::kBlock) {
-    if (!p.grad_query) return;
-    fill_float_rows(to, p.grad_query_strides.row, task.first_row,
-                    min(task.first_row + C::kBlockQ, task.seq.len_q), p.head_dim,
-                    task.kind == RaggedKind::kRest ? 0.f : NAN);
+    const int end = min(task.first_row + C::kBlockQ, task.seq.len_q);
+    if (p.grad_query) {
+      fill_float_rows(to, p.grad_query_strides.row, task.first_row, end, p.head_dim,
+                      task.kind == RaggedKind::kRest ? 0.f : NAN);
+    }
+    if constexpr (C::kBias) {  // of a ragged batch bwd_keys.cuh fills the pairs
+      if (!p.grad_bias || p.blocks) return;
+      const BiasRows grad = find_grad_bias(p, task.seq, task.batch, task.head);
+      for (int row = task.first_row; row < end; ++row) {
+        for (int key = threadIdx.x; key < p.len_k; key += C::kThreads) {
+          write_bias<Fp32>(grad, row, key, NAN);
+        }
+      }
+    }
     return;
   }
   if constexpr (C::kBias) {

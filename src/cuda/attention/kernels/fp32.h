@@ -69,7 +69,8 @@ inline constexpr Fp32BiasSumTile kBiasSum[] = {
 
 namespace flashmoe::cuda::sm75::fp32 {
 
-// For 64 KB of shared memory; Turing copies nothing in the background.
+// For 64 KB of shared memory; Turing copies nothing in the background. Steps are short: FMAs are
+// unrolled over them, and compile for as long as all others together.
 inline constexpr Fp32FwdTile kFwd[] = {
     // head_dim, block_q, block_k, warps, stages, ctas
     {32, 64, 32, 4, 1, 2},
@@ -80,9 +81,9 @@ inline constexpr Fp32FwdTile kFwd[] = {
 
 inline constexpr Fp32BwdTile kBwd[] = {
     // head_dim, block_q, block_k, step, stages, ctas
-    {32, 64, 64, 32, 1, 2},
-    {64, 64, 64, 32, 1, 1},
-    {128, 32, 32, 16, 1, 1},
+    {32, 64, 64, 16, 1, 2},
+    {64, 64, 64, 16, 1, 1},
+    {128, 32, 32, 8, 1, 1},
     {256, 16, 16, 8, 1, 1},
 };
 

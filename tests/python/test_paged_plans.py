@@ -112,5 +112,5 @@ def test_what_cuda_kernels_lack_is_named():
     tensors, options = problem()
     tensors[0] = tensors[0].double()
     tensors[1], tensors[2] = tensors[1].double(), tensors[2].double()
-    with pytest.raises(RuntimeError, match="query is float64; CUDA kernels take"):
+    with pytest.raises(RuntimeError, match="query is float64; CUDA kernels over pages take"):
         fm.explain_paged(*tensors, **options, device="sm_90")

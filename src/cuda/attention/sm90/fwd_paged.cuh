@@ -91,7 +91,7 @@ class FwdPagedProducer {
       const tma::Slot slot = C::slot(smem_, C::kTaskBarrier + tasks_.at());
       tasks_.wait_empty(slot);
       if (lane_ == 0) {
-        task.more = schedule_.next_alone(task, p_.pages);
+        task.more = schedule_.next(task, p_.pages);
         if (task.more) FwdScheduler<C>{p_}.find_key_tiles(task, task.seq, task.first_row);
         ptx::mbarrier_arrive(slot.full);
       }

@@ -560,7 +560,8 @@ def strange_code(kernel: str, chip: str, opcodes: Counter[str]) -> list[str]:
     foreign = some(rf".*(?:{family.foreign})")
     # Over pages Hopper reads small tiles as Ampere does: its work is reading the cache.
     as_ampere = role == "attention_paged" and CATALOGUE[kernel]["family"] == "sm90"
-    if BY_ROWS.search(kernel) or role in GATHERED or as_ampere:
+    copies = role == "attention_paged_chunk"  # pages that are too small for the copy engine
+    if BY_ROWS.search(kernel) or role in GATHERED or as_ampere or copies:
         foreign = [opcode for opcode in foreign if "LDGSTS" not in opcode]
     found = [f"has {opcode}" for opcode in foreign]
     packed = "_packed_" in kernel
@@ -570,6 +571,7 @@ def strange_code(kernel: str, chip: str, opcodes: Counter[str]) -> list[str]:
     wanted = [re.escape(prefix) for prefix in instructions if products]
     if BY_ROWS.search(kernel):  # in chunks, in the background
         wanted.append(r"LDGSTS\.E.*\.ZFILL")
+    wanted += [r"LDGSTS\.E\.BYPASS\.128"] if copies else []
     hopper = CATALOGUE[kernel]["family"] == "sm90"
     if role in MOE_FEW:  # from global memory to the MMAs
         wanted += [r"HMMA\.16816", r"LDG\.E.*\.128"]

@@ -33,7 +33,7 @@ __device__ __forceinline__ void combine_row(const PagedSequence& seq, int sequen
 #pragma unroll
   for (int column = lane * 4; column < kDim; column += 128) {
     float value[4] = {0, 0, 0, 0};
-#pragma unroll 8
+#pragma unroll 4
     for (int s = 0; s < seq.splits; ++s) {
       const float part = lses[s * step];
       const float4 x =

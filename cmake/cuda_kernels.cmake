@@ -9,11 +9,14 @@ set(flashmoe_chips_sm90 sm_90a)
 set(flashmoe_dtypes_sm75 fp16)
 set(flashmoe_dtypes_sm80 fp16 bf16)
 set(flashmoe_dtypes_sm90 fp16 bf16)
+set(flashmoe_dtypes_sm75_second fp32 fp16)  # passes that have more
+set(flashmoe_dtypes_sm80_second fp32 fp16 bf16)
 set(flashmoe_folder_sm75 mma_sync)
 set(flashmoe_folder_sm80 mma_sync)
 set(flashmoe_folder_sm90 sm90)
 
-# Attention's kernels are compiled for each head dim; small.cu has those without a tile.
+# Attention's kernels are compiled for each head dim; small.cu has those without a tile, second.cu those of forward mode
+# and second derivatives.
 set(flashmoe_head_dims_sm75 16 32 48 64 96 128 192 256)
 set(flashmoe_head_dims_sm80 ${flashmoe_head_dims_sm75})
 set(flashmoe_head_dims_sm90 32 64 96 128 192 256)
@@ -62,7 +65,7 @@ target_sources(flashmoe PRIVATE
   src/cuda/attention/bias_plan.cc src/cuda/attention/call.cc src/cuda/attention/catalogue.cc
   src/cuda/attention/families.cc src/cuda/attention/lay_out.cc src/cuda/attention/mma_sync.cc
   src/cuda/attention/paged_plan.cc
-  src/cuda/attention/planner.cc src/cuda/attention/sm90.cc src/cuda/attention/tile_choice.cc
+  src/cuda/attention/planner.cc src/cuda/attention/second_plan.cc src/cuda/attention/sm90.cc src/cuda/attention/tile_choice.cc
   src/cuda/attention/workspace.cc
   src/cuda/cache/catalogue.cc src/cuda/cache/planner.cc
   src/cuda/moe/call.cc src/cuda/moe/catalogue.cc src/cuda/moe/planner.cc src/cuda/moe/sm90.cc
@@ -151,7 +154,7 @@ message(STATUS "flashmoe: CUDA kernels of ${listed} (FLASHMOE_FAMILIES=${FLASHMO
 # Fatbins and sources must belong together: the hash of all device sources goes with the fatbins.
 file(GLOB_RECURSE device_sources RELATIVE ${PROJECT_SOURCE_DIR} CONFIGURE_DEPENDS
   src/attention/dropout.h src/cuda/*.cu src/cuda/*.cuh src/cuda/attention/paged.h src/cuda/attention/params.h src/cuda/attention/tiles.h src/cuda/attention/sm90/*.h
-  src/cuda/attention/fp32/*.h
+  src/cuda/attention/fp32/*.h src/cuda/attention/second/*.h
   src/cuda/tile/*.h src/cuda/tma/*.h src/cuda/attention/kernels/*.h
   src/cuda/cache/params.h src/cuda/moe/params.h src/cuda/moe/tiles.h src/cuda/moe/sm90/*.h src/cuda/moe/kernels/*.h)
 list(SORT device_sources)
@@ -224,14 +227,18 @@ function(flashmoe_add_operator operator family chip)
   file(GLOB passes RELATIVE ${PROJECT_SOURCE_DIR}/src/cuda/${folder} CONFIGURE_DEPENDS src/cuda/${folder}/*.cu)
   foreach(file IN LISTS passes)
     get_filename_component(pass ${file} NAME_WE)
-    foreach(dtype IN LISTS flashmoe_dtypes_${family})
+    set(dtypes ${flashmoe_dtypes_${family}})
+    if(DEFINED flashmoe_dtypes_${family}_${pass})
+      set(dtypes ${flashmoe_dtypes_${family}_${pass}})
+    endif()
+    foreach(dtype IN LISTS dtypes)
       set(options -DFLASHMOE_FAMILY=${family} -DFLASHMOE_DTYPE=${dtype}
         "-DFLASHMOE_TABLE=\"cuda/${operator}/kernels/${family}.h\"")
       if(flashmoe_folder_${family} STREQUAL "mma_sync")
         list(APPEND options "-DFLASHMOE_CHIP=\"cuda/tile/chip_${family}.cuh\"")
       endif()
       set(image ${family}_${operator}_${pass}_${dtype})
-      if(NOT operator STREQUAL "attention" OR pass STREQUAL "small")
+      if(NOT operator STREQUAL "attention" OR pass MATCHES "^(small|second)$")
         flashmoe_add_image(${family} ${chip} ${folder}/${file} ${image} ${options})
       else()
         set(head_dims ${flashmoe_head_dims_${family}})

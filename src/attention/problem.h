@@ -38,6 +38,9 @@ struct Geometry {
 // Passes that give rows of queries something go by queries; those that give gradients go by keys.
 constexpr bool by_queries(Pass pass) { return pass == Pass::kForward || pass == Pass::kTangent; }
 
+// Passes in which inputs move along tangents.
+constexpr bool has_tangents(Pass pass) { return pass == Pass::kTangent || pass == Pass::kSecond; }
+
 // Ok exactly when the problem is legal, whatever the device.
 Status check(const AttentionProblem& problem);
 

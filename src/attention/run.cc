@@ -10,7 +10,7 @@ namespace {
 Status check_call(const AttentionPlan& plan, const AttentionTensors& t, const void* workspace) {
   const AttentionProblem& p = plan.problem;
   const bool backward = !by_queries(p.pass);
-  const bool moves = p.pass == Pass::kTangent || p.pass == Pass::kSecond;
+  const bool moves = has_tangents(p.pass);
   const TensorSpec* cu_seqlens_q = p.ragged  ? &p.ragged->cu_seqlens_q
                                    : p.paged ? if_any(p.paged->cu_seqlens_q)
                                              : nullptr;

@@ -4,10 +4,10 @@
     python3 tests/gpu/sanitize.py --family sm90 --part 0/4               a fourth of its calls
 
 Forward in both its tiles, split and combined, backward in any order and in turn, ragged, masks and
-lengths, a bias and its gradient, strides, edge lengths, head dims of every bucket; a mixture of
-experts and its router in every tile, with either order of weights. No pytest, and the arithmetic
-around the calls is the CPU's: the tools slow every kernel down, and only ours are of
-interest. Exits with 1 where a result is far off; the tests judge precisely.
+lengths, a bias and its gradient, strides, edge lengths, head dims of every bucket; second
+derivatives; a mixture of experts and its router in every tile, with either order of weights. No
+pytest, and the arithmetic around the calls is the CPU's: the tools slow every kernel down, and only
+ours are of interest. Exits with 1 where a result is far off; the tests judge precisely.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from families import COMPLETE, DTYPES, EVERY_DTYPE, FAMILIES, has
 import flashmoe_science as fm
 import moe_oracle
 import oracle
+import second_oracle
 from dropped import with_dropout
 
 DEVICE = os.environ.get("FLASHMOE_TEST_DEVICE", "cuda")  # "cpu" tries out the script itself
@@ -334,6 +335,21 @@ SM90_CALLS = [
     Call(48, (4, 2), ragged=SHORT, options=CAUSAL),
 ]
 
+# Differentiated twice, in families that have kernels for it: every kernel, one chunk of columns and
+# several, tiles that end early on either side, biases of their own and shared, sums in parts.
+SECOND_CALLS = [
+    Call(64, (4, 2), (70, 45), lead=(2,), bias=Bias(masked=True), options=CAUSAL),
+    Call(20, (2, 1), (33, 65), bias=Bias("hqk", wide=True), options={"softcap": 3.0}),
+    Call(32, (2, 2), (40, 33), lead=(24,), bias=Bias("qk"), sinks=torch.float32),
+    Call(200, (2, 1), (34, 31), dv=72, layout=rows_apart),
+    Call(24, (2, 1), (31, 70), lead=(3,), key_lengths=(0, 33, 70), bias=Bias("hk"), needs="qb"),
+    Call(72, (2, 1), (31, 40), dv=256, layout=rows_first, options={"window": (9, 3)}),
+    Call(48, (4, 2), ragged=MIXED, bias=Bias("h", masked=True), options=CAUSAL),
+    Call(16, (2, 1), ragged=MIXED, bias=Bias(""), sinks=torch.float32),
+    Call(64, (2, 1), (65, 0), bias=Bias("hq")),
+    Call(64, (2, 1), (0, 65), bias=Bias("hk")),
+]
+
 
 FP32 = {"sm80": ("fp32", "tf32"), "sm75": ("fp32",)}
 
@@ -438,20 +454,37 @@ def on_device(call: Call, case: oracle.Case) -> oracle.Case:
     return moved
 
 
-def sanitize(family: str, name: str, call: Call, deterministic: bool) -> bool:
-    """Runs a call in that dtype, says how it went, and returns whether something is far off."""
-    dtype = EVERY_DTYPE.get(name, torch.float32)
-    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
-    case = call.case(dtype, deterministic)
-    got = oracle.ours(on_device(call, case))
+def judge(
+    family: str, name: str, call: Call, results: tuple[dict, dict], dtype: torch.dtype
+) -> bool:
+    """Says how a call went, and returns whether something is far off."""
+    got, want = results
     if DEVICE == "cuda":
         torch.cuda.synchronize()
-    want = oracle.reference(case)
     eps = {"fp32": 2**-18, "tf32": 2**-10}.get(name) or torch.finfo(dtype).eps
     bad = [result for result in got if far_off(result, got[result], want[result], eps)]
     verdict = f"FAR OFF: {', '.join(bad)}" if bad else "fine"
     print(f"{family} {name} {call}: {verdict}", flush=True)
     return bool(bad)
+
+
+def sanitize(family: str, name: str, call: Call, deterministic: bool) -> bool:
+    """Runs a call in that dtype; whether something is far off."""
+    dtype = EVERY_DTYPE.get(name, torch.float32)
+    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+    case = call.case(dtype, deterministic)
+    got = oracle.ours(on_device(call, case))
+    return judge(family, name, call, (got, oracle.reference(case)), dtype)
+
+
+def sanitize_second(family: str, name: str, call: Call) -> bool:
+    """The same for all second derivatives of a call, and how its results move."""
+    dtype = EVERY_DTYPE[name]
+    case = call.case(dtype, deterministic=True)
+    tangents = second_oracle.tangents_of(case, seed=0)
+    moved = {name: x.to(DEVICE) for name, x in tangents.items()}
+    got = second_oracle.differentiate_twice(on_device(call, case), moved, second_oracle.call_ours)
+    return judge(family, name, call, (got, second_oracle.reference(case, tangents)), dtype)
 
 
 def main() -> int:
@@ -470,6 +503,10 @@ def main() -> int:
         for name in FP32.get(family, ()):
             for call in FP32_CALLS[first::step]:
                 failures += sanitize(family, name, call, deterministic=True)
+        names = [name for name in EVERY_DTYPE if name in (*dtypes, "fp32")]
+        calls = SECOND_CALLS if has(family, "attention_second_keys") else []
+        for i, call in list(enumerate(calls))[first::step]:
+            failures += sanitize_second(family, names[i % len(names)], call)
         calls = [call for call in EXPERTS if takes(family, call)]
         calls = calls if has(family, "moe_up") else []
         for call, name in [(call, name) for call in calls for name in dtypes][first::step]:

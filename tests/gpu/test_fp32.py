@@ -15,13 +15,13 @@ import test_forward
 import test_nan
 import test_ragged
 import test_ragged_bias
+import test_sink_kernels
 import test_strides
 import torch
 from families import COMPLETE
 from helpers import DEVICE, check_case, dense, explained, normal, on_a_gpu, ragged, results
 
 import flashmoe_science as fm
-import test_sinks
 from oracle import same_bits
 
 DTYPE_NAMES = ("fp32",)
@@ -52,7 +52,7 @@ AGAIN = {
         minus_infinity_is_a_mask rows_that_see_nothing_may_hold_anything
         keys_that_nobody_sees_may_hold_anything nan_stays_in_its_sequence
         nan_in_the_bias_reaches_its_row only_what_is_wanted""",
-    test_sinks: """options head_dims lengths heads key_lengths sinks_far_from_the_scores
+    test_sink_kernels: """options head_dims lengths heads key_lengths sinks_far_from_the_scores
         sums_in_parts ragged ragged_with_a_bias minus_infinity_is_no_sink nan_stays_in_its_head
         rows_that_see_the_sink_alone_may_hold_anything
         rows_that_a_bias_hides_may_hold_anything""",

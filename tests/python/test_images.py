@@ -76,6 +76,15 @@ MOE_ROWS = {
     "moe_route": 8,
     "moe_route_bwd": 8,
 }
+# Forward mode and second derivatives, which have every head dim: those that go by rows, and those
+# with products, of 32 queries and 32 keys.
+SECOND_ROWS = ("attention_second_rows", "attention_second_sinks")
+SECOND_TILES = (
+    "attention_tangent",
+    "attention_second_queries",
+    "attention_second_keys",
+    "attention_second_bias_sum",
+)
 # Few rows an expert: the warps of a kernel, and the CTAs that an SM is to hold.
 MOE_FEW = {"moe_few_up": (8, 2), "moe_few_down": (16, 1)}
 # Tiles of tokens have warps that go their own ways.
@@ -213,6 +222,19 @@ def listed_pages(family: str) -> dict[str, Listed]:
     return found
 
 
+def listed_second(family: str) -> dict[str, Listed]:
+    """Kernels of forward mode and second derivatives, by name."""
+    found = {}
+    for dtype in {"fp32", *FAMILIES[family].dtypes} if family != "sm90" else ():
+        image = f"{family}_attention_second_{dtype}"
+        for role in SECOND_ROWS:
+            found[f"{family}_{role}_{dtype}"] = Listed(image, role)
+        for role in SECOND_TILES:
+            kernel = Listed(image, role, (0, 32, 32), 2, 3)
+            found[f"{family}_{role}_{dtype}"] = kernel
+    return found
+
+
 def listed_experts(family: str) -> dict[str, Listed]:
     """Kernels of a mixture of experts, by name. Weights may lie the other way round: _t."""
     path, found = ROOT / f"src/cuda/moe/kernels/{family}.h", {}
@@ -280,7 +302,8 @@ def listed_kernels() -> dict[str, Listed]:
     """What the rows of each family's tables stand for, by name."""
     found = {}
     for family in INFO["families"]:
-        found |= listed_experts(family) | listed_pages(family) | listed_fp32(family)
+        found |= listed_experts(family) | listed_pages(family)
+        found |= listed_second(family) | listed_fp32(family)
         listed = rows(ROOT / f"src/cuda/attention/kernels/{family}.h")
         assert {table for _, table, _ in listed} <= set(TABLES) and listed
         for dtype in FAMILIES[family].dtypes:
@@ -457,7 +480,12 @@ def test_no_dtype_in_the_image_of_another(image):
     for (kernel, chip), opcodes in report.opcodes(image).items():
         strangers = {opcode for opcode in opcodes if re.search(in_code, opcode)}
         assert not strangers, f"{kernel} for {chip}"
-        products = {opcode for opcode in opcodes if opcode.startswith(("HMMA", "HGMMA"))}
+        # What comes from either half is multiplied in TF32 where it is differentiated twice.
+        products = {
+            opcode
+            for opcode in opcodes
+            if opcode.startswith(("HMMA", "HGMMA")) and "TF32" not in opcode
+        }
         assert all(("BF16" in opcode) == (dtype == "bf16") for opcode in products)
     if chip_of(image) in FAMILIES[family_of(image)].ptx:
         assert ".entry" in report.ptx(image)
@@ -520,13 +548,20 @@ def strange_code(kernel: str, chip: str, opcodes: Counter[str]) -> list[str]:
     def some(pattern: str) -> list[str]:
         return [opcode for opcode in opcodes if re.match(pattern, opcode)]
 
+    if role in SECOND_ROWS + SECOND_TILES:  # the same bits in every run
+        tf32 = r"HMMA\.1688\.F32\.TF32"
+        product = tf32 if CATALOGUE[kernel]["family"] == "sm80" else "FFMA"
+        found = [f"has {opcode}" for opcode in some(SHARED_SUMS)]
+        found += [f"has {opcode}" for opcode in some("HMMA|HGMMA") if not re.match(product, opcode)]
+        return found + [f"has no {product}"] * (role in SECOND_TILES and not some(product))
     short = is_short(*(CATALOGUE[kernel][x] for x in ("head_dim", "block_q", "block_k")))
     # Of short sequences dQ is computed after the others, and nobody adds it up.
     products = role in WITH_PRODUCTS or (short and role in FINISH)
     foreign = some(rf".*(?:{family.foreign})")
     # Over pages Hopper reads small tiles as Ampere does: its work is reading the cache.
     as_ampere = role == "attention_paged" and CATALOGUE[kernel]["family"] == "sm90"
-    if BY_ROWS.search(kernel) or role in GATHERED or as_ampere:
+    copies = role == "attention_paged_chunk"  # pages that are too small for the copy engine
+    if BY_ROWS.search(kernel) or role in GATHERED or as_ampere or copies:
         foreign = [opcode for opcode in foreign if "LDGSTS" not in opcode]
     found = [f"has {opcode}" for opcode in foreign]
     packed = "_packed_" in kernel
@@ -536,6 +571,7 @@ def strange_code(kernel: str, chip: str, opcodes: Counter[str]) -> list[str]:
     wanted = [re.escape(prefix) for prefix in instructions if products]
     if BY_ROWS.search(kernel):  # in chunks, in the background
         wanted.append(r"LDGSTS\.E.*\.ZFILL")
+    wanted += [r"LDGSTS\.E\.BYPASS\.128"] if copies else []
     hopper = CATALOGUE[kernel]["family"] == "sm90"
     if role in MOE_FEW:  # from global memory to the MMAs
         wanted += [r"HMMA\.16816", r"LDG\.E.*\.128"]
@@ -629,6 +665,12 @@ def test_strange_code_would_be_found():
         assert not strange_code(rows, "sm_90", codes("LDG.E LDG.E.U16 STG.E.128"))
         assert strange_code(rows, "sm_90", codes("LDG.E.U16 STG.E.U16"))
         assert strange_code(rows, "sm_90", codes("HMMA.16816.F32 STG.E.128"))
+        for role in SECOND_TILES:
+            tf32 = "HMMA.1688.F32.TF32 STG.E"
+            assert not strange_code(kernels["sm80", role], "sm_90", codes(tf32))
+            assert strange_code(kernels["sm80", role], "sm_90", codes(f"{tf32} {single}"))
+            assert strange_code(kernels["sm80", role], "sm_90", codes("FFMA STG.E"))
+            assert strange_code(kernels["sm80", role], "sm_90", codes(f"{tf32} HMMA.16816.F32"))
         for product in FP32_PRODUCTS["sm80"]:
             forward = f"sm80_attention_fwd_{product}_d64_128x32"
             good32 = "HMMA.1688.F32.TF32 LDGSTS.E.BYPASS.128.ZFILL STG.E.64 BAR.RED.OR"

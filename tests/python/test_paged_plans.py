@@ -91,8 +91,8 @@ def test_chunks_have_a_kernel_of_their_own_on_hopper():
     chunk = "sm90_attention_paged_chunk_bf16_d128_128x128"
     assert plan("sm_90", tokens=512)[0]["before"] == [chunk]
     assert plan("sm_90", tokens=63)[0]["before"] == []
-    assert plan("sm_90", tokens=512, page=1)[0]["before"] == []  # TMA loads 8 rows at least
-    assert plan("sm_90", tokens=512, page=24)[0]["before"] == [chunk]
+    for page in (1, 24, 64):  # threads copy the rows of pages that are too small for TMA
+        assert plan("sm_90", tokens=512, page=page)[0]["before"] == [chunk]
     assert plan("sm_90", tokens=512, fp8=True)[0]["before"] == []
     assert plan("sm_80", tokens=512)[0]["before"] == []
 
@@ -112,5 +112,5 @@ def test_what_cuda_kernels_lack_is_named():
     tensors, options = problem()
     tensors[0] = tensors[0].double()
     tensors[1], tensors[2] = tensors[1].double(), tensors[2].double()
-    with pytest.raises(RuntimeError, match="query is float64; CUDA kernels take"):
+    with pytest.raises(RuntimeError, match="query is float64; CUDA kernels over pages take"):
         fm.explain_paged(*tensors, **options, device="sm_90")

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "attention/problem.h"
 #include "core/numbers.h"
 #include "cuda/attention/planner.h"
 #include "cuda/attention/workspace.h"
@@ -94,6 +95,7 @@ bool copies_much_bias(const AttentionPlan& plan) {
 }
 
 bool aligns_bias(const AttentionPlan& plan) {
+  if (has_tangents(plan.problem.pass)) return false;  // its kernels read a bias where it lies
   if (!has_whole_bias(plan) || bias_matrices(plan) > kMaxGridYZ) return false;
   const bool many = many_share_bias(plan);
   // TMA takes the rows of all matrices for those of one.
@@ -111,7 +113,7 @@ int64_t aligned_bias_bytes(const AttentionPlan& plan) {
 }
 
 bool transposes_bias(const AttentionPlan& plan) {
-  if (!plan.problem.bias || !plan.problem.ragged) return false;
+  if (!plan.problem.bias || !plan.problem.ragged || has_tangents(plan.problem.pass)) return false;
   const TensorSpec& bias = *plan.problem.bias;  // (pairs, heads)
   return dtype_bytes(bias.dtype) == 2 && bias.shape[0] > 1 && bias.shape[1] > 1 &&
          bias.stride[0] != 1;

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <initializer_list>
 
 #include "core/text.h"
 #include "cuda/attention/bias_plan.h"
@@ -10,6 +9,8 @@
 #include "cuda/attention/lay_out.h"
 #include "cuda/attention/paged_plan.h"
 #include "cuda/attention/planner.h"
+#include "cuda/attention/second/params.h"
+#include "cuda/attention/second_plan.h"
 #include "cuda/attention/tiles.h"
 #include "cuda/runtime/driver.h"
 
@@ -155,7 +156,7 @@ void fill_problem(AttentionParams& p, const Call& call, size_t aligned_bias) {
 }
 
 // Leading dimensions that every tensor walks with one stride become one: dividing is dear on a GPU.
-void merge_batch(AttentionParams& p, std::initializer_list<int64_t*> tensors) {
+void merge_batch(AttentionParams& p, const std::vector<int64_t*>& tensors) {
   int kept = 0;
   for (int i = 0; i < p.batch_dims; ++i) {
     bool joins = kept > 0;
@@ -282,7 +283,8 @@ void fill_forward(AttentionFwdParams& p, const Call& call) {
   if (plan.problem.ragged) p.blocks = at<RaggedBlock>(call, w.blocks);
 }
 
-void fill_backward(AttentionBwdParams& p, const Call& call, uint32_t preprocess_heads) {
+void fill_backward(AttentionBwdParams& p, const Call& call, uint32_t preprocess_heads,
+                   const std::vector<int64_t*>& others) {
   const AttentionPlan& plan = call.plan;
   const AttentionTensors& t = call.tensors;
   const AttentionProblem& problem = plan.problem;
@@ -307,11 +309,14 @@ void fill_backward(AttentionBwdParams& p, const Call& call, uint32_t preprocess_
     // The sum of a shared bias's gradient has a launch of its own: see enter_bias_sum().
     if (!shares_bias(plan)) p.grad_bias = t.grad_bias;
   }
-  merge_batch(
-      p, {p.query_strides.batch, p.key_strides.batch, p.value_strides.batch, p.out_strides.batch,
-          p.lse_strides.batch, p.key_lengths_strides, p.grad_out_strides.batch,
-          p.grad_lse_strides.batch, p.grad_query_strides.batch, p.grad_key_strides.batch,
-          p.grad_value_strides.batch, p.bias_strides.batch, p.grad_bias_strides.batch});
+  std::vector<int64_t*> tensors = {
+      p.query_strides.batch,    p.key_strides.batch,        p.value_strides.batch,
+      p.out_strides.batch,      p.lse_strides.batch,        p.key_lengths_strides,
+      p.grad_out_strides.batch, p.grad_lse_strides.batch,   p.grad_query_strides.batch,
+      p.grad_key_strides.batch, p.grad_value_strides.batch, p.bias_strides.batch,
+      p.grad_bias_strides.batch};
+  tensors.insert(tensors.end(), others.begin(), others.end());
+  merge_batch(p, tensors);
 
   p.heads_q = static_cast<int32_t>(plan.heads_q);
   p.rows = w.rows;
@@ -329,6 +334,41 @@ void fill_backward(AttentionBwdParams& p, const Call& call, uint32_t preprocess_
   p.blocks = at<RaggedBlock>(call, w.key_blocks);
   p.query_blocks = at<RaggedBlock>(call, w.query_blocks);
   if (w.sum_slots > 0) p.sum_blocks = at<RaggedBlock>(call, w.sum_blocks);
+}
+
+void fill_second(AttentionSecondParams& p, const Call& call) {
+  const AttentionTensors& t = call.tensors;
+  const AttentionProblem& problem = call.plan.problem;
+  const Geometry& g = call.geometry;
+  const auto fill = [&](Strides& strides, const std::optional<TensorSpec>& spec, bool has_col) {
+    if (spec) strides = strides_of(*spec, has_col, g);
+  };
+  p.tangent_query = t.tangent_query;
+  p.tangent_key = t.tangent_key;
+  p.tangent_value = t.tangent_value;
+  p.tangent_bias = t.tangent_bias;
+  p.tangent_sinks = t.tangent_sinks;
+  p.tangent_out = t.tangent_out;
+  p.tangent_lse = static_cast<float*>(t.tangent_lse);
+  fill(p.tangent_query_strides, problem.tangent_query, true);
+  fill(p.tangent_key_strides, problem.tangent_key, true);
+  fill(p.tangent_value_strides, problem.tangent_value, true);
+  fill(p.tangent_out_strides, problem.tangent_out, true);
+  fill(p.tangent_lse_strides, problem.tangent_lse, false);
+  if (problem.tangent_bias) {
+    p.tangent_bias_strides = bias_strides(*problem.tangent_bias, g, p.tangent_bias_column);
+  }
+  if (problem.tangent_sinks) p.tangent_sink_step = problem.tangent_sinks->stride[0];
+  fill_backward(
+      p, call, 1,
+      {p.tangent_query_strides.batch, p.tangent_key_strides.batch, p.tangent_value_strides.batch,
+       p.tangent_bias_strides.batch, p.tangent_out_strides.batch, p.tangent_lse_strides.batch});
+  p.bias_is_mask = problem.bias && problem.bias->dtype == DType::kBool;
+  p.softcap = static_cast<float>(g.softcap);
+  if (problem.grad_sinks) {
+    p.grad_sinks = t.grad_sinks;
+    p.grad_sink_step = problem.grad_sinks->stride[0];
+  }
 }
 
 SideParams fill_side_params(const Call& call, const AttentionFwdParams& p, bool longest_first) {
@@ -445,10 +485,18 @@ Status launch_step(const Call& call, const AttentionLaunch& step, int64_t batch,
 Status run(const AttentionPlan& plan, const AttentionTensors& t, void* workspace,
            const Launch& launch) {
   const std::pair<const char*, const void*> aligned[] = {
-      {"query", t.query},       {"key", plan.problem.paged ? nullptr : t.key},
-      {"out", t.out},           {"value", plan.problem.paged ? nullptr : t.value},
-      {"grad_out", t.grad_out}, {"grad_query", t.grad_query},
-      {"grad_key", t.grad_key}, {"grad_value", t.grad_value},
+      {"query", t.query},
+      {"key", plan.problem.paged ? nullptr : t.key},
+      {"out", t.out},
+      {"value", plan.problem.paged ? nullptr : t.value},
+      {"grad_out", t.grad_out},
+      {"grad_query", t.grad_query},
+      {"grad_key", t.grad_key},
+      {"grad_value", t.grad_value},
+      {"tangent_query", t.tangent_query},
+      {"tangent_key", t.tangent_key},
+      {"tangent_value", t.tangent_value},
+      {"tangent_out", t.tangent_out},
       {"workspace", workspace},
   };
   for (const auto& [name, data] : aligned) {
@@ -460,6 +508,7 @@ Status run(const AttentionPlan& plan, const AttentionTensors& t, void* workspace
   if (Status status = context.enter(plan.problem.device.ordinal); !status.ok()) return status;
   Call call{plan, t, static_cast<char*>(workspace), launch, geometry(plan.problem), {}, {}};
   if (plan.problem.paged) return run_paged(call);
+  if (has_tangents(plan.problem.pass)) return run_second(call);
   if (plan.problem.pass == Pass::kForward) {
     call.forward = forward_workspace(plan);
   } else {

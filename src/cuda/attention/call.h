@@ -1,12 +1,16 @@
 // From a plan and its tensors to launches: what kernels are given, and the loop over the plan.
 #pragma once
 
+#include <vector>
+
 #include "attention/problem.h"
 #include "cuda/attention/params.h"
 #include "cuda/attention/workspace.h"
 #include "flashmoe/attention.h"
 
 namespace flashmoe::cuda {
+
+struct AttentionSecondParams;
 
 // One call of run().
 struct Call {
@@ -27,7 +31,11 @@ struct SideParams {
 
 // All that kernels of either pass are given, whatever the family.
 void fill_forward(AttentionFwdParams& p, const Call& call);
-void fill_backward(AttentionBwdParams& p, const Call& call, uint32_t preprocess_heads);
+// `others`: batch strides of more tensors that the kernels walk.
+void fill_backward(AttentionBwdParams& p, const Call& call, uint32_t preprocess_heads,
+                   const std::vector<int64_t*>& others = {});
+// The tangent pass too.
+void fill_second(AttentionSecondParams& p, const Call& call);
 // Of these: what makes a score of a product, and the keys that a row sees.
 void fill_scores(AttentionParams& p, const Geometry& g);
 // And the sinks, null where there are none.

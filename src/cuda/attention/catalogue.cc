@@ -11,6 +11,7 @@
 #include "cuda/attention/kernels/sm75.h"
 #include "cuda/attention/kernels/sm80.h"
 #include "cuda/attention/kernels/sm90.h"
+#include "cuda/attention/second/params.h"
 #include "cuda/attention/tiles.h"
 #include "cuda/runtime/images.h"
 
@@ -124,6 +125,25 @@ class Lister {
                                                                 : 0;
         add({embedded_kernel(image, name, name), family, role, dtype, 0, 0, 0, threads,
              shared_bytes, 0});
+      }
+    }
+  }
+
+  // Forward mode and second derivatives: kernels for every head dim, all of them in one image.
+  void add_second(const char* family, std::initializer_list<DType> dtypes) {
+    for (const DType dtype : dtypes) {
+      const std::string image = text(family, "_attention_second_", dtype_suffix(dtype));
+      for (const Role role : {Role::kTangent, Role::kSecondRows, Role::kSecondQueries,
+                              Role::kSecondKeys, Role::kSecondBiasSum, Role::kSecondSinks}) {
+        const std::string name = text(family, "_", role_name(role), "_", dtype_suffix(dtype));
+        const KernelId id = embedded_kernel(image, name, name);
+        if (role == Role::kSecondRows || role == Role::kSecondSinks) {
+          const int shared_bytes = role == Role::kSecondSinks ? kSecondSinksSharedBytes : 0;
+          add({id, family, role, dtype, 0, 0, 0, kRowThreads, shared_bytes, 0});
+        } else {
+          add({id, family, role, dtype, 0, kSecondRows, kSecondRows, kSecondThreads,
+               kSecondSharedBytes, kSecondCtas});
+        }
       }
     }
   }
@@ -254,6 +274,8 @@ std::vector<Kernel> list_kernels() {
   add_paged("sm90", both, sm90::kPaged, sm90::kPagedFp8);
   add_paged("sm80", both, sm80::kPaged, sm80::kPagedFp8);
   add_paged("sm75", fp16, sm75::kPaged, sm75::kPagedFp8);
+  list.add_second("sm80", {DType::kFloat32, DType::kFloat16, DType::kBFloat16});
+  list.add_second("sm75", {DType::kFloat32, DType::kFloat16});
   return list.take();
 }
 
@@ -305,6 +327,18 @@ const char* role_name(Role role) {
       return "attention_paged_chunk";
     case Role::kPagedCombine:
       return "attention_paged_combine";
+    case Role::kTangent:
+      return "attention_tangent";
+    case Role::kSecondRows:
+      return "attention_second_rows";
+    case Role::kSecondQueries:
+      return "attention_second_queries";
+    case Role::kSecondKeys:
+      return "attention_second_keys";
+    case Role::kSecondBiasSum:
+      return "attention_second_bias_sum";
+    case Role::kSecondSinks:
+      return "attention_second_sinks";
   }
   return "";
 }

@@ -35,6 +35,12 @@ enum class Role {
   kPaged,       // a forward pass over the pages of a cache
   kPagedChunk,  // the same for sequences with many queries, where they have a kernel of their own
   kPagedCombine,
+  kTangent,        // forward mode
+  kSecondRows,     // second derivatives: before all others, row by row
+  kSecondQueries,  // by queries
+  kSecondKeys,     // by keys
+  kSecondBiasSum,  // the gradient of a bias that was broadcast
+  kSecondSinks,    // the gradient of the sinks
 };
 const char* role_name(Role role);
 

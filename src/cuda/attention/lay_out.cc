@@ -33,29 +33,6 @@ double tensor_bytes(const AttentionProblem& p) {
   return bytes;
 }
 
-// The lists of blocks of a ragged batch: of queries forward; backward of keys, of queries, and of
-// keys for the sum of a bias's gradient.
-void add_ragged_lists(AttentionPlan& plan, const Kernel* bias_sum) {
-  // Each CTA goes over all sequences; more CTAs than a few have too little to write.
-  constexpr int64_t kSlotsOfOne = 256, kMost = 64;
-  const AttentionProblem& p = plan.problem;
-  const auto slots = [&](const TensorSpec& spec, int64_t block) {
-    return ragged_slots(spec.shape[0], block, plan.batch);
-  };
-  int64_t lists = 1, longest = slots(p.query, plan.block_q);
-  if (p.pass == Pass::kBackward) {
-    lists = 2;
-    longest = std::max(longest, slots(p.key, plan.block_k));
-    if (bias_sum) {
-      lists = 3;
-      longest = std::max(longest, slots(p.key, bias_sum->block_k));
-    }
-  }
-  const int64_t ctas = std::clamp<int64_t>(longest / kSlotsOfOne, 1, kMost);
-  plan.launches.push_back(
-      once(small_kernel(plan, Role::kRaggedBlocks), grid_of(ctas, lists), Given::kRagged));
-}
-
 void add_bias_align(AttentionPlan& plan) {
   const TensorSpec& bias = *plan.problem.bias;
   int64_t batches = 1;
@@ -67,6 +44,29 @@ void add_bias_align(AttentionPlan& plan) {
 }
 
 }  // namespace
+
+// Of queries forward; else of keys (none in a tangent pass), of queries, and of keys for the sum of
+// a bias's gradient.
+void add_ragged_lists(AttentionPlan& plan, const Kernel* bias_sum) {
+  // Each CTA goes over all sequences; more CTAs than a few have too little to write.
+  constexpr int64_t kSlotsOfOne = 256, kMost = 64;
+  const AttentionProblem& p = plan.problem;
+  const auto slots = [&](const TensorSpec& spec, int64_t block) {
+    return ragged_slots(spec.shape[0], block, plan.batch);
+  };
+  int64_t lists = 1, longest = slots(p.query, plan.block_q);
+  if (p.pass != Pass::kForward) {
+    lists = 2;
+    longest = std::max(longest, slots(p.key, plan.block_k));
+    if (bias_sum) {
+      lists = 3;
+      longest = std::max(longest, slots(p.key, bias_sum->block_k));
+    }
+  }
+  const int64_t ctas = std::clamp<int64_t>(longest / kSlotsOfOne, 1, kMost);
+  plan.launches.push_back(
+      once(small_kernel(plan, Role::kRaggedBlocks), grid_of(ctas, lists), Given::kRagged));
+}
 
 AttentionLaunch once(const Kernel& kernel, const Grid& grid, Given given) {
   AttentionLaunch step;
@@ -166,10 +166,7 @@ void limit_slices(AttentionPlan& plan) {
   plan.slices = std::max(plan.slices, ceil_div(plan.batch, kMaxGridYZ));
 }
 
-// Over how many CTAs the steps of a tile of a shared bias's gradient are split: the fewest that
-// leave little of the chip idle.
-static int64_t choose_bias_splits(const AttentionPlan& plan, const Gpu& gpu,
-                                  const Kernel& bias_sum) {
+int64_t choose_bias_splits(const AttentionPlan& plan, const Gpu& gpu, const Kernel& bias_sum) {
   constexpr int64_t kFewSteps = 4;
   if (plan.problem.ragged) return 1;
   const BiasSumGrid grid = bias_sum_grid(plan, bias_sum.block_q, bias_sum.block_k);

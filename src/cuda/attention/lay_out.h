@@ -17,6 +17,14 @@ inline Grid grid_of(int64_t x, int64_t y = 1, int64_t z = 1) {
 AttentionLaunch once(const Kernel& kernel, const Grid& grid, Given given);
 AttentionLaunch per_slice(const Kernel& kernel, const Grid& grid, Given given = Given::kCall);
 
+// The lists of blocks of a ragged batch. bias_sum: the kernel that sums a shared bias's gradient,
+// or null.
+void add_ragged_lists(AttentionPlan& plan, const Kernel* bias_sum);
+
+// Over how many CTAs the steps of a tile of a shared bias's gradient are split: the fewest that
+// leave little of the chip idle.
+int64_t choose_bias_splits(const AttentionPlan& plan, const Gpu& gpu, const Kernel& bias_sum);
+
 // The launches that come first: the lists of blocks of a ragged batch, and copies of a bias.
 // bias_sum: the kernel that sums a shared bias's gradient, or null.
 void add_first_launches(AttentionPlan& plan, const Kernel* bias_sum = nullptr);

@@ -11,8 +11,10 @@ namespace flashmoe::cuda {
 // its group need. A sequence with more rows has tiles of block_q.
 inline constexpr int kDecodeRows = 16;
 
-// Shared memory for the work before each thread's sequences, and for the task.
+// Shared memory of a task, and how many a CTA keeps: the one at work, the one whose keys are loaded
+// already, the one after that, which is being found, and the one before, whose output is stored.
 inline constexpr int kPagedTaskBytes = 128;
+inline constexpr int kPagedTasks = 4;
 
 // What the combining kernel is told of a sequence.
 struct alignas(16) PagedSequence {
@@ -32,6 +34,7 @@ struct PagedParams : AttentionFwdParams {
   int64_t tokens_q;
   int32_t heads_q, heads_k;
   int32_t blocks, page;
+  int32_t page_log2;  // -1: the page is no power of two
 
   const void* block_table;          // (batch, blocks of a sequence), int64 or int32
   int64_t table_row, table_column;  // its strides
@@ -64,26 +67,27 @@ struct PagedTile {
 
   constexpr int threads() const { return warps * 32; }
   constexpr int row_columns() const { return warps * 16 / block_q; }  // warps that share rows
-  // Q, the stages of K and V or what teams make of them at the end, a factor for each row where the
-  // cache is fp8, the work before each thread's sequences, and the task.
+  // Whether Q stays in registers.
+  constexpr bool keeps_queries() const { return head_dim <= 128; }
+  // Q unless it stays in registers, the stages of K and V, a factor for each row of Q where the
+  // cache is fp8, what teams tell each other, the work before each thread's sequences, and tasks.
   constexpr int stage_bytes() const {
     const int keys = block_k > teams * team_keys ? block_k : teams * team_keys;
     return 2 * keys * head_dim * cache_bytes;
   }
-  constexpr int merge_bytes() const {
-    return teams == 1 ? 0 : teams * kDecodeRows * (head_dim + 8 + 2) * 4;
+  constexpr int query_rows() const {
+    return keeps_queries() ? 0 : block_q > kDecodeRows ? block_q : kDecodeRows;
   }
-  constexpr int query_bytes() const {
-    return (block_q > kDecodeRows ? block_q : kDecodeRows) * head_dim * 2;
+  constexpr int query_bytes() const { return query_rows() * head_dim * 2; }
+  constexpr int body_bytes() const { return query_bytes() + stages * stage_bytes(); }
+  constexpr int factor_bytes() const { return cache_bytes == 1 ? query_rows() * 4 : 0; }
+  constexpr int team_bytes() const {
+    return (teams * (kDecodeRows * 8 + 4) + 2 * warps * 4 + 15) / 16 * 16;
   }
-  constexpr int body_bytes() const {
-    const int loop = stages * stage_bytes();
-    return query_bytes() + (loop > merge_bytes() ? loop : merge_bytes());
-  }
-  constexpr int factor_bytes() const { return cache_bytes == 1 ? query_bytes() / head_dim * 2 : 0; }
   constexpr int work_bytes() const { return ((threads() + 1 + warps) * 4 + 15) / 16 * 16; }
   constexpr int shared_bytes() const {
-    return body_bytes() + factor_bytes() + work_bytes() + kPagedTaskBytes;
+    return body_bytes() + factor_bytes() + team_bytes() + work_bytes() +
+           kPagedTasks * kPagedTaskBytes;
   }
 };
 

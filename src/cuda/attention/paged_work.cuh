@@ -77,7 +77,7 @@ struct PagedPlace {
 
 // What a CTA does at a time. In shared memory.
 struct PagedTask {
-  PagedPlace place;
+  bool more;  // false: there is no task any more
   bool valid;
   int sequence, head;   // head: of keys
   int first_row, rows;  // of the sequence's pairs, and how many
@@ -154,8 +154,45 @@ struct PairItems {
   }
 };
 
-// Gives out a CTA's items, one after the other. `before` has the work of all sequences before those
-// of each thread, and at its end that of all; thread t has the t-th part of the sequences.
+// The page of a key.
+__device__ __forceinline__ int page_of(int key, const PagedParams& p) {
+  return p.page_log2 >= 0 ? key >> p.page_log2 : key / p.page;
+}
+
+// The way of a key through the block table. A table's entry comes from far away: it is looked up
+// ahead of time, and stays as it came until it is needed, since a check would wait for it.
+struct PageRow {
+  uint32_t low = 0, high = 0;  // the table's entry
+  int row = 0;                 // of the page
+
+  // `table` is where the sequence's row of the table begins.
+  __device__ __forceinline__ void look_up(int key, int64_t table, const PagedParams& p) {
+    const int page = page_of(key, p);
+    const int64_t at = table + page * p.table_column;
+    row = key - page * p.page;
+    if (p.table_is_int64) {
+      const uint2 entry = static_cast<const uint2*>(p.block_table)[at];
+      low = entry.x;
+      high = entry.y;
+    } else {
+      low = static_cast<const uint32_t*>(p.block_table)[at];
+      high = 0;
+    }
+  }
+  // Whether the cache has that block. Negative numbers are large ones here.
+  __device__ __forceinline__ bool sound(const PagedParams& p) const {
+    return high == 0 && low < static_cast<uint32_t>(p.blocks);
+  }
+  // Bytes from row 0 of block 0.
+  template <int kBytes>
+  __device__ __forceinline__ int64_t offset(int64_t block_stride, int64_t row_stride) const {
+    return (low * block_stride + row * row_stride) * kBytes;
+  }
+};
+
+// Gives out a CTA's items, one after the other, to one of its threads. `before` has the work of all
+// sequences before those of each thread, and at its end that of all; thread t has the t-th part of
+// the sequences.
 template <int kThreads, class Items>
 struct PagedSchedule {
   using Task = typename Items::Task;
@@ -191,21 +228,8 @@ struct PagedSchedule {
     end = broken ? at : static_cast<int>(all * (blockIdx.x + 1) / gridDim.x);
   }
 
-  // The next item, by all threads; false: there is none any more.
+  // The next item, by one thread; false: there is none any more.
   __device__ __forceinline__ bool next(Task& task, const PagedParams& p) {
-    while (at < end) {
-      __syncthreads();  // everyone is done with the last task
-      const int thread = threadIdx.x;
-      if (before[thread] <= at && at < before[thread + 1]) task.place = find(task, thread, p);
-      __syncthreads();  // the task is there
-      at = task.place.next;
-      if (task.place.found) return task.place.start < end;
-    }
-    return false;
-  }
-
-  // The same by one thread, of whom nobody waits.
-  __device__ __forceinline__ bool next_alone(Task& task, const PagedParams& p) {
     while (at < end) {
       int part = 0, parts = kThreads;  // the last part that begins at `at` or before
       while (parts > 1) {

@@ -3,11 +3,13 @@
 
 #include <optional>
 
+#include "attention/problem.h"
 #include "core/text.h"
 #include "cuda/attention/bias_plan.h"
 #include "cuda/attention/families.h"
 #include "cuda/attention/paged_plan.h"
 #include "cuda/attention/params.h"
+#include "cuda/attention/second_plan.h"
 #include "cuda/attention/tile_choice.h"
 #include "cuda/attention/workspace.h"
 
@@ -19,14 +21,14 @@ constexpr int64_t kMaxLength = kNoLimit - 1;
 // What no kernel of any family can do of the problem; empty when there is nothing.
 std::string missing_everywhere(const AttentionPlan& plan) {
   const AttentionProblem& p = plan.problem;
-  // One after the other make a second derivative.
-  if (p.pass == Pass::kTangent || p.pass == Pass::kSecond) {
-    return "CUDA kernels have no second derivatives and no forward mode yet";
-  }
   if (p.query.dtype == DType::kFloat64 || (p.paged && p.query.dtype == DType::kFloat32)) {
     return text(
         "query is ", dtype_name(p.query.dtype), "; CUDA kernels ",
         p.paged ? "over pages take float16 and bfloat16" : "take float32, float16 and bfloat16");
+  }
+  if (p.options.dropout_p > 0 && has_tangents(p.pass)) {
+    return text("dropout_p is ", p.options.dropout_p,
+                "; CUDA kernels have no dropout in forward mode and second derivatives yet");
   }
   if (p.paged) {
     if (std::string missing = missing_over_pages(plan); !missing.empty()) return missing;
@@ -44,6 +46,10 @@ std::string missing_everywhere(const AttentionPlan& plan) {
       {"grad_query", maybe(p.grad_query)},
       {"grad_key", maybe(p.grad_key)},
       {"grad_value", maybe(p.grad_value)},
+      {"tangent_query", maybe(p.tangent_query)},
+      {"tangent_key", maybe(p.tangent_key)},
+      {"tangent_value", maybe(p.tangent_value)},
+      {"tangent_out", maybe(p.tangent_out)},
   };
   for (const auto& [name, spec] : rows) {
     if (!spec || in_place(*spec)) continue;
@@ -124,6 +130,8 @@ Status plan_call(AttentionPlan& plan) {
       why = missing;
       if (plan.problem.paged) {
         if (why.empty()) kernel = choose_paged_tile(plan, family, gpu, forced_tile, why);
+      } else if (has_tangents(plan.problem.pass)) {
+        if (why.empty()) kernel = choose_second_kernel(plan, family, why);
       } else {
         const DType dtype = plan.problem.query.dtype;
         if (why.empty() && !has_kernels(family, dtype)) {
@@ -144,10 +152,13 @@ Status plan_call(AttentionPlan& plan) {
     plan.family = family.name;
     plan.block_q = kernel->block_q;
     plan.block_k = kernel->block_k;
-    (plan.problem.paged ? lay_out_paged : family.lay_out)(plan, *kernel, gpu);
+    const auto lay_out = plan.problem.paged                ? lay_out_paged
+                         : has_tangents(plan.problem.pass) ? lay_out_second
+                                                           : family.lay_out;
+    lay_out(plan, *kernel, gpu);
     if (Status status = check_counts(plan); !status.ok()) return status;
-    std::string verdict =
-        text("chosen: the ", family.name, " family's tile for head dims up to ", kernel->head_dim);
+    std::string verdict = text("chosen: the ", family.name, " family's tile for ");
+    verdict += kernel->head_dim ? text("head dims up to ", kernel->head_dim) : "every head dim";
     if (plan.splits > 1) {
       verdict += text(", the keys split in ", plan.problem.paged ? "up to " : "", plan.splits,
                       " to fill the chip");

@@ -737,9 +737,8 @@ const Kernel* find_chunk_kernel(const AttentionPlan& plan) {
   const AttentionProblem& p = plan.problem;
   const Geometry g = geometry(p);
   TensorSpec four;
-  if (p.key.dtype != p.query.dtype || p.sinks || g.softcap > 0 || !(g.scale > 0) ||
-      g.page % kLeastBoxKeys != 0 || p.key.size(0) == 0 || !four_dimensions(p.query, true, four) ||
-      !four_dimensions(p.out, true, four)) {
+  if (p.key.dtype != p.query.dtype || g.softcap > 0 || !(g.scale > 0) || p.key.size(0) == 0 ||
+      !four_dimensions(p.query, true, four) || !four_dimensions(p.out, true, four)) {
     return nullptr;
   }
   for (const Kernel& k : kernels()) {
@@ -761,6 +760,7 @@ Status run_chunk(const Call& call, const AttentionLaunch& step, const PagedParam
   p.blocks = reinterpret_cast<const RaggedBlock*>(pages.sequences);
   p.heads = pages.heads_q;
   p.box_keys = std::gcd(pages.page, kernel.block_k);
+  if (p.box_keys < kLeastBoxKeys) p.box_keys = 0;
   const int columns = box_columns(kernel);
   const auto queries = [&](TensorMap& map, const TensorSpec& spec, const void* data, int64_t rows) {
     return encode_queries(map, spec, data, rows, columns, 0, true);
@@ -771,8 +771,8 @@ Status run_chunk(const Call& call, const AttentionLaunch& step, const PagedParam
   };
   Status status = queries(p.query_map, problem.query, t.query, kernel.block_q);
   if (status.ok()) status = queries(p.out_map, problem.out, t.out, 64);
-  if (status.ok()) status = keys(p.key_map, problem.key, t.key);
-  if (status.ok()) status = keys(p.value_map, problem.value, t.value);
+  if (status.ok() && p.box_keys) status = keys(p.key_map, problem.key, t.key);
+  if (status.ok() && p.box_keys) status = keys(p.value_map, problem.value, t.value);
   if (!status.ok()) return status;
   return launch_step(call, step, call.plan.batch, &p, sizeof(p));
 }

@@ -75,7 +75,8 @@ struct BackwardWorkspace {
   size_t query_bounds = 0, key_bounds = 0;  // packed: RowBounds (tokens in whole tiles)
   size_t key_blocks = 0, query_blocks = 0, sum_blocks = 0;  // ragged: RaggedBlock (slots)
   size_t aligned_bias = 0, transposed_bias = 0;
-  size_t sink_sums = 0;  // float (heads_q, sink_parts)
+  size_t sink_sums = 0;    // float (heads_q, sink_parts)
+  size_t row_numbers = 0;  // second derivatives: float (heads_q, rows, 4)
   size_t bytes = 0;
 };
 // bias_sum: the kernel that sums a shared bias's gradient, or null.

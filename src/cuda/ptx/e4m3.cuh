@@ -28,6 +28,13 @@ __device__ __forceinline__ uint32_t cvt_f16x2_e4m3x2(uint16_t) { return 0; }
 __device__ __forceinline__ uint16_t cvt_satfinite_e4m3x2(float, float) { return 0; }
 #endif
 
+// PTX ISA, "mov" that takes a register apart: its lower and its upper half.
+__device__ __forceinline__ ushort2 mov_b32_halves(uint32_t x) {
+  ushort2 halves;
+  asm("mov.b32 {%0, %1}, %2;" : "=h"(halves.x), "=h"(halves.y) : "r"(x));
+  return halves;
+}
+
 // PTX ISA, "mul" with .f16x2: rounded to nearest even, subnormal numbers kept.
 __device__ __forceinline__ uint32_t mul_f16x2(uint32_t a, uint32_t b) {
   uint32_t d;

@@ -15,12 +15,21 @@ struct E4m3 {
   // Of a register's four numbers, the first and third, and the second and fourth, as fp16.
   static __device__ __forceinline__ void unpack(uint32_t four, uint32_t& even, uint32_t& odd) {
     if constexpr (ptx::kConvertsE4m3) {
-      const uint32_t sorted = __byte_perm(four, 0, 0x3120);
-      even = ptx::cvt_f16x2_e4m3x2(static_cast<uint16_t>(sorted));
-      odd = ptx::cvt_f16x2_e4m3x2(static_cast<uint16_t>(sorted >> 16));
+      convert(__byte_perm(four, 0, 0x3120), even, odd);
     } else {
       even = from_upper_bytes(four << 8);
       odd = from_upper_bytes(four);
+    }
+  }
+
+  // The first and second, and the third and fourth.
+  static __device__ __forceinline__ void unpack_pairs(uint32_t four, uint32_t& low,
+                                                      uint32_t& high) {
+    if constexpr (ptx::kConvertsE4m3) {
+      convert(four, low, high);
+    } else {
+      low = from_upper_bytes(__byte_perm(four, 0, 0x1404));
+      high = from_upper_bytes(__byte_perm(four, 0, 0x3424));
     }
   }
 
@@ -41,6 +50,11 @@ struct E4m3 {
   }
 
  private:
+  static __device__ __forceinline__ void convert(uint32_t four, uint32_t& low, uint32_t& high) {
+    const ushort2 halves = ptx::mov_b32_halves(four);
+    low = ptx::cvt_f16x2_e4m3x2(halves.x);
+    high = ptx::cvt_f16x2_e4m3x2(halves.y);
+  }
   // From the upper bytes of both halves. The bits of e4m3, one place further right, are an fp16
   // number 2^8 times too small, subnormal ones too. NaN comes out as 480, the only one that
   // overflows when multiplied by 140; 0 times infinity is NaN again.

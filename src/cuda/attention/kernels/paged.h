@@ -59,8 +59,8 @@ inline constexpr PagedTile kPaged[] = {
 };
 inline constexpr PagedTile kPagedFp8[] = {
     // head_dim, block_q, block_k, warps, teams, team_keys, stages, ctas, cache_bytes
-    {64, 64, 64, 4, 4, 16, 1, 2, 1},
-    {128, 64, 64, 4, 4, 16, 1, 1, 1},
+    {64, 64, 64, 4, 4, 32, 1, 2, 1},
+    {128, 64, 64, 4, 4, 32, 1, 1, 1},
     {256, 64, 32, 4, 1, 32, 1, 1, 1},
     {512, 16, 32, 4, 1, 32, 1, 1, 1},
 };

@@ -11,11 +11,14 @@
 //                                                         by itself, some tiles ahead, and waits
 //                                                         for no other team until all are merged
 //
+// Loads do not stop between items: a team's next tiles are on their way, those of the next item
+// too, while the teams of this one are merged. So a task is found two items ahead, by one thread.
+//
 // With more rows all warps share the keys, a warp takes 16 rows and all columns, and one barrier a
 // tile keeps a stage from being overwritten while it is read.
 //
-//   shared memory: sQ rows x D, 16-bit; K and V of each team and stage, as the cache has them; at
-//   the end O of each team in fp32 in their place
+//   shared memory: above D = 128 sQ rows x D, 16-bit; K and V of each team and stage, as the cache
+//   has them; at the end of an item a team's O in fp32 in the place of the tile it has just used
 //
 // Keys come through the block table: a lane looks up one key for the tile after the next, so that
 // its copies wait for nobody (PageRow). Nothing past key_end is looked up or read. Where keys were
@@ -27,27 +30,43 @@
 #include "cuda/attention/mma_sync/paged_fp8.cuh"
 #include "cuda/attention/mma_sync/paged_store.cuh"
 #include "cuda/attention/mma_sync/paged_tile.cuh"
+#include "cuda/ptx/grid.cuh"
 
 namespace flashmoe::cuda {
 
-// What the products of a lane's two rows with an fp8 cache are to be times of.
+// Loads Q: to registers, or to shared memory, where the CTA waits until it is there. Where the
+// cache is fp8, `factors` gets what the products of a lane's two rows are to be times of.
 template <class C>
-struct PagedFactors {
-  float factor[2];
-
-  __device__ __forceinline__ PagedFactors(const char* shared, const PagedWarp<C>& warp,
-                                          const PagedTask& task, const PagedParams& p) {
-    const float scale = C::kFp8 && p.k_scale ? p.k_scale[task.head * p.k_scale_stride] : 1;
-    const float* factors = reinterpret_cast<const float*>(shared + C::kSmemFactors);
+__device__ __forceinline__ void load_query(FwdState<C>& t, float (&factors)[2], char* shared,
+                                           const PagedWarp<C>& warp, const PagedTask& task,
+                                           const PagedParams& p) {
+  factors[0] = factors[1] = 1;
+  if constexpr (C::kQSteps > 0) {
+    if constexpr (C::kFp8) {
+      load_query_fragments_fp8<C>(t.rQ, factors, warp, task, p);
+    } else {
+      load_query_fragments<C>(t.rQ, warp, task, p);
+    }
+  } else {
+    if constexpr (C::kFp8) {
+      float* const inverses = reinterpret_cast<float*>(shared + C::kSmemFactors);
+      load_queries_fp8<C>(shared, inverses, task, p);
+      __syncthreads();  // Q is there
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      factor[half] = scale;
-      if (C::kFp8 && C::Query::kExponent != C::Type::kExponent) {
-        factor[half] *= factors[warp.row + 8 * half + warp.lane / 4];
+      for (int half = 0; half < 2; ++half) {
+        factors[half] = inverses[warp.row + 8 * half + warp.lane / 4];
       }
+    } else {
+      load_queries<C>(shared, task, p);
+      __syncthreads();  // Q is there
     }
   }
-};
+  if (C::kFp8 && p.k_scale) {
+    const float scale = p.k_scale[task.head * p.k_scale_stride];
+    factors[0] *= scale;
+    factors[1] *= scale;
+  }
+}
 
 // The keys that a lane's two rows see. Found where they are needed: few tiles have a mask, and the
 // main loop has no registers for them.
@@ -107,8 +126,7 @@ __device__ __forceinline__ void add_nonfinite_pages(FwdState<C>& t, const PagedW
                                                     const PagedTask& task, const PagedParams& p) {
   const auto infinite = [&](const char* row, int column) -> float {
     if (column >= p.head_dim_v) return 0;
-    // Opaque: ahead of the loop over keys there are no registers for as many offsets.
-    const int64_t at = ptx::opaque(column) * p.value_column;
+    const int64_t at = column * p.value_column;
     if constexpr (C::kFp8) {
       return (row[at] & E4m3::kNan) == E4m3::kNan ? NAN : 0;
     } else {
@@ -120,17 +138,18 @@ __device__ __forceinline__ void add_nonfinite_pages(FwdState<C>& t, const PagedW
 #pragma unroll 1
   for (int i = 0; i < tiles * C::kKeys; ++i) {
     const int key = PagedLoader<C>::first_key(i / C::kKeys, warp, task) + i % C::kKeys;
+    if (key >= task.key_end) continue;
     PageRow page;
-    page.look_up(key, task, p);
-    const int64_t at = page.offset<C::kCacheBytes>(p.value_block, p.value_strides.row);
-    if (at < 0) continue;
-    const char* row = task.value + at;
+    page.look_up(key, task.table, p);
+    if (!page.sound(p)) continue;
+    const char* row = task.value + page.offset<C::kCacheBytes>(p.value_block, p.value_strides.row);
+    // Opaque: ahead of the loop over keys there are no registers for as many columns.
+    const int quarter = ptx::opaque(warp.lane) % 4;
 #pragma unroll
     for (int d = 0; d < C::kDimTiles; ++d) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         // See for_each_column().
-        const int quarter = warp.lane % 4;
         const int column = warp.column + (C::kFp8 ? 8 * (d & ~1) + 4 * quarter + 2 * c + d % 2
                                                   : 8 * d + 2 * quarter + c);
         const float x = infinite(row, column);
@@ -147,9 +166,9 @@ __device__ __forceinline__ void add_nonfinite_pages(FwdState<C>& t, const PagedW
 // One tile of keys, in shared memory.
 template <class C>
 __device__ __forceinline__ void paged_step(FwdState<C>& t, char* shared, uint32_t smem, uint32_t sK,
-                                           int first_key, bool guarded,
-                                           const PagedFactors<C>& factors, const PagedWarp<C>& warp,
-                                           const PagedTask& task, const PagedParams& p) {
+                                           int first_key, bool guarded, const float (&factors)[2],
+                                           const PagedWarp<C>& warp, const PagedTask& task,
+                                           const PagedParams& p) {
   using Cache = typename C::CacheLayout;
   const uint32_t lane_q = lane_rows<typename C::Layout>(smem + C::kSmemQ, warp.row, 0);
   const uint32_t lane_k = lane_cols<Cache>(smem + sK, 0, 0);
@@ -160,7 +179,7 @@ __device__ __forceinline__ void paged_step(FwdState<C>& t, char* shared, uint32_
   if constexpr (C::kFp8) {
     add_scores_fp8<C>(s, t.rQ, lane_q, lane_k);
 #pragma unroll
-    for (int i = 0; i < C::kKeyTiles * 4; ++i) s[0][i / 4][i % 4] *= factors.factor[i % 4 / 2];
+    for (int i = 0; i < C::kKeyTiles * 4; ++i) s[0][i / 4][i % 4] *= factors[i % 4 / 2];
   } else {
     add_scores<C>(s, t.rQ, lane_q, lane_k);
   }
@@ -178,78 +197,93 @@ __device__ __forceinline__ void paged_step(FwdState<C>& t, char* shared, uint32_
   }
 }
 
-// Accumulates O over the team's keys. Returns whether the block table led out of the cache.
+// Accumulates O over the team's keys.
 template <class C>
-__device__ __forceinline__ bool paged_keys(FwdState<C>& t, char* shared, uint32_t smem,
-                                           bool guarded, const PagedWarp<C>& warp,
-                                           const PagedTask& task, const PagedParams& p) {
-  using Chip = typename C::Chip;
-  constexpr int kAhead = C::kStages - 1;  // tiles that are on their way
-  PagedLoader<C> loader;
-  loader.look_up(warp, task, p);
-#pragma unroll
-  for (int i = 0; i < kAhead; ++i) loader.load(smem, warp, task, p);
-  if (!guarded) {
-    if constexpr (C::kFp8) {
-      float* const factors = reinterpret_cast<float*>(shared + C::kSmemFactors);
-      load_queries_fp8<C>(shared, factors, task, p);
-    } else {
-      load_queries<C>(shared, task, p);
-    }
-  }
+__device__ __forceinline__ void paged_keys(FwdState<C>& t, PagedLoader<C>& loader, int number,
+                                           char* shared, uint32_t smem, bool guarded,
+                                           const float (&factors)[2], const PagedWarp<C>& warp,
+                                           const PagedTask* tasks, const PagedParams& p) {
+  const PagedTask& task = tasks[number % kPagedTasks];
   set_zero(t.o);
   t.rows[0] = RowState();
-  __syncthreads();  // Q is there
-  if (C::kQSteps > 0) {
-    const AlongA<typename C::Layout> q{
-        lane_rows<typename C::Layout>(smem + C::kSmemQ, warp.row, 0)};
-#pragma unroll
-    for (int step = 0; step < C::kQSteps; ++step) q.load(t.rQ[0][step], 0, step);
-  }
-  const PagedFactors<C> factors(shared, warp, task, p);
   const int tiles = loader.tiles(warp, task);
 #pragma unroll 1
   for (int tile = 0; tile < tiles; ++tile) {
-    if constexpr (kAhead == 0) {
-      sync_team<C>();  // the team is done with the tile before
-      loader.load(smem, warp, task, p);
-      Chip::template wait<0>();
-    } else {
-      Chip::template wait<kAhead - 1>();
-    }
-    sync_team<C>();  // the tile is there for the team, which is done with the one before
-    if (kAhead > 0) loader.load(smem, warp, task, p);
-    paged_step<C>(t, shared, smem, loader.keys_at(tile, warp), loader.first_key(tile, warp, task),
-                  guarded, factors, warp, task, p);
+    const uint32_t sK = loader.next(number, smem, warp, tasks, p);
+    paged_step<C>(t, shared, smem, sK, loader.first_key(tile, warp, task), guarded, factors, warp,
+                  task, p);
   }
   if (guarded) add_nonfinite_pages<C>(t, warp, task, p);
-  return loader.page.bad;
 }
 
-// One item.
+// One item, whose first tiles are on their way.
 template <class C>
-__device__ __forceinline__ void paged_tile(char* shared, const PagedTask& task,
+__device__ __forceinline__ void paged_tile(PagedLoader<C>& loader, int number, char* shared,
+                                           uint32_t smem, const PagedTask* tasks,
                                            const PagedParams& p) {
-  const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const PagedWarp<C> warp;
+  const PagedTask& task = tasks[number % kPagedTasks];
+  TeamWords<C>& words = team_words<C>(shared);
   FwdState<C> t;
-  // Whether there are keys that some rows see and others do not: something in V that is not finite
-  // must reach the ones only.
-  const bool masked = task.full_begin > task.key_begin || task.full_end < task.key_end;
-  bool bad = paged_keys<C>(t, shared, smem, false, warp, task, p);
-  C::Chip::template wait<0>();
-  // Also: nobody reads K, V or Q any more.
-  if (__syncthreads_or(masked && !all_finite(t.o))) {
-    paged_keys<C>(t, shared, smem, true, warp, task, p);
-    C::Chip::template wait<0>();
+  float factors[2];
+  load_query<C>(t, factors, shared, warp, task, p);
+#pragma unroll 1
+  for (int guarded = 0;; guarded = 1) {
+    paged_keys<C>(t, loader, number, shared, smem, guarded, factors, warp, tasks, p);
+    if constexpr (C::kTeams > 1) {
+      leave_for_merge<C>(t, shared, loader.free_stage(warp), words, warp, task);
+    }
+    const bool bad = __any_sync(0xffffffffu, loader.bad & 1);
+    if (warp.lane == 0) words.bad[number % 2][threadIdx.x / 32] = bad;
+    // Whether there are keys that some rows see and others do not: something in V that is not
+    // finite must reach the ones only. Then all is computed once more.
+    const bool masked = task.full_begin > task.key_begin || task.full_end < task.key_end;
+    // Also: everything that teams leave for each other is there, and the task that was found.
+    if (!__syncthreads_or(masked && !guarded && !all_finite(t.o))) break;
+    loader.start(number, smem, warp, tasks, p);
   }
-  bad = __syncthreads_or(bad);
   const float factor = C::kFp8 && p.v_scale ? p.v_scale[task.head * p.v_scale_stride] : 1;
-  const float poison = bad ? NAN : 1;
+  const float poison = words.any_bad(number) ? NAN : 1;
   if constexpr (C::kTeams > 1) {
-    merge_teams<C>(t, factor, poison, shared, warp, task, p);
+    merge_teams<C>(factor, poison, shared, words, task, p);
+    __syncthreads();  // what teams left is read: tiles may take its place
   } else {
     store_rows<C>(t, factor, poison, warp, task, p);
+  }
+}
+
+// A CTA's tasks, found two ahead.
+template <class Schedule>
+struct PagedTasks {
+  PagedTask* tasks;  // shared (kPagedTasks)
+  Schedule& schedule;
+
+  __device__ __forceinline__ const PagedTask& operator[](int number) const {
+    return tasks[number % kPagedTasks];
+  }
+  // Finds task `number`, by one thread. Others may read it after a barrier of all.
+  __device__ __forceinline__ void find(int number, const PagedParams& p) {
+    if (threadIdx.x == 0) {
+      PagedTask& task = tasks[number % kPagedTasks];
+      task.more = schedule.next(task, p);
+    }
+    __syncwarp();
+  }
+};
+
+// All items of one shape up to one that is not. Returns the number of that one.
+template <class C, class Schedule>
+__device__ __forceinline__ int paged_items(int number, PagedTasks<Schedule>& tasks, char* shared,
+                                           uint32_t smem, const PagedParams& p) {
+  PagedLoader<C> loader;
+  loader.start(number, smem, PagedWarp<C>(), tasks.tasks, p);
+#pragma unroll 1
+  for (;;) {
+    tasks.find(number + 2, p);
+    paged_tile<C>(loader, number, shared, smem, tasks.tasks, p);
+    ++number;
+    if (!loader.takes(tasks[number])) return number;
+    loader.go_on(number, smem, PagedWarp<C>(), tasks.tasks, p);
   }
 }
 
@@ -257,7 +291,8 @@ __device__ __forceinline__ void paged_tile(char* shared, const PagedTask& task,
 template <class Decode, class Chunk>
 __device__ __forceinline__ void attention_paged(const PagedParams& p) {
   extern __shared__ __align__(1024) char shared[];
-  PagedTask& task = *reinterpret_cast<PagedTask*>(shared + Decode::kSmemTask);
+  const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  ptx::griddepcontrol_launch_dependents();  // the combining kernel, which waits for all of this
   using Items = PairItems<Decode::kBlockQ, Decode::kCacheBytes>;
   using Schedule = PagedSchedule<Decode::kThreads, Items>;
   Schedule schedule(reinterpret_cast<int*>(shared + Decode::kSmemWork), p);
@@ -269,14 +304,21 @@ __device__ __forceinline__ void attention_paged(const PagedParams& p) {
       p.sequences[i] = {w.token_q, w.len_q, schedule.broken || w.chunk ? 1 : w.splits};
     }
   }
+  PagedTasks<Schedule> tasks{reinterpret_cast<PagedTask*>(shared + Decode::kSmemTasks), schedule};
 #pragma unroll 1
-  while (schedule.next(task, p)) {
-    if (!task.valid) {
-      store_nan<Decode>(task, p);
-    } else if (task.tile_rows == kDecodeRows) {
-      paged_tile<Decode>(shared, task, p);
+  for (int number = 0; number < 2; ++number) tasks.find(number, p);
+  __syncthreads();  // two tasks are there
+#pragma unroll 1
+  for (int number = 0; tasks[number].more;) {
+    if (!tasks[number].valid) {
+      tasks.find(number + 2, p);
+      store_nan<Decode>(tasks[number], p);
+      __syncthreads();  // the task that was found is there
+      ++number;
+    } else if (tasks[number].tile_rows == kDecodeRows) {
+      number = paged_items<Decode>(number, tasks, shared, smem, p);
     } else {
-      paged_tile<Chunk>(shared, task, p);
+      number = paged_items<Chunk>(number, tasks, shared, smem, p);
     }
   }
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/attention/mma_sync/paged_store.cuh"
+#include "cuda/ptx/grid.cuh"
 
 namespace flashmoe::cuda {
 
@@ -32,7 +33,7 @@ __device__ __forceinline__ void combine_row(const PagedSequence& seq, int sequen
 #pragma unroll
   for (int column = lane * 4; column < kDim; column += 128) {
     float value[4] = {0, 0, 0, 0};
-#pragma unroll 8
+#pragma unroll 4
     for (int s = 0; s < seq.splits; ++s) {
       const float part = lses[s * step];
       const float4 x =
@@ -58,6 +59,7 @@ __device__ __forceinline__ void combine_row(const PagedSequence& seq, int sequen
 // The kernel: grid (batch, heads by warps, some of the queries at once).
 template <class T, int kDim>
 __device__ __forceinline__ void attention_paged_combine(const PagedParams& p) {
+  ptx::griddepcontrol_wait();  // for the splits
   const int sequence = blockIdx.x;
   const int head = blockIdx.y * (kPagedCombineThreads / 32) + threadIdx.x / 32;
   const PagedSequence seq = p.sequences[sequence];

@@ -1,10 +1,10 @@
 // Products with a cache in fp8: numbers become fp16 in registers, where fragments were read as
 // bytes.
 //
-// ldmatrix moves pairs of bytes. A lane then has four neighbours of a key's row: as operands of the
-// first product their places within 16 of the depth are others than mma.sync gives them, so Q has
-// its columns in the same order. Of V, read transposed, it has two neighbours in the row of each of
-// two keys: even and odd columns are fragments of their own, and O has them so until it is stored.
+// ldmatrix moves pairs of bytes. A lane then has four neighbours of a key's row: the first two and
+// the last two of them are what mma.sync has 8 apart in 16 of the depth, so Q has its columns in
+// the same order. Of V, read transposed, it has two neighbours in the row of each of two keys: even
+// and odd columns are fragments of their own, and O has them so until it is stored.
 #pragma once
 
 #include "cuda/attention/mma_sync/fwd.cuh"
@@ -39,7 +39,7 @@ __device__ __forceinline__ void add_scores_fp8(float (&s)[1][C::kKeyTiles][4],
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         uint32_t b0, b1;
-        E4m3::unpack(bytes[e], b0, b1);
+        E4m3::unpack_pairs(bytes[e], b0, b1);
         float(&sum)[4] = s[0][n + e / 2];
         C::Type::mma(sum, a[e % 2], b0, b1, sum);
       }
@@ -79,15 +79,72 @@ __device__ __forceinline__ void accumulate_fp8(FwdState<C>& t, float (&s)[1][C::
   for (int half = 0; half < 2; ++half) t.rows[0].sum[half] += sum[half];
 }
 
-// Q in shared memory as fp16, its columns in the order that add_scores_fp8() wants. Rows of bf16
-// are brought to fp16's range by a power of two each, which loses nothing that fp32 sums would
-// keep: shared `factors` (rows) has its inverse. A warp takes a row.
+// Rows of bf16 are brought to fp16's range by a power of two each, which loses nothing that fp32
+// sums would keep. This is that power for a row whose largest number is `top`, which gets an
+// exponent of 14, one less than fp16 has. Infinity and 0 stay as they are.
 template <class C>
-__device__ __forceinline__ void load_queries_fp8(char* shared, float* factors,
+__device__ __forceinline__ float query_factor(float top) {
+  if (C::Query::kExponent == C::Type::kExponent || !(top > 0 && top < INFINITY)) return 1;
+  const int up = min(max(14 - (static_cast<int>(__float_as_uint(top) >> 23) - 127), -126), 126);
+  return __uint_as_float(static_cast<uint32_t>(up + 127) << 23);
+}
+
+// A lane's fragments of Q from global memory as fp16, in the order that add_scores_fp8() wants.
+// `inverse` gets one over the factor of each of its two rows.
+template <class C>
+__device__ __forceinline__ void load_query_fragments_fp8(uint32_t (&rQ)[1][C::kQSteps + 1][4],
+                                                         float (&inverse)[2],
+                                                         const PagedWarp<C>& warp,
+                                                         const PagedTask& task,
+                                                         const PagedParams& p) {
+  using T = typename C::Query;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = warp.row + 8 * half + warp.lane / 4;
+    const typename T::Storage* from = static_cast<const typename T::Storage*>(p.query) +
+                                      row_offset(row, p.query_strides, task, p);
+    const int dim = row < task.rows ? p.head_dim : 0;
+    float top = 0;
+#pragma unroll
+    for (int step = 0; step < C::kQSteps; ++step) {
+      const int column = 16 * step + 4 * (warp.lane % 4);
+      uint32_t(&fragment)[4] = rQ[0][step];
+      uint2 four = {0, 0};
+      if (column + 4 <= dim) {
+        four = *reinterpret_cast<const uint2*>(from + column);
+      } else if (column < dim) {
+        four.x = from[column];
+        if (column + 1 < dim) four.x |= uint32_t{from[column + 1]} << 16;
+        if (column + 2 < dim) four.y = from[column + 2];
+      }
+      fragment[half] = four.x;
+      fragment[2 + half] = four.y;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t two = i < 2 ? four.x : four.y;
+        top = fmaxf(top, fabsf(T::unpack(static_cast<typename T::Storage>(two >> (i % 2 * 16)))));
+      }
+    }
+    const float factor = query_factor<C>(quad_max(top));
+    inverse[half] = 1 / factor;
+    if constexpr (T::kExponent != C::Type::kExponent) {
+#pragma unroll
+      for (int i = 0; i < 2 * C::kQSteps; ++i) {
+        uint32_t& two = rQ[0][i / 2][i % 2 * 2 + half];
+        const float low = T::unpack(static_cast<typename T::Storage>(two));
+        const float high = T::unpack(static_cast<typename T::Storage>(two >> 16));
+        two = C::Type::pack(low * factor, high * factor);
+      }
+    }
+  }
+}
+
+// The same in shared memory, a warp for a row; shared `inverses` (rows).
+template <class C>
+__device__ __forceinline__ void load_queries_fp8(char* shared, float* inverses,
                                                  const PagedTask& task, const PagedParams& p) {
   using Layout = typename C::Layout;
   using T = typename C::Query;
-  constexpr bool kScaled = T::kExponent != C::Type::kExponent;
   constexpr int kPasses = (Layout::kChunks + 31) / 32;
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
@@ -97,27 +154,13 @@ __device__ __forceinline__ void load_queries_fp8(char* shared, float* factors,
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const int chunk = lane + 32 * pass;
-      const typename T::Storage* from = static_cast<const typename T::Storage*>(p.query) +
-                                        row_offset(row, p.query_strides, task, p) + chunk * 8;
+      const uint4 eight = chunk < Layout::kChunks ? query_chunk<T>(row, chunk, task, p) : uint4{};
+      unpack_chunk<T>(x[pass], eight);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const bool there = row < task.rows && chunk * 8 + i < p.head_dim;
-        x[pass][i] = there ? T::unpack(from[i]) : 0.f;
-        top = fmaxf(top, fabsf(x[pass][i]));
-      }
+      for (int i = 0; i < 8; ++i) top = fmaxf(top, fabsf(x[pass][i]));
     }
-    float factor = 1;
-    if constexpr (kScaled) {
-      top = warp_max(top);
-      // The largest gets an exponent of 14, one less than fp16 has. Infinity and 0 stay as they
-      // are.
-      if (top > 0 && top < INFINITY) {
-        const int up =
-            min(max(14 - (static_cast<int>(__float_as_uint(top) >> 23) - 127), -126), 126);
-        factor = __uint_as_float(static_cast<uint32_t>(up + 127) << 23);
-      }
-      if (lane == 0) factors[row] = 1 / factor;
-    }
+    const float factor = query_factor<C>(warp_max(top));
+    if (lane == 0) inverses[row] = 1 / factor;
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const int chunk = lane + 32 * pass;
@@ -126,11 +169,11 @@ __device__ __forceinline__ void load_queries_fp8(char* shared, float* factors,
 #pragma unroll
       for (int i = 0; i < 8; ++i) y[i] *= factor;
       using Out = typename C::Type;
-      const uint2 even = {Out::pack(y[0], y[2]), Out::pack(y[4], y[6])};
-      const uint2 odd = {Out::pack(y[1], y[3]), Out::pack(y[5], y[7])};
+      const uint2 first = {Out::pack(y[0], y[1]), Out::pack(y[4], y[5])};
+      const uint2 second = {Out::pack(y[2], y[3]), Out::pack(y[6], y[7])};
       char* const to = shared + C::kSmemQ + chunk % 2 * 8;
-      *reinterpret_cast<uint2*>(to + Layout::at(row, chunk & ~1)) = even;
-      *reinterpret_cast<uint2*>(to + Layout::at(row, chunk | 1)) = odd;
+      *reinterpret_cast<uint2*>(to + Layout::at(row, chunk & ~1)) = first;
+      *reinterpret_cast<uint2*>(to + Layout::at(row, chunk | 1)) = second;
     }
   }
 }

@@ -91,43 +91,75 @@ __device__ __forceinline__ void store_rows(const FwdState<C>& t, float factor, f
   }
 }
 
-// Merges what the teams found, in their order, and stores it. All of K and V is done with: their
-// place holds O of each team in fp32, and reference and sum of its rows behind that.
+// What warps and teams tell each other at the end of a task.
 template <class C>
-__device__ __forceinline__ void merge_teams(const FwdState<C>& t, float factor, float poison,
-                                            char* shared, const PagedWarp<C>& warp,
-                                            const PagedTask& task, const PagedParams& p) {
-  constexpr int kPitch = C::kDim + 8;  // no two rows of a quad's neighbours in the same banks
-  float* const sO = reinterpret_cast<float*>(shared + C::kSmemMerge);
-  float2* const sSum = reinterpret_cast<float2*>(sO + C::kTeams * kDecodeRows * kPitch);
+struct TeamWords {
+  float2 row[C::kTile.teams][kDecodeRows];  // reference and sum
+  uint32_t stage[C::kTile.teams];           // where O is
+  // Of a warp: whether the block table led out of the cache. Two, for tasks that follow each other:
+  // a warp may write the next one's while another still reads.
+  int bad[2][C::kTile.warps];
+  __device__ __forceinline__ bool any_bad(int number) const {
+    int any = 0;
+#pragma unroll
+    for (int warp = 0; warp < C::kTile.warps; ++warp) any |= bad[number % 2][warp];
+    return any;
+  }
+};
+template <class C>
+__device__ __forceinline__ TeamWords<C>& team_words(char* shared) {
+  static_assert(sizeof(TeamWords<C>) <= C::kSmemWork - C::kSmemTeams && C::kSmemTeams % 8 == 0);
+  return *reinterpret_cast<TeamWords<C>*>(shared + C::kSmemTeams);
+}
+
+// Teams leave O in fp32 in the stage that their loader keeps free. Eight columns are moved to
+// others in each row of eight, so that a fragment's rows lie in different banks.
+template <class C>
+__device__ __forceinline__ int merge_place(int row, int column) {
+  static_assert(C::kDim % 64 == 0);
+  return row * C::kDim + (column ^ row % 8 * 8);
+}
+template <class C>
+__device__ __forceinline__ void leave_for_merge(const FwdState<C>& t, char* shared, uint32_t stage,
+                                                TeamWords<C>& words, const PagedWarp<C>& warp,
+                                                const PagedTask& task) {
+  float* const sO = reinterpret_cast<float*>(shared + stage);
+  if (warp.in_team == 0 && warp.lane == 0) words.stage[warp.team] = stage;
+  sync_team<C>();  // the team is done with the tile in whose place O is put
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float sum = quad_sum(t.rows[0].sum[half]);
     const int row = warp.row + 8 * half + warp.lane / 4;
     if (row >= task.rows) continue;
-    const int at = warp.team * kDecodeRows + row;
     for_each_column<C>(t.o[0], half, warp, [&](int column, float x, float y) {
-      *reinterpret_cast<float2*>(sO + at * kPitch + column) = {x, y};
+      *reinterpret_cast<float2*>(sO + merge_place<C>(row, column)) = {x, y};
     });
-    if (warp.lane % 4 == 0 && warp.column == 0) sSum[at] = {t.rows[0].reference[half], sum};
+    if (warp.lane % 4 == 0 && warp.column == 0) {
+      words.row[warp.team][row] = {t.rows[0].reference[half], sum};
+    }
   }
-  __syncthreads();  // every team's is there
+}
+
+// Merges what the teams left, in their order, and stores it.
+template <class C>
+__device__ __forceinline__ void merge_teams(float factor, float poison, const char* shared,
+                                            const TeamWords<C>& words, const PagedTask& task,
+                                            const PagedParams& p) {
   constexpr int kQuads = C::kDim / 4;
+#pragma unroll 1
   for (int i = threadIdx.x; i < task.rows * kQuads; i += C::kThreads) {
     const int row = i / kQuads, column = i % kQuads * 4;
     float top = -INFINITY;
 #pragma unroll
-    for (int team = 0; team < C::kTeams; ++team) {
-      top = fmaxf(top, sSum[team * kDecodeRows + row].x);
-    }
+    for (int team = 0; team < C::kTeams; ++team) top = fmaxf(top, words.row[team][row].x);
     if (top == -INFINITY) top = 0;
     float sum = 0, value[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int team = 0; team < C::kTeams; ++team) {
-      const int at = team * kDecodeRows + row;
-      const float weight = ptx::ex2_approx_ftz(sSum[at].x - top);
-      const float4 x = *reinterpret_cast<const float4*>(sO + at * kPitch + column);
-      sum += weight * sSum[at].y;
+      const float* const sO = reinterpret_cast<const float*>(shared + words.stage[team]);
+      const float weight = ptx::ex2_approx_ftz(words.row[team][row].x - top);
+      const float4 x = *reinterpret_cast<const float4*>(sO + merge_place<C>(row, column));
+      sum += weight * words.row[team][row].y;
       value[0] += weight * x.x;
       value[1] += weight * x.y;
       value[2] += weight * x.z;

@@ -31,6 +31,7 @@ struct PagedShape {
   static constexpr bool kFp8 = kCacheBytes == 1;
   static constexpr int kThreads = kTile.threads(), kDim = kTile.head_dim;
   static constexpr int kStages = kTile.stages, kBlockQ = kTile.block_q;
+  static constexpr bool kDecodeShape = kDecode;
   static constexpr int kTeams = kDecode ? kTile.teams : 1;
   static constexpr int kTeamWarps = kTile.warps / kTeams;
   static constexpr int kColumnWarps = kDecode ? kTeamWarps : kTile.row_columns();
@@ -42,19 +43,19 @@ struct PagedShape {
   // As the pieces of the dense kernel want to know it.
   static constexpr int kRowTiles = 1, kKeyTiles = kKeys / 8, kDimTiles = kColumns / 8;
   static constexpr int kDimSteps = kDim / 16, kKeySteps = kKeys / 16;
-  static constexpr int kQSteps = kDim <= 128 ? kDimSteps : 0;  // of Q that stay in registers
-  using Layout = Swizzled<kDim>;                               // of Q
-  using CacheLayout = Swizzled<kDim, kCacheBytes>;             // of K and V
+  static constexpr int kQSteps = kTile.keeps_queries() ? kDimSteps : 0;  // of Q in registers
+  using Layout = Swizzled<kDim>;                                         // of Q in shared memory
+  using CacheLayout = Swizzled<kDim, kCacheBytes>;                       // of K and V
 
   // Byte offsets in shared memory.
   static constexpr uint32_t kTileBytes = kKeys * kDim * kCacheBytes;
   static constexpr uint32_t kSmemQ = 0;
-  static constexpr uint32_t kSmemKv = kTile.query_bytes();  // stages of each team's K and V
-  static constexpr uint32_t kSmemMerge = kSmemKv;
+  static constexpr uint32_t kSmemKv = kTile.query_bytes();      // stages of each team's K and V
   static constexpr uint32_t kSmemFactors = kTile.body_bytes();  // fp8: of the rows
-  static constexpr uint32_t kSmemWork = kSmemFactors + kTile.factor_bytes();
-  static constexpr uint32_t kSmemTask = kSmemWork + kTile.work_bytes();
-  static_assert(kSmemTask + kPagedTaskBytes == kTile.shared_bytes());
+  static constexpr uint32_t kSmemTeams = kSmemFactors + kTile.factor_bytes();  // see TeamWords
+  static constexpr uint32_t kSmemWork = kSmemTeams + kTile.team_bytes();
+  static constexpr uint32_t kSmemTasks = kSmemWork + kTile.work_bytes();
+  static_assert(kSmemTasks + kPagedTasks * kPagedTaskBytes == kTile.shared_bytes());
 
   // How a warp copies rows of K and V: lanes of a row, rows at once, passes over a row.
   static constexpr int kRowLanes =
@@ -63,11 +64,14 @@ struct PagedShape {
   static constexpr int kRowPasses = (CacheLayout::kChunks + 31) / 32;
   static_assert(kWarpKeys % kRowsAtOnce == 0 && CacheLayout::kChunks % kRowLanes == 0);
 
-  static_assert(kRows * kDim * 2 <= kTile.query_bytes() && kRows % 16 == 0 && kRows > 0);
+  static_assert(kRows % 16 == 0 && kRows > 0);
+  static_assert(kQSteps > 0 || kRows <= kTile.query_rows());
+  // A team leaves its O in the place of a tile: see merge_teams().
+  static_assert(kTeams == 1 || kDecodeRows * kDim * 4 <= 2 * kTileBytes);
   static_assert(kKeys % 16 == 0 && kWarpKeys > 0 && kWarpKeys <= 32 && kColumns % 16 == 0);
   static_assert(kTeams * kStages * 2 * kTileBytes <= kStages * kTile.stage_bytes());
   static_assert(kTileBytes % 1024 == 0 || kDim * kCacheBytes < 128);
-  static_assert(kTileBytes % 128 == 0 && kSmemKv % 128 == 0);
+  static_assert(kTileBytes % 128 == 0 && kSmemKv % 128 == 0 && kSmemTasks % 16 == 0);
 };
 
 // A warp's place.
@@ -94,7 +98,7 @@ __device__ __forceinline__ void sync_team() {
     __syncthreads();
   } else {
     constexpr int kTeamThreads = C::kTeamWarps * 32;
-    ptx::bar_sync(1 + threadIdx.x / kTeamThreads, kTeamThreads);
+    ptx::bar_sync(1 + static_cast<int>(threadIdx.x) / kTeamThreads, kTeamThreads);
   }
 }
 
@@ -106,34 +110,9 @@ __device__ __forceinline__ int64_t row_offset(int row, const Strides& strides,
          (task.head * p.group + pair - query * p.group) * strides.head;
 }
 
-// The way of a warp's keys through the block table. A lane looks up one key a tile, ahead of time:
-// a table's entry comes from far away, and the copies need it.
-struct PageRow {
-  int block = -1, row = 0;  // negative: nothing is read
-  bool bad = false;         // whether the table led out of the cache
-
-  __device__ __forceinline__ void look_up(int key, const PagedTask& task, const PagedParams& p) {
-    block = -1;
-    if (key >= task.key_end) return;
-    const int page = key / p.page;
-    const int64_t found =
-        read_length(p.block_table, task.table + page * p.table_column, p.table_is_int64);
-    row = key - page * p.page;
-    if (found < 0 || found >= p.blocks) {
-      bad = true;
-    } else {
-      block = static_cast<int>(found);
-    }
-  }
-  // Bytes from row 0 of block 0; negative: nothing is read.
-  template <int kBytes>
-  __device__ __forceinline__ int64_t offset(int64_t block_stride, int64_t row_stride) const {
-    return block < 0 ? -1 : (block * block_stride + row * row_stride) * kBytes;
-  }
-};
-
-// Copies a warp's keys of a tile, one tensor of them: row i is where lane i found it.
-template <class C>
+// Copies a warp's keys of a tile, one tensor of them: row i is where lane i found it. kAll: all
+// rows are there, and as wide as the kernel's.
+template <class C, bool kAll>
 __device__ __forceinline__ void copy_rows(uint32_t shared, int first, const char* from,
                                           int64_t offset, int dim, int lane) {
   using Layout = typename C::CacheLayout;
@@ -144,7 +123,7 @@ __device__ __forceinline__ void copy_rows(uint32_t shared, int first, const char
 #pragma unroll
     for (int pass = 0; pass < C::kRowPasses; ++pass) {
       const int chunk = lane % C::kRowLanes + pass * C::kRowLanes;
-      const bool there = where >= 0 && chunk * 16 < dim * C::kCacheBytes;
+      const bool there = kAll || (where >= 0 && chunk * 16 < dim * C::kCacheBytes);
       C::Chip::copy_16(shared + Layout::at(first + row, chunk), from + where + chunk * 16, there);
     }
   }
@@ -176,11 +155,18 @@ __device__ __forceinline__ void gather_rows(uint32_t shared, int first, const ch
   static_assert(C::kWarpKeys * kWords % 32 == 0, "all lanes go round together");
 }
 
-// A team's tiles of keys, loaded to their stages one after the other.
+// A team's tiles of keys, loaded to their stages one after the other, also those of the next task
+// before the current one has ended: its stages are then full when it begins.
 template <class C>
 struct PagedLoader {
-  PageRow page;
-  int coming = 0;  // the tile that is loaded next, of the team's
+  static constexpr int kAhead = C::kStages - 1;  // tiles that are on their way
+
+  PageRow page;     // the lane's key of the tile that is loaded next; its row is -1: none
+  int tile = 0;     // the tile that is loaded next, of the team's in its task
+  int ahead = 0;    // tiles that are loaded or on their way, and not used yet
+  int stage = 0;    // of the tile that is used next
+  int in_next = 0;  // 1: that task is the next one
+  int bad = 0;  // whether the table led out of the cache, in the current task, and times 2 the next
 
   static __device__ __forceinline__ int first_key(int tile, const PagedWarp<C>& warp,
                                                   const PagedTask& task) {
@@ -191,37 +177,151 @@ struct PagedLoader {
     const int all = ceil_div(task.key_end - task.key_begin, C::kKeys);
     return ceil_div(max(all - warp.team, 0), C::kTeams);
   }
-  static __device__ __forceinline__ uint32_t keys_at(int tile, const PagedWarp<C>& warp) {
-    return C::kSmemKv + (warp.team * C::kStages + tile % C::kStages) * 2 * C::kTileBytes;
+  // Whether tasks of this shape follow each other: the kernel has two.
+  static __device__ __forceinline__ bool takes(const PagedTask& task) {
+    return task.more && task.valid && (task.tile_rows == kDecodeRows) == C::kDecodeShape;
+  }
+  static __device__ __forceinline__ int wrap(int stage) {
+    return C::kStages == 1 ? 0 : stage >= C::kStages ? stage - C::kStages : stage;
+  }
+  static __device__ __forceinline__ uint32_t stage_at(int stage, const PagedWarp<C>& warp) {
+    return C::kSmemKv + (warp.team * C::kStages + stage) * 2 * C::kTileBytes;
+  }
+  // The stage that no tile is in, nor on its way to.
+  __device__ __forceinline__ uint32_t free_stage(const PagedWarp<C>& warp) const {
+    return stage_at(wrap(stage + kAhead), warp);
   }
 
+  // Begins with task `current`, or once more with it.
+  __device__ __forceinline__ void start(int current, uint32_t smem, const PagedWarp<C>& warp,
+                                        const PagedTask* tasks, const PagedParams& p) {
+    C::Chip::template wait<0>();
+    ahead = bad = 0;
+    in_next = 0;
+    enter(current, warp, tasks, p);
+    fill(current, smem, warp, tasks, p);
+  }
+  // Task `current` comes after the one before, whose tiles are all used.
+  __device__ __forceinline__ void go_on(int current, uint32_t smem, const PagedWarp<C>& warp,
+                                        const PagedTask* tasks, const PagedParams& p) {
+    bad /= 2;
+    if (!in_next) enter(current, warp, tasks, p);  // the team had no tile of the one before
+    in_next = 0;
+    if (!has_tile(current, warp, tasks)) enter_next(current, warp, tasks, p);
+    fill(current, smem, warp, tasks, p);
+  }
+  // Waits for the next tile, by the team, and has another one loaded. Returns where the tile is.
+  __device__ __forceinline__ uint32_t next(int current, uint32_t smem, const PagedWarp<C>& warp,
+                                           const PagedTask* tasks, const PagedParams& p) {
+    if constexpr (kAhead == 0) {
+      sync_team<C>();  // the team is done with the tile before
+      load_tile(current, smem, warp, tasks, p);
+    }
+    if (kAhead > 1 && ahead == kAhead) {
+      C::Chip::template wait<(kAhead > 1 ? kAhead - 1 : 0)>();
+    } else {
+      C::Chip::template wait<0>();
+    }
+    sync_team<C>();  // the tile is there for the team, which is done with the one before
+    const uint32_t here = stage_at(stage, warp);
+    // The stage of the tile before is free, and one more tile may be on its way.
+    if (kAhead > 0 && has_tile(current, warp, tasks)) load_tile(current, smem, warp, tasks, p);
+    --ahead;
+    stage = wrap(stage + 1);
+    return here;
+  }
+
+ private:
+  // Whether there is a tile to load of the task that it is in.
+  __device__ __forceinline__ bool has_tile(int current, const PagedWarp<C>& warp,
+                                           const PagedTask* tasks) const {
+    return tile < tiles(warp, tasks[(current + in_next) % kPagedTasks]);
+  }
   __device__ __forceinline__ void look_up(const PagedWarp<C>& warp, const PagedTask& task,
                                           const PagedParams& p) {
-    // Lanes beyond the warp's keys look up what nobody reads, and must find nothing wrong there.
-    const int key = first_key(coming, warp, task) + warp.in_team * C::kWarpKeys + warp.lane;
-    page.look_up(warp.lane < C::kWarpKeys ? key : task.key_end, task, p);
+    const int key = first_key(tile, warp, task) + warp.in_team * C::kWarpKeys + warp.lane;
+    page.row = -1;
+    if (warp.lane < C::kWarpKeys && key < task.key_end) page.look_up(key, task.table, p);
   }
-  __device__ __forceinline__ void load(uint32_t smem, const PagedWarp<C>& warp,
-                                       const PagedTask& task, const PagedParams& p) {
-    if (coming < tiles(warp, task)) {
-      const uint32_t sK = smem + keys_at(coming, warp);
-      const int first = warp.in_team * C::kWarpKeys;
-      const int64_t key = page.offset<C::kCacheBytes>(p.key_block, p.key_strides.row);
-      const int64_t value = page.offset<C::kCacheBytes>(p.value_block, p.value_strides.row);
-      const uint32_t sV = sK + C::kTileBytes;
-      if (p.whole_chunks) {
-        copy_rows<C>(sK, first, task.key, key, p.head_dim, warp.lane);
-        copy_rows<C>(sV, first, task.value, value, p.head_dim_v, warp.lane);
-      } else {
-        gather_rows<C>(sK, first, task.key, key, p.key_column, p.head_dim, warp.lane);
-        gather_rows<C>(sV, first, task.value, value, p.value_column, p.head_dim_v, warp.lane);
-      }
-      ++coming;
+  __device__ __forceinline__ void enter(int number, const PagedWarp<C>& warp,
+                                        const PagedTask* tasks, const PagedParams& p) {
+    const PagedTask& task = tasks[number % kPagedTasks];
+    tile = 0;
+    if (tiles(warp, task) > 0) look_up(warp, task, p);
+  }
+  // Goes on to the task after `current`, unless it is there already or there is none. With many
+  // rows the work is not loading, and registers are few.
+  __device__ __forceinline__ void enter_next(int current, const PagedWarp<C>& warp,
+                                             const PagedTask* tasks, const PagedParams& p) {
+    if (!C::kDecodeShape || in_next || !takes(tasks[(current + 1) % kPagedTasks])) return;
+    in_next = 1;
+    enter(current + 1, warp, tasks, p);
+  }
+  __device__ __forceinline__ void fill(int current, uint32_t smem, const PagedWarp<C>& warp,
+                                       const PagedTask* tasks, const PagedParams& p) {
+#pragma unroll 1
+    while (ahead < kAhead && has_tile(current, warp, tasks)) {
+      load_tile(current, smem, warp, tasks, p);
+    }
+  }
+  __device__ __forceinline__ void load_tile(int current, uint32_t smem, const PagedWarp<C>& warp,
+                                            const PagedTask* tasks, const PagedParams& p) {
+    const PagedTask& task = tasks[(current + in_next) % kPagedTasks];
+    const uint32_t sK = smem + stage_at(wrap(stage + ahead), warp), sV = sK + C::kTileBytes;
+    const int first = warp.in_team * C::kWarpKeys;
+    int64_t key = -1, value = -1;  // nothing is read
+    if (page.row >= 0 && page.sound(p)) {
+      key = page.offset<C::kCacheBytes>(p.key_block, p.key_strides.row);
+      value = page.offset<C::kCacheBytes>(p.value_block, p.value_strides.row);
+    } else if (page.row >= 0) {
+      bad |= in_next ? 2 : 1;
+    }
+    const char *keys = task.key, *values = task.value;
+    ++ahead;
+    if (++tile < tiles(warp, task)) {
       look_up(warp, task, p);
+    } else {
+      enter_next(current, warp, tasks, p);
+    }
+    const bool some_miss = __any_sync(0xffffffffu, key < 0 && warp.lane < C::kWarpKeys);
+    if (p.whole_chunks && !some_miss && p.head_dim == C::kDim && p.head_dim_v == C::kDim) {
+      copy_rows<C, true>(sK, first, keys, key, C::kDim, warp.lane);
+      copy_rows<C, true>(sV, first, values, value, C::kDim, warp.lane);
+    } else if (p.whole_chunks) {
+      copy_rows<C, false>(sK, first, keys, key, p.head_dim, warp.lane);
+      copy_rows<C, false>(sV, first, values, value, p.head_dim_v, warp.lane);
+    } else {
+      gather_rows<C>(sK, first, keys, key, p.key_column, p.head_dim, warp.lane);
+      gather_rows<C>(sV, first, values, value, p.value_column, p.head_dim_v, warp.lane);
     }
     C::Chip::commit();
   }
 };
+
+// A lane's fragments of Q from global memory, in the order of mma.sync's operand.
+template <class C>
+__device__ __forceinline__ void load_query_fragments(uint32_t (&rQ)[1][C::kQSteps + 1][4],
+                                                     const PagedWarp<C>& warp,
+                                                     const PagedTask& task, const PagedParams& p) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = warp.row + 8 * half + warp.lane / 4;
+    const uint16_t* from =
+        static_cast<const uint16_t*>(p.query) + row_offset(row, p.query_strides, task, p);
+    const int dim = row < task.rows ? p.head_dim : 0;
+#pragma unroll
+    for (int i = 0; i < 2 * C::kQSteps; ++i) {
+      const int column = 8 * i + warp.lane % 4 * 2;
+      uint32_t& pair = rQ[0][i / 2][i % 2 * 2 + half];
+      pair = 0;
+      if (column + 1 < dim) {
+        pair = *reinterpret_cast<const uint32_t*>(from + column);
+      } else if (column < dim) {
+        pair = from[column];
+      }
+    }
+  }
+}
 
 // Eight numbers of a row of Q; zeros beyond its end, and where there is no row.
 template <class T>

@@ -84,11 +84,11 @@ class FwdConsumer {
     const tma::Ring<C::kStages> before = wg_.keys;
     wg_.keys.advance();
     start_scores();
-    wg_.keys.wait_full(wg_.k_slot());
+    wg_.wait_keys(wg_.keys, wg_.k_slot());
     wg_.wait_turn();
     ptx::wgmma_fence();
     issue_scores();
-    before.wait_full(wg_.slot(C::kVBarrier + before.at()));
+    wg_.wait_keys(before, wg_.slot(C::kVBarrier + before.at()));
     ptx::wgmma_fence();
     issue_values(before.at());
     wg_.pass_turn();
@@ -164,7 +164,7 @@ class FwdConsumer {
   __device__ __forceinline__ void first_scores() {
     start_scores();
     ptx::mbarrier_wait(wg_.slot(C::kQBarrier).full, wg_.tasks.count() % 2);
-    wg_.keys.wait_full(wg_.k_slot());
+    wg_.wait_keys(wg_.keys, wg_.k_slot());
     wg_.wait_turn();
     ptx::wgmma_fence();
     issue_scores();
@@ -227,7 +227,7 @@ class FwdConsumer {
   // O of the last tile; then O is whole.
   __device__ __forceinline__ void last_values() {
     const int last = wg_.keys.at();
-    wg_.keys.wait_full(wg_.slot(C::kVBarrier + last));
+    wg_.wait_keys(wg_.keys, wg_.slot(C::kVBarrier + last));
     wg_.keys.advance();
     ptx::wgmma_fence();
     issue_values(last);

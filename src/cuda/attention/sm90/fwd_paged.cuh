@@ -1,14 +1,22 @@
 // Attention forward for Hopper over the pages of a cache, for sequences with many queries: the
 // consumers of fwd.cuh, with a producer that loads K and V page by page.
 //
-//   tile of keys   | page | page | page | page |     a lane of the producer's warp for each box: it
-//                  | box  | box  | box  | box  |     looks up its block one tile ahead, and issues
-//                                                    its own TMA
+//   tile of keys   | page | page | page | page |     large pages: a lane of the producer's warp for
+//                  | box  | box  | box  | box  |     each box, which issues its own TMA
 //
-// A task is a tile of queries of one head, found as in paged_work.cuh. Boxes beyond the keys that a
-// tile's rows see repeat the first or the last that they do see: nothing else is looked up, and
-// every tile has the same number of bytes. What rows do not see is masked, and rows that a NaN
-// behind a mask reached are computed once more (fwd_epilogue.cuh).
+//                  |key|key|key| ...                 any page: a thread of the producer's four
+//                  warps
+//                                                    for each key; warps copy rows by cp.async, as
+//                                                    TMA would lay them out
+//
+// A lane issues a TMA in about 50 cycles, one after the other: 32 for a tile, as pages of 16 would
+// need, take longer than its MMAs (163 us where copies by TMA of large pages take 117: 1 x 512
+// queries over 8,192 keys, H200, 2026-11). Entries of the table are looked up one tile ahead.
+//
+// A task is a tile of queries of one head, found as in paged_work.cuh. Boxes or rows beyond the
+// keys that a tile's rows see repeat the first or the last that they do see: nothing else is looked
+// up, and every tile has the same number of bytes. What rows do not see is masked, and rows that a
+// NaN behind a mask reached are computed once more (fwd_epilogue.cuh).
 #pragma once
 
 #include "cuda/attention/paged_work.cuh"
@@ -23,6 +31,30 @@ struct FwdPagedConfig : FwdConfig<T, kChunkTile> {
   static constexpr int kThreads = kChunkTile.threads();
   static constexpr uint32_t kSmemWork = kChunkTile.Sm90FwdTile::shared_bytes();
 
+  // Copies need more registers than TMA. Consumers have the rest.
+  static constexpr int kProducerRegisters = 56;
+  static constexpr int kConsumerRegisters = 224;
+  static_assert(FwdPagedConfig::kAllWarpgroups == 2);
+
+  // Whether K and V come by cp.async.
+  static __device__ __forceinline__ bool copies_keys(const Sm90FwdParams& p) {
+    return static_cast<const Sm90PagedParams&>(p).box_keys == 0;
+  }
+  // With copies each thread of the producer fills K and V, and all but its first warp read tasks.
+  static __device__ __forceinline__ void init_barriers(uint32_t smem, bool copies) {
+    using Base = FwdConfig<T, kChunkTile>;
+    for (int i = 0; i < Base::kBarriers; ++i) {
+      if (i < Base::kQBarrier) {
+        Base::slot(smem, i).init(
+            1, kWarpgroupThreads * Base::kWarpgroups + (copies ? kWarpgroupThreads - 32 : 0));
+      } else {
+        Base::slot(smem, i).init(copies && i >= Base::kKBarrier ? kWarpgroupThreads : 1,
+                                 kWarpgroupWarps * Base::kWarpgroups);
+      }
+    }
+    ptx::fence_mbarrier_init();
+  }
+
   // Row `key` of K or V, through the block table. (The table is sound: seq.valid says so.)
   static __device__ __forceinline__ const uint16_t* key_row(const void* tensor, int key_head,
                                                             const FwdTask& task, int key,
@@ -30,7 +62,7 @@ struct FwdPagedConfig : FwdConfig<T, kChunkTile> {
     const PagedParams& p = static_cast<const Sm90PagedParams&>(params).pages;
     const bool values = tensor == p.value;
     const Strides& strides = values ? p.value_strides : p.key_strides;
-    const int page = key / p.page;
+    const int page = page_of(key, p);
     const int64_t block =
         read_length(p.block_table, task.seq.token_k + page * p.table_column, p.table_is_int64);
     return static_cast<const uint16_t*>(tensor) + block * (values ? p.value_block : p.key_block) +
@@ -67,7 +99,78 @@ struct ChunkItems {
   }
 };
 
-// A warp. All its lanes wait for stages, lane 0 arrives, and each lane has a box of every tile.
+// The keys that the rows of a task see, and its tiles of them.
+struct SeenKeys {
+  int begin, end;
+
+  template <class C>
+  static __device__ __forceinline__ SeenKeys of(const FwdTask& task, const Sm90FwdParams& p) {
+    const int last_row = min(task.first_row + C::kBlockQ, task.seq.len_q) - 1;
+    return {task.seq.begin(task.first_row, p), task.seq.end(last_row, p)};
+  }
+  __device__ __forceinline__ bool any() const { return begin < end; }
+  // The nearest of them to a key, of those that begin a box of `keys`.
+  __device__ __forceinline__ int nearest(int key, int keys) const {
+    return min(max(key, begin / keys * keys), (end - 1) / keys * keys);
+  }
+};
+
+// What both ways of loading share: tasks, and Q.
+template <class C>
+class FwdPagedTasks {
+  using Smem = typename C::Smem;
+  using Schedule = PagedSchedule<C::kThreads, ChunkItems<C>>;
+
+ public:
+  __device__ __forceinline__ FwdPagedTasks(Smem& shared, uint32_t smem, const Schedule& schedule,
+                                           const Sm90PagedParams& p)
+      : shared_(shared), smem_(smem), schedule_(schedule), p_(p) {}
+
+  // By a warp: finds the next task and hands it to everyone.
+  __device__ __forceinline__ FwdTask& give() {
+    FwdTask& task = shared_.tasks[ring_.at()];
+    const tma::Slot slot = C::slot(smem_, C::kTaskBarrier + ring_.at());
+    ring_.wait_empty(slot);
+    if (threadIdx.x == 0) {
+      task.more = schedule_.next(task, p_.pages);
+      if (task.more) FwdScheduler<C>{p_}.find_key_tiles(task, task.seq, task.first_row);
+      ptx::mbarrier_arrive(slot.full);
+    }
+    __syncwarp();  // the task is there for the other lanes too
+    ring_.advance();
+    return task;
+  }
+  // By a thread of another warp: waits for the next task.
+  __device__ __forceinline__ FwdTask& take() {
+    FwdTask& task = shared_.tasks[ring_.at()];
+    ring_.wait_full(C::slot(smem_, C::kTaskBarrier + ring_.at()));
+    ring_.advance();
+    return task;
+  }
+  __device__ __forceinline__ void release() const {
+    const tma::Ring<2> last(ring_.count() - 1);
+    ptx::mbarrier_arrive(C::slot(smem_, C::kTaskBarrier + last.at()).empty);
+  }
+  // By one thread.
+  __device__ __forceinline__ void load_queries(const FwdTask& task) {
+    const tma::Slot q = C::slot(smem_, C::kQBarrier);
+    queries_.wait_empty(q);
+    tma::fill<typename C::Rows>(q, smem_ + offsetof(Smem, sQ), p_.query_map, 0,
+                                task.first_token(p_), task.head, 0);
+    queries_.advance();
+  }
+
+ private:
+  Smem& shared_;
+  const uint32_t smem_;
+  Schedule schedule_;
+  const Sm90PagedParams& p_;
+  tma::Ring<2> ring_;
+  tma::Ring<1> queries_;
+};
+
+// A warp that loads by TMA. All its lanes wait for stages, lane 0 arrives, and each lane has a box
+// of every tile.
 template <class C>
 class FwdPagedProducer {
   using Smem = typename C::Smem;
@@ -77,7 +180,7 @@ class FwdPagedProducer {
  public:
   __device__ __forceinline__ FwdPagedProducer(Smem& shared, uint32_t smem, const Schedule& schedule,
                                               const Sm90PagedParams& p)
-      : shared_(shared), smem_(smem), schedule_(schedule), p_(p), lane_(threadIdx.x % 32) {}
+      : smem_(smem), p_(p), tasks_(shared, smem, schedule, p), lane_(threadIdx.x % 32) {}
 
   __device__ __forceinline__ void run() {
     if (lane_ == 0) {
@@ -87,46 +190,23 @@ class FwdPagedProducer {
     }
 #pragma unroll 1
     for (;;) {
-      FwdTask& task = shared_.tasks[tasks_.at()];
-      const tma::Slot slot = C::slot(smem_, C::kTaskBarrier + tasks_.at());
-      tasks_.wait_empty(slot);
-      if (lane_ == 0) {
-        task.more = schedule_.next_alone(task, p_.pages);
-        if (task.more) FwdScheduler<C>{p_}.find_key_tiles(task, task.seq, task.first_row);
-        ptx::mbarrier_arrive(slot.full);
-      }
-      __syncwarp();  // the task is there for the other lanes too
-      tasks_.advance();
+      FwdTask& task = tasks_.give();
       if (!task.more) return;
       load(task);
     }
   }
 
  private:
-  // Where a lane's box of a tile is in the cache.
-  struct Box {
-    int block, row;
-  };
-
   __device__ __forceinline__ int boxes() const { return C::kBlockK / p_.box_keys; }
 
-  // Looks up the lane's box of tile n. A block out of the cache is one where TMA reads zeros, and
-  // the results become NaN.
-  __device__ __forceinline__ Box look_up(int n, int first, int last, FwdTask& task) const {
-    const PagedParams& p = p_.pages;
-    const int key = min(max(n * C::kBlockK + lane_ * p_.box_keys, first), last);
-    const int page = key / p.page;
-    int64_t block =
-        read_length(p.block_table, task.seq.token_k + page * p.table_column, p.table_is_int64);
-    if (block < 0 || block >= p.blocks) {
-      task.seq.valid = false;
-      block = p.blocks;
-    }
-    return {static_cast<int>(block), key - page * p.page};
+  __device__ __forceinline__ void look_up(PageRow& page, int n, const SeenKeys& keys,
+                                          const FwdTask& task) const {
+    if (lane_ >= boxes()) return;
+    page.look_up(keys.nearest(n * C::kBlockK + lane_ * p_.box_keys, p_.box_keys), task.seq.token_k,
+                 p_.pages);
   }
   __device__ __forceinline__ void fill(const tma::Slot& slot, uint32_t to, const TensorMap& map,
-                                       const Box& box, bool any, int key_head) const {
-    __syncwarp();  // what look_up() wrote comes before the arrival
+                                       int block, int row, bool any, int key_head) const {
     if (lane_ == 0) {
       if (any) {
         ptx::mbarrier_arrive_expect_tx(slot.full, Keys::kBytes);
@@ -139,49 +219,145 @@ class FwdPagedProducer {
 #pragma unroll
     for (int i = 0; i < Keys::kBlocks; ++i) {
       ptx::tma_load(to + i * Keys::kBlockBytes + lane_ * p_.box_keys * Keys::kRowBytes, &map,
-                    slot.full, i * Keys::kBlockCols, key_head, box.row, box.block);
+                    slot.full, i * Keys::kBlockCols, key_head, row, block);
     }
   }
 
   __device__ __forceinline__ void load(FwdTask& task) {
-    const int last_row = min(task.first_row + C::kBlockQ, task.seq.len_q) - 1;
-    const int begin = task.seq.begin(task.first_row, p_), end = task.seq.end(last_row, p_);
-    const bool any = begin < end;  // whether any row sees any key
-    const int first = begin / p_.box_keys * p_.box_keys;
-    const int last = (end - 1) / p_.box_keys * p_.box_keys;
+    const SeenKeys keys = SeenKeys::of<C>(task, p_);
+    const bool any = keys.any();  // whether any row sees any key
     const int key_head = task.head / p_.group;
-    Box box{};
-    if (any) box = look_up(task.key_end - 1, first, last, task);
+    PageRow page;
+    if (any) look_up(page, task.key_end - 1, keys, task);
 #pragma unroll 1
     for (int n = task.key_end - 1; n >= task.key_begin; --n, keys_.advance()) {
       const uint32_t stage = keys_.at() * sizeof(Keys);
       const tma::Slot k = C::slot(smem_, C::kKBarrier + keys_.at());
       const tma::Slot v = C::slot(smem_, C::kVBarrier + keys_.at());
       keys_.wait_empty(k);
-      fill(k, smem_ + offsetof(Smem, sK) + stage, p_.key_map, box, any, key_head);
-      if (n == task.key_end - 1) {
-        const tma::Slot q = C::slot(smem_, C::kQBarrier);
-        queries_.wait_empty(q);
-        if (lane_ == 0) {
-          tma::fill<typename C::Rows>(q, smem_ + offsetof(Smem, sQ), p_.query_map, 0,
-                                      task.first_token(p_), task.head, 0);
-        }
-        queries_.advance();
+      // A block out of the cache is one where TMA reads zeros, and the results become NaN.
+      int block = static_cast<int>(page.low);
+      const int row = page.row;
+      if (any && lane_ < boxes() && !page.sound(p_.pages)) {
+        block = p_.pages.blocks;
+        task.seq.valid = false;
       }
-      const Box here = box;
-      if (any && n > task.key_begin) box = look_up(n - 1, first, last, task);
+      if (any && n > task.key_begin) look_up(page, n - 1, keys, task);
+      __syncwarp();  // `valid` is written before the arrival
+      fill(k, smem_ + offsetof(Smem, sK) + stage, p_.key_map, block, row, any, key_head);
+      if (n == task.key_end - 1 && lane_ == 0) tasks_.load_queries(task);
+      __syncwarp();
       keys_.wait_empty(v);
-      fill(v, smem_ + offsetof(Smem, sV) + stage, p_.value_map, here, any, key_head);
+      fill(v, smem_ + offsetof(Smem, sV) + stage, p_.value_map, block, row, any, key_head);
     }
   }
 
-  Smem& shared_;
   const uint32_t smem_;
-  Schedule schedule_;
   const Sm90PagedParams& p_;
+  FwdPagedTasks<C> tasks_;
   const int lane_;
-  tma::Ring<2> tasks_;
-  tma::Ring<1> queries_;
+  tma::Ring<C::kStages> keys_;
+};
+
+// A thread of the four warps that load by cp.async. It looks up one key of a tile; its warp copies
+// the rows of those that its lanes have looked up.
+template <class C>
+class FwdPagedCopier {
+  using Smem = typename C::Smem;
+  using Keys = typename C::Keys;
+  using Schedule = PagedSchedule<C::kThreads, ChunkItems<C>>;
+  static constexpr int kWarpKeys = C::kBlockK / kWarpgroupWarps;  // of a tile, of a warp
+  static constexpr int kRowLanes = C::kDim / 8;                   // that copy a row
+  static constexpr int kRowsAtOnce = 32 / kRowLanes;
+  static_assert(kWarpKeys <= 32 && kWarpKeys % kRowsAtOnce == 0 && kRowLanes <= 32);
+
+ public:
+  __device__ __forceinline__ FwdPagedCopier(Smem& shared, uint32_t smem, const Schedule& schedule,
+                                            const Sm90PagedParams& p)
+      : smem_(smem), p_(p), tasks_(shared, smem, schedule, p) {}
+
+  __device__ __forceinline__ void run() {
+    const bool gives = threadIdx.x < 32;
+    if (threadIdx.x == 0) {
+      ptx::prefetch_tensormap(&p_.query_map);
+      ptx::prefetch_tensormap(&p_.out_map);
+    }
+#pragma unroll 1
+    for (;;) {
+      FwdTask& task = gives ? tasks_.give() : tasks_.take();
+      if (!task.more) return;
+      load(task);
+      if (!gives) tasks_.release();
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+  static __device__ __forceinline__ int first_row() { return threadIdx.x / 32 * kWarpKeys; }
+
+  __device__ __forceinline__ void look_up(PageRow& page, int n, const SeenKeys& keys,
+                                          const FwdTask& task) const {
+    if (lane() >= kWarpKeys) return;
+    page.look_up(keys.nearest(n * C::kBlockK + first_row() + lane(), 1), task.seq.token_k,
+                 p_.pages);
+  }
+
+  // Copies the warp's rows of K or V; `offset` has the bytes of the lane's key from `head`, where
+  // the head begins. Zeros where it is negative, and beyond `dim`.
+  __device__ __forceinline__ void copy(uint32_t to, const char* head, int64_t offset,
+                                       int dim) const {
+    const int chunk = lane() % kRowLanes;
+    const bool exists = chunk * 8 < dim;
+    head += chunk * 16;
+#pragma unroll 4
+    for (int i = 0; i < kWarpKeys; i += kRowsAtOnce) {
+      const int row = i + lane() / kRowLanes;
+      const int64_t where = __shfl_sync(0xffffffffu, offset, row);
+      ptx::cp_async_cg_16(to + Keys::at(first_row() + row, chunk * 8), head + where,
+                          exists && where >= 0);
+    }
+  }
+
+  __device__ __forceinline__ void load(FwdTask& task) {
+    const PagedParams& p = p_.pages;
+    const SeenKeys keys = SeenKeys::of<C>(task, p_);
+    const bool any = keys.any();  // whether any row sees any key
+    const int64_t key_head = task.head / p_.group;
+    const char* const gK = static_cast<const char*>(p.key) + key_head * p.key_strides.head * 2;
+    const char* const gV = static_cast<const char*>(p.value) + key_head * p.value_strides.head * 2;
+    PageRow page;
+    if (any) look_up(page, task.key_end - 1, keys, task);
+#pragma unroll 1
+    for (int n = task.key_end - 1; n >= task.key_begin; --n, keys_.advance()) {
+      const uint32_t stage = keys_.at() * sizeof(Keys);
+      const tma::Slot k = C::slot(smem_, C::kKBarrier + keys_.at());
+      const tma::Slot v = C::slot(smem_, C::kVBarrier + keys_.at());
+      int64_t key = -1, value = -1;
+      keys_.wait_empty(k);
+      if (any && lane() < kWarpKeys) {
+        if (page.sound(p)) {
+          key = page.offset<2>(p.key_block, p.key_strides.row);
+          value = page.offset<2>(p.value_block, p.value_strides.row);
+        } else {
+          task.seq.valid = false;  // the results become NaN
+          __threadfence_block();   // before the stage is full
+        }
+      }
+      if (any && n > task.key_begin) look_up(page, n - 1, keys, task);
+      __syncwarp();
+      if (any) copy(smem_ + offsetof(Smem, sK) + stage, gK, key, p.head_dim);
+      ptx::cp_async_mbarrier_arrive_noinc(k.full);
+      if (n == task.key_end - 1 && threadIdx.x == 0) tasks_.load_queries(task);
+      __syncwarp();
+      keys_.wait_empty(v);
+      if (any) copy(smem_ + offsetof(Smem, sV) + stage, gV, value, p.head_dim_v);
+      ptx::cp_async_mbarrier_arrive_noinc(v.full);
+    }
+  }
+
+  const uint32_t smem_;
+  const Sm90PagedParams& p_;
+  FwdPagedTasks<C> tasks_;
   tma::Ring<C::kStages> keys_;
 };
 
@@ -191,13 +367,18 @@ __device__ __forceinline__ void attention_fwd_paged(const Sm90PagedParams& p) {
   auto& shared = *reinterpret_cast<typename C::Smem*>(shared_memory);
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroupThreads, 0);
-  if (threadIdx.x == 0) C::init_barriers(smem);
+  const bool copies = C::copies_keys(p);
+  if (threadIdx.x == 0) C::init_barriers(smem, copies);
   const PagedSchedule<C::kThreads, ChunkItems<C>> schedule(
       reinterpret_cast<int*>(shared_memory + C::kSmemWork), p.pages);
   __syncthreads();  // the barriers are initialised
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<C::kProducerRegisters>();
-    if (threadIdx.x < 32) FwdPagedProducer<C>(shared, smem, schedule, p).run();
+    if (copies) {
+      FwdPagedCopier<C>(shared, smem, schedule, p).run();
+    } else if (threadIdx.x < 32) {
+      FwdPagedProducer<C>(shared, smem, schedule, p).run();
+    }
   } else {
     ptx::setmaxnreg_inc<C::kConsumerRegisters>();
     FwdConsumer<C>(shared, smem, warpgroup - 1, p).run();

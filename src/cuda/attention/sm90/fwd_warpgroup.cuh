@@ -29,6 +29,15 @@ struct FwdWarpgroup {
   __device__ __forceinline__ tma::Slot bias_slot() const {
     return slot(C::kBiasBarrier + keys.at());
   }
+  // Waits for K or V of a stage. What threads have copied is ordered with wgmma by whoever has
+  // waited for it.
+  __device__ __forceinline__ void wait_keys(const tma::Ring<C::kStages>& stage,
+                                            const tma::Slot& slot) const {
+    stage.wait_full(slot);
+    if constexpr (requires { C::kPaged; }) {
+      if (C::copies_keys(p)) ptx::fence_proxy_async_shared();
+    }
+  }
   __device__ __forceinline__ void release(const tma::Slot& slot) const { warp_arrive(slot.empty); }
   // The bias of the tile of keys that is next.
   __device__ __forceinline__ uint32_t bias_tile() const {

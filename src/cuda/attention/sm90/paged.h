@@ -12,12 +12,16 @@ namespace flashmoe::cuda {
 // reads it.
 struct Sm90PagedParams : Sm90FwdParams {
   PagedParams pages;
-  int32_t box_keys;  // divides the page and a tile's keys, and is a multiple of 8
+  // Divides the page and a tile's keys, and is a multiple of 8. 0: pages are too small for boxes,
+  // and rows are copied by threads; maps of K and V are not used then.
+  int32_t box_keys;
 };
 
 // Shared memory beside that of the forward kernel: the work before each thread's sequences.
 constexpr int paged_work_bytes(int threads) { return (threads + 1 + threads / 32) * 4; }
-inline constexpr int kLeastBoxKeys = 8;  // rows in which the swizzle repeats
+// Pages have boxes if these have so many rows: of fewer, threads copy rows faster than one warp can
+// ask for boxes.
+inline constexpr int kLeastBoxKeys = 64;
 
 struct Sm90ChunkTile : Sm90FwdTile {
   static constexpr bool kCountsTasks = false;

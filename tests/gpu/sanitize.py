@@ -283,6 +283,16 @@ FP32_CALLS = [
     Call(64, (4, 2), ragged=MIXED, options=CAUSAL, sinks=torch.float32),
     Call(128, (2, 1), ragged=MIXED, bias=Bias("h", masked=True)),
     Call(32, (2, 1), ragged=MIXED, bias=Bias("")),
+    Call(64, (4, 2), (130, 136), bias=Bias(mask=True, masked=True), options=CAUSAL),
+    Call(32, (2, 1), (65, 131), lead=(2,), bias=Bias("bk", mask=True, masked=True)),
+    Call(128, (2, 1), (66, 67), bias=Bias(mask=True, masked=True, layout=odd_rows)),
+    Call(256, (2, 1), (34, 33), bias=Bias(mask=True, layout=transposed), options={"softcap": 3.0}),
+    Call(64, (2, 1), ragged=MIXED, bias=Bias("h", mask=True, masked=True)),
+    Call(64, (4, 2), (200, 257), options=CAUSAL, dropout=0.1),
+    Call(32, (2, 1), (70, 65), lead=(3,), bias=Bias("hqk"), dropout=0.5),
+    Call(128, (2, 1), (66, 131), bias=Bias(masked=True), options={"window": (50, 7)}, dropout=0.5),
+    Call(256, (2, 1), (70, 33), bias=Bias("qk", mask=True, masked=True), dropout=0.9),
+    Call(20, (4, 2), ragged=MIXED, bias=Bias(""), sinks=torch.float32, dropout=0.4),
 ]
 
 # The sm90 family: a call to each kernel in each order of sums.

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import replace
+from math import nan
 from types import FunctionType
 
 import pytest
 import test_backward
 import test_bad_lengths
 import test_bias
+import test_byte_masks
 import test_deterministic
+import test_dropout_kernels
 import test_forward
 import test_nan
 import test_ragged
@@ -19,9 +22,21 @@ import test_sink_kernels
 import test_strides
 import torch
 from families import COMPLETE
-from helpers import DEVICE, check_case, dense, explained, normal, on_a_gpu, ragged, results
+from helpers import (
+    DEVICE,
+    check_case,
+    check_containment,
+    dense,
+    explained,
+    normal,
+    on_a_gpu,
+    put,
+    ragged,
+    results,
+)
 
 import flashmoe_science as fm
+from dropped import with_dropout
 from oracle import same_bits
 
 DTYPE_NAMES = ("fp32",)
@@ -56,6 +71,15 @@ AGAIN = {
         sums_in_parts ragged ragged_with_a_bias minus_infinity_is_no_sink nan_stays_in_its_head
         rows_that_see_the_sink_alone_may_hold_anything
         rows_that_a_bias_hides_may_hold_anything""",
+    test_byte_masks: """options head_dims lengths broadcast layouts any_byte_but_zero_is_true packed
+        many_short_sequences key_lengths_and_few_queries what_it_hides_may_hold_anything
+        it_takes_no_memory""",
+    test_dropout_kernels: """the_pairs_are_those_of_philox masks_do_not_move_the_pairs
+        a_cpu_run_repeats_a_gpu_run options head_dims lengths a_bias_that_nobody_shares
+        the_sum_of_a_shared_bias the_sum_in_parts a_mask ragged leading_dimensions_and_lengths
+        few_queries_over_many_keys sinks wrong_lengths a_dropped_value_may_hold_anything
+        a_gradient_reaches_the_values_that_were_kept seeds a_replay_of_a_graph_draws_anew
+        a_graph_reads_its_seed_from_the_device""",
     test_strides: """strides strides_of_gradients gradients_over_several_leading_dimensions
         the_gradient_of_one_packed_tensor expanded_inputs gradients_of_expanded_tensors
         strides_of_ragged_tensors""",
@@ -105,10 +129,12 @@ def make(kind: str, **more):
     if kind == "bias":
         bias = normal(4, 150, 170, dtype=torch.float32)
         case = replace(case, bias=bias, needs=case.needs + "b")
-    return case
+    if kind == "mask":
+        case = replace(case, bias=torch.rand(4, 150, 170, device=DEVICE) < 0.6)
+    return with_dropout(case) if kind == "dropout" else case
 
 
-KINDS = ("dense", "bias", "ragged")
+KINDS = ("dense", "bias", "ragged", "mask", "dropout")
 
 
 @pytest.mark.parametrize("d", [16, 32, 64, 100, 128, 256])
@@ -129,10 +155,29 @@ def test_ends_of_tiles(d, length, dtype):
     check_case(dense(77, length, lead=(1,), d=d, dtype=dtype))
 
 
-def test_thousands_of_keys(dtype):
+@pytest.mark.parametrize("dropout", [0, 0.5], ids=["whole", "dropped"])
+def test_thousands_of_keys(dropout, dtype):
     """Accumulators of tensor cores cut off what does not fit: over many keys that would show."""
-    check_case(dense(64, 8192, lead=(1,), hq=2, hk=1, d=64, dtype=dtype))
-    check_case(dense(8192, 64, lead=(1,), hq=2, hk=1, d=64, dtype=dtype))
+    for n, m in ((64, 8192), (8192, 64)):
+        case = dense(n, m, lead=(1,), hq=2, hk=1, d=64, dtype=dtype)
+        check_case(with_dropout(case, dropout) if dropout else case)
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 65])
+@pytest.mark.parametrize("d", [32, 64, 128, 256])
+def test_dropout_at_the_ends_of_blocks_of_philox(d, length, dtype):
+    check_case(with_dropout(dense(length, 77, lead=(1,), d=d, dtype=dtype), 0.5))
+    bias = normal(4, 77, length, dtype=dtype)
+    case = dense(77, length, d=d, dtype=dtype)
+    check_case(with_dropout(replace(case, bias=bias, needs=case.needs + "b"), 0.5))
+
+
+@pytest.mark.parametrize("name", ["v", "grad_out"])
+@pytest.mark.parametrize("d", [200, 256])
+def test_a_dropped_pair_may_hold_anything_where_two_blocks_share_keys(d, name, dtype):
+    clean = with_dropout(dense(70, 75, d=d, dtype=dtype), 0.5)
+    dirty = put(getattr(clean, name), (..., 50, 3), nan)
+    assert check_containment(clean, replace(clean, **{name: dirty})) > 0
 
 
 @on_a_gpu

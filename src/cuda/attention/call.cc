@@ -363,7 +363,6 @@ void fill_second(AttentionSecondParams& p, const Call& call) {
       p, call, 1,
       {p.tangent_query_strides.batch, p.tangent_key_strides.batch, p.tangent_value_strides.batch,
        p.tangent_bias_strides.batch, p.tangent_out_strides.batch, p.tangent_lse_strides.batch});
-  p.bias_is_mask = problem.bias && problem.bias->dtype == DType::kBool;
   p.softcap = static_cast<float>(g.softcap);
   if (problem.grad_sinks) {
     p.grad_sinks = t.grad_sinks;

@@ -35,7 +35,6 @@ struct AttentionSecondParams : AttentionBwdParams {
       tangent_out_strides, tangent_lse_strides;
   int64_t tangent_bias_column;
   int64_t tangent_sink_step;
-  int32_t bias_is_mask;  // whether the bias is bytes: 0 hides the key
   float softcap;         // 0: none
 
   // Workspace: of each row its lse, delta = out.dO - grad_lse, lse' and out'.dO. Rows of a head are

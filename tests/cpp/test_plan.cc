@@ -126,7 +126,7 @@ TEST(explain_names_the_kernel_and_the_options) {
 
 TEST(passes_without_cuda_kernels_are_refused) {
   for (Pass pass : {Pass::kTangent, Pass::kSecond}) {
-    AttentionProblem p = problem(pass, 1, 2, 100, 64, DType::kFloat16);
+    AttentionProblem p = problem(pass, 1, 2, 100, 64, DType::kFloat64);
     CHECK(flashmoe::plan(p).ok());
     CHECK_CONTAINS(flashmoe::explain(p), pass == Pass::kTangent ? "tangent of" : "second");
     p.device = {.type = flashmoe::DeviceType::kCuda, .compute_capability = 90};

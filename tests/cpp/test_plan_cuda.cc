@@ -382,6 +382,34 @@ TEST(fp32_bias) {
   CHECK_CONTAINS(flashmoe::explain(p), "TF32 allowed");
 }
 
+// No launch beside those of a call without: a bias of 32 bits and a mask are read where they lie,
+// whoever shares them and whatever their length, and pairs are drawn where they are.
+TEST(fp32_copies_no_bias_and_has_dropout) {
+  if (!all_families()) return;
+  const Sizes s;
+  for (bool ragged : {false, true}) {
+    for (Pass pass : {Pass::kForward, Pass::kBackward}) {
+      for (DType dtype : {DType::kFloat32, DType::kBool}) {
+        AttentionProblem p = cuda_problem(90, pass, DType::kFloat32, 64, 64, s, ragged);
+        p.bias =
+            ragged ? contiguous(dtype, {1001, s.heads_q}) : contiguous(dtype, {s.len_q, s.len_k});
+        const AttentionPlan plain = plan_of(p);
+        CHECK_CONTAINS(plain.kernel,
+                       pass == Pass::kForward ? "_fwd_bias_fp32_" : "_bwd_bias_fp32_");
+        for (const std::string& name : kernels_before(plain)) {
+          CHECK(name.find("bias") == std::string::npos, name);
+        }
+        p.options.dropout_p = 0.1;
+        p.seed = contiguous(DType::kInt64, {});
+        const AttentionPlan drops = plan_of(p);
+        CHECK_EQ(drops.kernel, plain.kernel);
+        CHECK_EQ(drops.workspace_bytes, plain.workspace_bytes);
+        CHECK_EQ(drops.launches.size(), plain.launches.size());
+      }
+    }
+  }
+}
+
 TEST(environment) {
   if (!all_families()) return;
   const AttentionProblem p = cuda_problem(100, Pass::kForward, DType::kFloat16, 64, 64, {});

@@ -35,7 +35,7 @@ struct AttentionSecondParams : AttentionBwdParams {
       tangent_out_strides, tangent_lse_strides;
   int64_t tangent_bias_column;
   int64_t tangent_sink_step;
-  float softcap;         // 0: none
+  float softcap;  // 0: none
 
   // Workspace: of each row its lse, delta = out.dO - grad_lse, lse' and out'.dO. Rows of a head are
   // (batch, len_q), ragged: tokens.

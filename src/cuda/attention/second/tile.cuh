@@ -34,6 +34,11 @@ struct HalfTf32 {
         : x{__float_as_uint(from[0]), __float_as_uint(from[1])} {}
     Right() = default;
   };
+  template <bool>
+  static __device__ __forceinline__ Left left(const float (&a)[4]) {
+    return Left(a);
+  }
+  static __device__ __forceinline__ Right right(const float (&b)[2]) { return Right(b); }
 
   template <int kCount>
   static __device__ __forceinline__ void multiply(float (&acc)[4], const Left (&a)[kCount],

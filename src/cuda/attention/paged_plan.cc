@@ -202,6 +202,7 @@ void lay_out_paged(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
     const int64_t heads = ceil_div(plan.heads_q, kPagedCombineThreads / 32);
     const int64_t queries = std::min(splits.longest, kCombinedQueries);
     plan.launches.push_back(once(combine, grid_of(plan.batch, heads, queries), Given::kCall));
+    plan.launches.back().overlaps = plan.family == "sm90";
   }
   plan.workspace_bytes = workspace_of(plan, splits).bytes;
 }

@@ -200,7 +200,9 @@ struct PagedSchedule {
   int at, end;  // the CTA's share: where its next item may begin, and what comes after
   bool broken;  // cumulative lengths fall somewhere
 
-  __device__ __forceinline__ PagedSchedule(int* shared, const PagedParams& p) : before(shared) {
+  // `ctas` share the work: the first of the grid.
+  __device__ __forceinline__ PagedSchedule(int* shared, int ctas, const PagedParams& p)
+      : before(shared) {
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     int mine = 0;
     bool fall = false;
@@ -224,8 +226,8 @@ struct PagedSchedule {
     if (thread == kThreads - 1) before[kThreads] = sum;
     __syncthreads();  // the work of all is there
     const int64_t all = before[kThreads];
-    at = static_cast<int>(all * blockIdx.x / gridDim.x);
-    end = broken ? at : static_cast<int>(all * (blockIdx.x + 1) / gridDim.x);
+    at = static_cast<int>(all * blockIdx.x / ctas);
+    end = broken ? at : static_cast<int>(all * (blockIdx.x + 1) / ctas);
   }
 
   // The next item, by one thread; false: there is none any more.

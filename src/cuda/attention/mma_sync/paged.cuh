@@ -295,7 +295,7 @@ __device__ __forceinline__ void attention_paged(const PagedParams& p) {
   ptx::griddepcontrol_launch_dependents();  // the combining kernel, which waits for all of this
   using Items = PairItems<Decode::kBlockQ, Decode::kCacheBytes>;
   using Schedule = PagedSchedule<Decode::kThreads, Items>;
-  Schedule schedule(reinterpret_cast<int*>(shared + Decode::kSmemWork), p);
+  Schedule schedule(reinterpret_cast<int*>(shared + Decode::kSmemWork), gridDim.x, p);
   store_rest<typename Decode::Query>(schedule.broken, p);
   if (blockIdx.x == 0) {  // the combining kernel looks here
     const int thread = threadIdx.x;
@@ -321,6 +321,10 @@ __device__ __forceinline__ void attention_paged(const PagedParams& p) {
       number = paged_items<Chunk>(number, tasks, shared, smem, p);
     }
   }
+  // Where the kernel for chunks is still at work beside this one, the last CTA of the grid waits
+  // for it: whoever waits for this kernel then waits for both. Others would keep places from CTAs
+  // that have not begun.
+  if (blockIdx.x + 1 == gridDim.x) ptx::griddepcontrol_wait();
 }
 
 }  // namespace flashmoe::cuda

@@ -1,7 +1,6 @@
 #include "cuda/attention/paged_plan.h"
 
 #include <algorithm>
-#include <bit>
 
 #include "core/numbers.h"
 #include "core/text.h"
@@ -242,9 +241,7 @@ Status run_paged(const Call& call) {
   p.group = p.heads_q / p.heads_k;
   p.blocks = static_cast<int32_t>(problem.key.size(0));
   p.page = static_cast<int32_t>(problem.key.size(1));
-  p.page_log2 = std::has_single_bit(static_cast<uint32_t>(p.page))
-                    ? std::countr_zero(static_cast<uint32_t>(p.page))
-                    : -1;
+  p.page_log2 = exact_log2(p.page);
   p.len_q = static_cast<int32_t>(std::min(plan.len_q, problem.query.size(0)));
   p.len_k = static_cast<int32_t>(most_keys(plan));
   p.head_dim = static_cast<int32_t>(plan.head_dim);

@@ -10,6 +10,7 @@ The tests of the images (tests/python/test_images.py) use its functions.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +29,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "release"
+sys.path.insert(0, str(ROOT / "cmake"))
+
+import compile_image  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -164,9 +169,33 @@ def usages(image: Path) -> list[Usage]:
     ]
 
 
+Opcodes = dict[tuple[str, str], Counter[str]]
+
+
 @cache
-def opcodes(image: Path) -> dict[tuple[str, str], Counter[str]]:
-    """How often each (kernel, chip) has which instruction, without operands: HMMA.16816.F32, ..."""
+def opcodes(image: Path) -> Opcodes:
+    """How often each (kernel, chip) has which instruction, without operands: HMMA.16816.F32, ...
+
+    Disassembling takes a second of processor time an image: the counts are kept beside the images
+    in the user's cache, by the image's bytes.
+    """
+    digest = hashlib.sha256(b"1\n" + image.read_bytes())  # 1: what is counted, and how
+    kept = compile_image.cache_folder() / f"{digest.hexdigest()}-opcodes{compile_image.SUFFIX}"
+    try:
+        return {tuple(key.split()): Counter(n) for key, n in json.loads(kept.read_text()).items()}
+    except (OSError, ValueError):
+        found = count_opcodes(image)
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", suffix=".tmp", dir=kept.parent, delete=False) as file:
+            json.dump({" ".join(key): counts for key, counts in found.items()}, file)
+        os.replace(file.name, kept)
+    except OSError as error:
+        print(f"flashmoe: the image cache cannot be written: {error}", file=sys.stderr)
+    return found
+
+
+def count_opcodes(image: Path) -> Opcodes:
     found = {}
     for chip, section in machine_code(image, "-sass"):
         for function in re.split(r"^\s+Function : ", section, flags=re.M)[1:]:

@@ -23,4 +23,12 @@ constexpr size_t aligned(size_t bytes) {
   return (bytes + kWorkspaceAlign - 1) / kWorkspaceAlign * kWorkspaceAlign;
 }
 
+// The logarithm to base 2 of a power of two; -1 of other numbers.
+constexpr int32_t exact_log2(int64_t n) {
+  if (n < 1 || (n & (n - 1)) != 0) return -1;
+  int32_t log2 = 0;
+  while (n >>= 1) ++log2;
+  return log2;
+}
+
 }  // namespace flashmoe

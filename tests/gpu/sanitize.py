@@ -13,7 +13,7 @@ ours are of interest. Exits with 1 where a result is far off; the tests judge pr
 import argparse
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from families import COMPLETE, DTYPES, EVERY_DTYPE, FAMILIES, has
 import flashmoe_science as fm
 import moe_oracle
 import oracle
+import pages
 import second_oracle
 from dropped import with_dropout
 
@@ -433,6 +434,35 @@ def takes(family: str, call: Experts) -> bool:
     return not call.tile or has(family, "moe_up", tuple(int(x) for x in call.tile.split("x")))
 
 
+# Over pages: few rows and many, chunks, splits, more items than CTAs, pages of any size.
+OVER_PAGES = [
+    pages.Problem(
+        seed=i,
+        dtype="float16",
+        float8=float8,
+        heads_q=8,
+        heads_k=2,
+        head_dim=d,
+        head_dim_v=d,
+        page=page,
+        lengths=lengths,
+    )
+    for i, (d, float8, page, lengths) in enumerate(
+        (
+            (128, False, 16, ((1, 1500), (70, 200), (20, 33), (0, 9), (1, 1))),
+            (128, False, 1, ((1, 600), (129, 300))),
+            (128, False, 64, ((130, 200), (2, 300))),
+            (64, False, 5, ((1, 40), (65, 65))),
+            (256, False, 16, ((1, 600), (64, 130), (30, 31))),
+            (512, False, 16, ((1, 300), (9, 40))),
+            (128, True, 16, ((1, 1500), (70, 200), (1, 0))),
+            (256, True, 1, ((1, 300), (9, 40))),
+            (128, False, 16, tuple((1, (70, 1, 0, 15)[i % 4]) for i in range(300))),
+        )
+    )
+]
+
+
 def far_off(name: str, got: torch.Tensor, want: torch.Tensor, eps: float) -> bool:
     got = got.cpu().double()
     if got.shape != want.shape or not torch.equal(got == -torch.inf, want == -torch.inf):
@@ -524,6 +554,14 @@ def main() -> int:
             failures += bool(bad)
             verdict = f"FAR OFF: {', '.join(bad)}" if bad else "fine"
             print(f"{family} {name} {call}: {verdict}", flush=True)
+        calls = OVER_PAGES if has(family, "attention_paged") else []
+        for problem, name in [(x, name) for x in calls for name in dtypes][first::step]:
+            dtype = str(DTYPES[name]).removeprefix("torch.")
+            made = pages.build(replace(problem, dtype=dtype), DEVICE)
+            bad = oracle.compare(made.exact, pages.ours(made), made.rounded)
+            failures += bool(bad)
+            verdict = f"FAR OFF: {', '.join(bad)}" if bad else "fine"
+            print(f"{family} {name} {problem}: {verdict}", flush=True)
         os.environ["FLASHMOE_TILE"] = ""
     return 1 if failures else 0
 

@@ -85,13 +85,54 @@ def test_long_sequences(page, layout):
 
 
 @pytest.mark.parametrize("window", [None, (100, 0), (700, 64)])
-@pytest.mark.parametrize("page", [1, 16, 64])
-@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("page", [1, 5, 16, 64, 128])
+@pytest.mark.parametrize("d", [64, 80, 128, 256])
 def test_chunks_beside_decodes(d, page, window):
     """Few queries, some, and many: each has a shape of tile of its own."""
     lengths = ((1, 3000), (130, 1000), (4, 515), (0, 40), (16, 900), (257, 257), (64, 64), (65, 9))
     problem = replace(BASE, decode=False, lengths=lengths, page=page, window=window, rest=3)
     accept(replace(problem, head_dim=d, head_dim_v=d))
+
+
+# More items than any chip holds CTAs: each takes several, and loads the next before one ends. Some
+# have no key, or fewer tiles than there are teams.
+MANY = tuple(
+    ((1, 1, 3, 1, 20)[i % 5], (700, 1, 65, 0, 15, 64, 17, 300, 49)[i % 9]) for i in range(450)
+)
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("float8", [False, True], ids=["16 bits", "fp8"])
+@pytest.mark.parametrize("d", [64, 128, 256, 512])
+def test_many_items_of_a_cta(d, float8, page):
+    problem = replace(BASE, decode=False, lengths=MANY, page=page, float8=float8)
+    made = pages.build(replace(problem, head_dim=d, head_dim_v=d), DEVICE)
+    assert not (found := oracle.compare(made.exact, pages.ours(made), made.rounded)), found
+    for i in (0, 4, 7, 449):  # alone: the same bits
+        start = sum(n for n, _ in MANY[:i])
+        for name, x in pages.one(made, i).items():
+            assert same_bits(made.results[name][start : start + MANY[i][0]], x), (name, i)
+
+
+@pytest.mark.parametrize("float8", [False, True], ids=["16 bits", "fp8"])
+def test_a_wrong_block_does_not_reach_the_item_before(float8):
+    """Blocks of the next item are looked up early."""
+    made = pages.build(replace(BASE, decode=False, lengths=MANY, float8=float8), DEVICE)
+    right, start = call(made), 0
+    wrong = torch.zeros(right[0].shape[0], dtype=torch.bool, device=DEVICE)
+    for i, (queries, keys) in enumerate(MANY):
+        if i % 3 == 1 and keys > 0:
+            made.tensors["block_table"][i, 0] = -1
+            wrong[start : start + queries] = True
+        start += queries
+    for x, want in zip(call(made), right, strict=True):
+        assert torch.isnan(x[wrong]).all() and same_bits(x[~wrong], want[~wrong])
+
+
+@pytest.mark.parametrize("page", [1, 8, 64])
+def test_chunks_with_sinks(page):
+    lengths = ((200, 900), (1, 700), (64, 70))
+    accept(replace(BASE, decode=False, lengths=lengths, page=page, sinks="float32"))
 
 
 def test_nan_behind_a_mask():

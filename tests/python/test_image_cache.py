@@ -6,12 +6,18 @@ import os
 import subprocess
 import sys
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 TABLE = ['-DTABLE="room/table.h"']
-SCRIPT = Path(__file__).resolve().parents[2] / "cmake" / "compile_image.py"
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "cmake" / "compile_image.py"
+sys.path.insert(0, str(ROOT / "tools"))
+
+import kernel_report  # noqa: E402
+
 COMPILER = """#!/bin/sh
 # "Compiles" by joining its flags and the source; a source with the word broken fails.
 [ "$1" = --version ] && { echo "fake compiler ${FAKE_VERSION:-1}"; exit 0; }
@@ -212,3 +218,27 @@ def test_where_it_is(monkeypatch, tmp_path):
     assert compile_image.cache_folder() == Path("/x/flashmoe/images")
     monkeypatch.setenv("FLASHMOE_CACHE", "/y")
     assert compile_image.cache_folder() == Path("/y/images")
+
+
+def test_instructions_are_counted_once(monkeypatch, tmp_path):
+    counted = []
+
+    def count(image: Path):
+        counted.append(image.read_bytes())
+        return {("kernel", "sm_80"): Counter({"HMMA.16816.F32": len(counted)})}
+
+    monkeypatch.setenv("FLASHMOE_CACHE", str(tmp_path))
+    monkeypatch.setattr(kernel_report, "count_opcodes", count)
+    opcodes, image = kernel_report.opcodes.__wrapped__, tmp_path / "some.fatbin"
+    image.write_bytes(b"code")
+    first = opcodes(image)
+    assert opcodes(image) == first == {("kernel", "sm_80"): Counter({"HMMA.16816.F32": 1})}
+    image.write_bytes(b"other code")
+    assert opcodes(image) != first and counted == [b"code", b"other code"]
+    (kept,) = (path for path in (tmp_path / "images").iterdir() if "1}" in path.read_text())
+    kept.write_text("half of an ent")
+    image.write_bytes(b"code")
+    assert opcodes(image)["kernel", "sm_80"]["HMMA.16816.F32"] == 3
+    monkeypatch.setenv("FLASHMOE_CACHE", str(image))  # no folder
+    opcodes(image)
+    assert len(counted) == 4

@@ -1,7 +1,6 @@
 #include "cuda/attention/paged_plan.h"
 
 #include <algorithm>
-#include <bit>
 
 #include "core/numbers.h"
 #include "core/text.h"
@@ -188,7 +187,7 @@ const Kernel* choose_paged_tile(AttentionPlan& plan, const Family& family, const
 void lay_out_paged(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
   const PagedSplits splits = splits_of(plan, gpu.multiprocessors);
   const int64_t items = (most_tiles(plan) + plan.batch * (splits.here - 1)) * plan.heads_k;
-  const int64_t ctas = std::min(gpu.multiprocessors * resident_ctas(kernel, gpu.chip), items);
+  int64_t ctas = std::min(gpu.multiprocessors * resident_ctas(kernel, gpu.chip), items);
   plan.splits = splits.here;
   plan.work_items = items;
   const bool chunks = plan.family == "sm90" && plan.len_q >= kChunkQueries &&
@@ -196,12 +195,18 @@ void lay_out_paged(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
   if (const Kernel* chunk = chunks ? sm90::find_chunk_kernel(plan) : nullptr) {
     plan.launches.push_back(once(*chunk, grid_of(gpu.multiprocessors), Given::kCall));
   }
+  // Beside the kernel for chunks there is no place for all CTAs at once: with more of them, those
+  // that begin late are a smaller part of the work.
+  const bool beside = !plan.launches.empty();
+  if (beside) ctas = std::min(2 * ctas, items);
   plan.launches.push_back(once(kernel, grid_of(std::max<int64_t>(ctas, 1)), Given::kCall));
+  plan.launches.back().overlaps = beside;
   if (splits.rows > 0) {
     const Kernel& combine = *find_kernel(Role::kPagedCombine, kernel);
     const int64_t heads = ceil_div(plan.heads_q, kPagedCombineThreads / 32);
     const int64_t queries = std::min(splits.longest, kCombinedQueries);
     plan.launches.push_back(once(combine, grid_of(plan.batch, heads, queries), Given::kCall));
+    plan.launches.back().overlaps = plan.family == "sm90";
   }
   plan.workspace_bytes = workspace_of(plan, splits).bytes;
 }
@@ -236,9 +241,7 @@ Status run_paged(const Call& call) {
   p.group = p.heads_q / p.heads_k;
   p.blocks = static_cast<int32_t>(problem.key.size(0));
   p.page = static_cast<int32_t>(problem.key.size(1));
-  p.page_log2 = std::has_single_bit(static_cast<uint32_t>(p.page))
-                    ? std::countr_zero(static_cast<uint32_t>(p.page))
-                    : -1;
+  p.page_log2 = exact_log2(p.page);
   p.len_q = static_cast<int32_t>(std::min(plan.len_q, problem.query.size(0)));
   p.len_k = static_cast<int32_t>(most_keys(plan));
   p.head_dim = static_cast<int32_t>(plan.head_dim);
@@ -260,8 +263,11 @@ Status run_paged(const Call& call) {
     return kernel_of(step).role == Role::kPagedChunk;
   };
   if (is_chunk(plan.launches.front()) && p.whole_chunks) p.chunk_queries = kChunkQueries;
-  for (const AttentionLaunch& step : plan.launches) {
+  bool first = true;
+  for (AttentionLaunch step : plan.launches) {
     if (is_chunk(step) && !p.chunk_queries) continue;
+    step.overlaps = step.overlaps && !first;  // never a launch of somebody else
+    first = false;
     Status status = is_chunk(step) ? sm90::run_chunk(call, step, p)
                                    : launch_step(call, step, plan.batch, &p, sizeof(p));
     if (!status.ok()) return status;

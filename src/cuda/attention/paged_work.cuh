@@ -190,17 +190,22 @@ struct PageRow {
   }
 };
 
-// Gives out a CTA's items, one after the other, to one of its threads. `before` has the work of all
+// Gives out a CTA's items, one after the other, to its first thread. `before` has the work of all
 // sequences before those of each thread, and at its end that of all; thread t has the t-th part of
 // the sequences.
 template <int kThreads, class Items>
 struct PagedSchedule {
   using Task = typename Items::Task;
-  int* before;  // (kThreads + 1), and behind it a sum for each warp
-  int at, end;  // the CTA's share: where its next item may begin, and what comes after
+  // (kThreads + 1), and behind it a sum for each warp. When these are not needed any more they make
+  // room for the CTA's share: where its next item may begin, and what comes after.
+  int* before;
+  static constexpr int kAt = kThreads + 1, kEnd = kAt + 1;
+  static_assert(kThreads >= 64);
   bool broken;  // cumulative lengths fall somewhere
 
-  __device__ __forceinline__ PagedSchedule(int* shared, const PagedParams& p) : before(shared) {
+  // `ctas` share the work: the first of the grid.
+  __device__ __forceinline__ PagedSchedule(int* shared, int ctas, const PagedParams& p)
+      : before(shared) {
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     int mine = 0;
     bool fall = false;
@@ -224,12 +229,16 @@ struct PagedSchedule {
     if (thread == kThreads - 1) before[kThreads] = sum;
     __syncthreads();  // the work of all is there
     const int64_t all = before[kThreads];
-    at = static_cast<int>(all * blockIdx.x / gridDim.x);
-    end = broken ? at : static_cast<int>(all * (blockIdx.x + 1) / gridDim.x);
+    if (thread == 0) {
+      before[kAt] = static_cast<int>(all * blockIdx.x / ctas);
+      before[kEnd] = broken ? 0 : static_cast<int>(all * (blockIdx.x + 1) / ctas);
+    }
   }
 
-  // The next item, by one thread; false: there is none any more.
+  // The next item, by the first thread; false: there is none any more.
   __device__ __forceinline__ bool next(Task& task, const PagedParams& p) {
+    int at = before[kAt];
+    const int end = before[kEnd];
     while (at < end) {
       int part = 0, parts = kThreads;  // the last part that begins at `at` or before
       while (parts > 1) {
@@ -238,8 +247,8 @@ struct PagedSchedule {
         part += upper ? half : 0;
         parts = upper ? parts - half : half;
       }
-      const PagedPlace place = find(task, part, p);
-      at = place.next;
+      const PagedPlace place = find(task, part, at, p);
+      at = before[kAt] = place.next;
       if (place.found) return place.start < end;
     }
     return false;
@@ -252,7 +261,8 @@ struct PagedSchedule {
 
  private:
   // The first item of a part of the sequences that begins at `at` or after, if there is one.
-  __device__ __forceinline__ PagedPlace find(Task& task, int part, const PagedParams& p) const {
+  __device__ __forceinline__ PagedPlace find(Task& task, int part, int at,
+                                             const PagedParams& p) const {
     int from = before[part];
     for (int i = first_of(part, p); i < first_of(part + 1, p); ++i) {
       const PagedWork w = Items::find(i, p);

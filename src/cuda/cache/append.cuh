@@ -7,23 +7,31 @@
 
 namespace flashmoe::cuda::cache {
 
-// The tokens of this CTA, and where they go: negative where nothing is written.
+// The tokens of this CTA, and where they go, as the call says. Checked when they are needed: until
+// then what they have is on its way as well.
 struct Slots {
   int64_t slot[kAppendTokens];
 
   __device__ __forceinline__ explicit Slots(const AppendParams& p) {
 #pragma unroll
     for (int i = 0; i < kAppendTokens; ++i) {
-      const int token = first_token() + i;
       slot[i] = -1;
-      if (token >= p.tokens) continue;
-      const int64_t at = token * p.slots_stride;
+      if (!exists(i, p)) continue;
+      const int64_t at = token(i) * p.slots_stride;
       slot[i] = p.slots_are_int64 ? static_cast<const int64_t*>(p.slots)[at]
                                   : static_cast<const int32_t*>(p.slots)[at];
-      if (slot[i] >= p.slots_of_cache) slot[i] = -1;
     }
   }
-  static __device__ __forceinline__ int first_token() { return blockIdx.x * kAppendTokens; }
+  static __device__ __forceinline__ int64_t token(int i) {
+    return int64_t{blockIdx.x} * kAppendTokens + i;
+  }
+  static __device__ __forceinline__ bool exists(int i, const AppendParams& p) {
+    return token(i) < p.tokens;
+  }
+  // Whether the token is written at all.
+  __device__ __forceinline__ bool has_place(int i, const AppendParams& p) const {
+    return slot[i] >= 0 && slot[i] < p.slots_of_cache;
+  }
 };
 
 // Goes over the rows of the CTA's tokens in units of `Unit`: all loads first, then put(to, unit,
@@ -37,15 +45,17 @@ __device__ __forceinline__ void for_each_unit(const AppendSide& s, const AppendP
     Unit x[kAppendTokens];
 #pragma unroll
     for (int t = 0; t < kAppendTokens; ++t) {
-      if (slots.slot[t] < 0) continue;
-      const int64_t token = Slots::first_token() + t;
-      x[t] =
-          *reinterpret_cast<const Unit*>(s.from + token * s.token + head * s.head + unit * s.col);
+      if (!Slots::exists(t, p)) continue;
+      x[t] = *reinterpret_cast<const Unit*>(s.from + Slots::token(t) * s.token + head * s.head +
+                                            unit * s.col);
     }
 #pragma unroll
     for (int t = 0; t < kAppendTokens; ++t) {
-      if (slots.slot[t] < 0) continue;
-      const int64_t block = slots.slot[t] / p.page, row = slots.slot[t] - block * p.page;
+      if (!slots.has_place(t, p)) continue;
+      // A division of 64 bits takes longer than all else here.
+      const int64_t slot = slots.slot[t];
+      const int64_t block = p.page_log2 >= 0 ? slot >> p.page_log2 : slot / p.page;
+      const int64_t row = slot - block * p.page;
       put(s.cache + block * s.block + row * s.row + head * s.cache_head + unit * s.cache_col, x[t],
           head);
     }

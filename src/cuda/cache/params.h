@@ -37,6 +37,7 @@ struct AppendParams {
   int64_t slots_of_cache;  // blocks x page
   int32_t slots_are_int64;
   int32_t tokens, heads, page;
+  int32_t page_log2;  // -1: the page is no power of two
   Conversion conversion;
 };
 

@@ -133,6 +133,7 @@ Status run(const AppendPlan& plan, const AppendTensors& t, const Launch& launch)
   p.tokens = static_cast<int32_t>(plan.tokens);
   p.heads = static_cast<int32_t>(plan.heads);
   p.page = static_cast<int32_t>(plan.page);
+  p.page_log2 = exact_log2(plan.page);
   p.conversion = conversion_of(problem);
   LaunchShape shape;
   std::copy(step.grid.begin(), step.grid.end(), shape.grid);

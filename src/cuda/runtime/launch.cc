@@ -221,6 +221,12 @@ bool is_captured(const Call& call, void* stream) {
   return result != CUDA_SUCCESS || capture != CU_STREAM_CAPTURE_STATUS_NONE;
 }
 
+// Whether a captured launch may be programmatic: graphs have edges for that from CUDA 12.3 on.
+bool graphs_overlap(const Call& call) {
+  constexpr int kProgrammaticEdges = 12030;
+  return call.driver.version >= kProgrammaticEdges;
+}
+
 // Two attributes at most; an attribute that is not asked for is not passed, so that chips before
 // sm_90, which know neither, never see one.
 unsigned int set_attributes(const LaunchShape& shape, CUlaunchAttribute (&attributes)[2]) {
@@ -249,7 +255,7 @@ Status launch_ready(const Call& call, const Kernel& kernel, LaunchShape shape, v
                     const void* params) {
   CurrentContext context;
   if (Status status = context.enter(call.device.ordinal); !status.ok()) return status;
-  shape.programmatic = shape.programmatic && !is_captured(call, stream);
+  shape.programmatic = shape.programmatic && (graphs_overlap(call) || !is_captured(call, stream));
   CUlaunchAttribute attributes[2] = {};
   CUlaunchConfig config = {};
   config.gridDimX = shape.grid[0];

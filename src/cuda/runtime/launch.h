@@ -46,8 +46,8 @@ struct LaunchShape {
   uint32_t threads = 1;          // of a block
   uint32_t shared_bytes = 0;     // dynamic shared memory of a block
   uint32_t cluster = 1;          // blocks along grid[0] that share an SM cluster (sm_90 on)
-  // May start before the kernel ahead of it in the stream has ended, and waits for it itself. Not
-  // in a graph, where that is untested.
+  // May start before the kernel ahead of it in the stream has ended, and waits for it itself. In a
+  // graph only where the driver knows such edges; elsewhere it starts after that kernel.
   bool programmatic = false;
 };
 

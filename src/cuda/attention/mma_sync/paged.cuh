@@ -35,37 +35,33 @@
 namespace flashmoe::cuda {
 
 // Loads Q: to registers, or to shared memory, where the CTA waits until it is there. Where the
-// cache is fp8, `factors` gets what the products of a lane's two rows are to be times of.
+// cache is fp8 the products of a row are to be times of a factor, which is in the same place.
 template <class C>
 __device__ __forceinline__ void load_query(FwdState<C>& t, float (&factors)[2], char* shared,
                                            const PagedWarp<C>& warp, const PagedTask& task,
                                            const PagedParams& p) {
-  factors[0] = factors[1] = 1;
-  if constexpr (C::kQSteps > 0) {
+  const float scale = C::kFp8 && p.k_scale ? p.k_scale[task.head * p.k_scale_stride] : 1;
+  if constexpr (C::kQSteps == 0) {
     if constexpr (C::kFp8) {
-      load_query_fragments_fp8<C>(t.rQ, factors, warp, task, p);
-    } else {
-      load_query_fragments<C>(t.rQ, warp, task, p);
-    }
-  } else {
-    if constexpr (C::kFp8) {
-      float* const inverses = reinterpret_cast<float*>(shared + C::kSmemFactors);
-      load_queries_fp8<C>(shared, inverses, task, p);
-      __syncthreads();  // Q is there
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        factors[half] = inverses[warp.row + 8 * half + warp.lane / 4];
-      }
+      load_queries_fp8<C>(shared, scale, task, p);
     } else {
       load_queries<C>(shared, task, p);
-      __syncthreads();  // Q is there
     }
-  }
-  if (C::kFp8 && p.k_scale) {
-    const float scale = p.k_scale[task.head * p.k_scale_stride];
+    __syncthreads();  // Q is there
+  } else if constexpr (C::kFp8) {
+    load_query_fragments_fp8<C>(t.rQ, factors, warp, task, p);
     factors[0] *= scale;
     factors[1] *= scale;
+  } else {
+    load_query_fragments<C>(t.rQ, warp, task, p);
   }
+}
+template <class C>
+__device__ __forceinline__ float query_factor(const float (&factors)[2], int half,
+                                              const char* shared, const PagedWarp<C>& warp) {
+  if constexpr (C::kQSteps > 0) return factors[half];
+  const float* of_rows = reinterpret_cast<const float*>(shared + C::kSmemFactors);
+  return of_rows[warp.row + 8 * half + warp.lane / 4];
 }
 
 // The keys that a lane's two rows see. Found where they are needed: few tiles have a mask, and the
@@ -179,7 +175,11 @@ __device__ __forceinline__ void paged_step(FwdState<C>& t, char* shared, uint32_
   if constexpr (C::kFp8) {
     add_scores_fp8<C>(s, t.rQ, lane_q, lane_k);
 #pragma unroll
-    for (int i = 0; i < C::kKeyTiles * 4; ++i) s[0][i / 4][i % 4] *= factors[i % 4 / 2];
+    for (int half = 0; half < 2; ++half) {
+      const float factor = query_factor<C>(factors, half, shared, warp);
+#pragma unroll
+      for (int i = 0; i < C::kKeyTiles * 2; ++i) s[0][i / 2][2 * half + i % 2] *= factor;
+    }
   } else {
     add_scores<C>(s, t.rQ, lane_q, lane_k);
   }
@@ -295,7 +295,7 @@ __device__ __forceinline__ void attention_paged(const PagedParams& p) {
   ptx::griddepcontrol_launch_dependents();  // the combining kernel, which waits for all of this
   using Items = PairItems<Decode::kBlockQ, Decode::kCacheBytes>;
   using Schedule = PagedSchedule<Decode::kThreads, Items>;
-  Schedule schedule(reinterpret_cast<int*>(shared + Decode::kSmemWork), p);
+  Schedule schedule(reinterpret_cast<int*>(shared + Decode::kSmemWork), gridDim.x, p);
   store_rest<typename Decode::Query>(schedule.broken, p);
   if (blockIdx.x == 0) {  // the combining kernel looks here
     const int thread = threadIdx.x;
@@ -321,6 +321,10 @@ __device__ __forceinline__ void attention_paged(const PagedParams& p) {
       number = paged_items<Chunk>(number, tasks, shared, smem, p);
     }
   }
+  // Where the kernel for chunks is still at work beside this one, the last CTA of the grid waits
+  // for it: whoever waits for this kernel then waits for both. Others would keep places from CTAs
+  // that have not begun.
+  if (blockIdx.x + 1 == gridDim.x) ptx::griddepcontrol_wait();
 }
 
 }  // namespace flashmoe::cuda

@@ -83,7 +83,7 @@ __device__ __forceinline__ void accumulate_fp8(FwdState<C>& t, float (&s)[1][C::
 // sums would keep. This is that power for a row whose largest number is `top`, which gets an
 // exponent of 14, one less than fp16 has. Infinity and 0 stay as they are.
 template <class C>
-__device__ __forceinline__ float query_factor(float top) {
+__device__ __forceinline__ float power_for_fp16(float top) {
   if (C::Query::kExponent == C::Type::kExponent || !(top > 0 && top < INFINITY)) return 1;
   const int up = min(max(14 - (static_cast<int>(__float_as_uint(top) >> 23) - 127), -126), 126);
   return __uint_as_float(static_cast<uint32_t>(up + 127) << 23);
@@ -125,7 +125,7 @@ __device__ __forceinline__ void load_query_fragments_fp8(uint32_t (&rQ)[1][C::kQ
         top = fmaxf(top, fabsf(T::unpack(static_cast<typename T::Storage>(two >> (i % 2 * 16)))));
       }
     }
-    const float factor = query_factor<C>(quad_max(top));
+    const float factor = power_for_fp16<C>(quad_max(top));
     inverse[half] = 1 / factor;
     if constexpr (T::kExponent != C::Type::kExponent) {
 #pragma unroll
@@ -139,10 +139,10 @@ __device__ __forceinline__ void load_query_fragments_fp8(uint32_t (&rQ)[1][C::kQ
   }
 }
 
-// The same in shared memory, a warp for a row; shared `inverses` (rows).
+// The same in shared memory, a warp for a row; behind it `scale` over the factor of each row.
 template <class C>
-__device__ __forceinline__ void load_queries_fp8(char* shared, float* inverses,
-                                                 const PagedTask& task, const PagedParams& p) {
+__device__ __forceinline__ void load_queries_fp8(char* shared, float scale, const PagedTask& task,
+                                                 const PagedParams& p) {
   using Layout = typename C::Layout;
   using T = typename C::Query;
   constexpr int kPasses = (Layout::kChunks + 31) / 32;
@@ -159,8 +159,8 @@ __device__ __forceinline__ void load_queries_fp8(char* shared, float* inverses,
 #pragma unroll
       for (int i = 0; i < 8; ++i) top = fmaxf(top, fabsf(x[pass][i]));
     }
-    const float factor = query_factor<C>(warp_max(top));
-    if (lane == 0) inverses[row] = 1 / factor;
+    const float factor = power_for_fp16<C>(warp_max(top));
+    if (lane == 0) reinterpret_cast<float*>(shared + C::kSmemFactors)[row] = scale / factor;
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const int chunk = lane + 32 * pass;

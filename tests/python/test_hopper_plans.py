@@ -41,6 +41,24 @@ def test_long_sequences_take_it(dtype):
         assert kernel_of(*problem(dtype, d, **LONG), scale=-1.0) == capped
 
 
+def test_tasks_of_long_causal_passes_are_counted():
+    """Not where all are as long, nor where a list is as even."""
+
+    def before(d=128, n=4096, bias=None, **options) -> list[str]:
+        tensors = problem("bf16", d, **LONG | {"n": n, "m": n})
+        return told(fm.explain(*tensors, bias=bias, **options, **H200))["before"]
+
+    counter = ["sm90_attention_task_counter_bf16"]
+    for d in (64, 96, 128):
+        assert before(d, causal=True) == before(d, n=1024, causal=True) == counter
+        assert before(d, window=(512, 0)) == counter
+    assert before(causal=True, softcap=30.0) == counter
+    assert not before() and not before(n=1023, causal=True)
+    assert not before(32, causal=True) and not before(192, causal=True)
+    bias = spec(16, 4096, 4096, dtype=torch.bfloat16)
+    assert counter[0] not in before(causal=True, bias=bias)
+
+
 @pytest.mark.parametrize("dtype", TORCH_DTYPES)
 def test_so_do_their_gradients(dtype):
     for d in (64, 96, 128, 192, 256):

@@ -24,6 +24,9 @@ _AND = theirs.and_masks(theirs.causal_mask_function).__code__
 _SLIDING = theirs.sliding_window_overlay(1).__code__
 _SLIDING_BOTH = theirs.sliding_window_bidirectional_overlay(1).__code__
 _PACKED = theirs.packed_sequence_mask_function(None).__code__
+# From 5.23 on packed sequences come with their tokens' positions instead of their indices.
+_REMAP = getattr(theirs, "remap_positions_for_packed_sequence", None)
+_REMAPPED = _REMAP(None, None).__code__ if _REMAP else object()
 
 
 @dataclass(eq=False)
@@ -58,11 +61,14 @@ class Mask:
 
 def _parts(function: Callable) -> Iterator[Callable]:
     """The functions that one is the conjunction of. torch.compile cannot look into them."""
-    if not is_compiling() and getattr(function, "__code__", None) is _AND:
+    code = None if is_compiling() else getattr(function, "__code__", None)
+    if code is _AND:
         for part in _bound(function, "mask_functions"):
             yield from _parts(part)
     else:
         yield function
+        if code is _REMAPPED:
+            yield from _parts(_bound(function, "mask_function"))
 
 
 def _bound(function: Callable, name: str):
@@ -74,6 +80,7 @@ def band_of(function: Callable) -> tuple[int, int, Tensor | None] | None:
     """left, right and the packed sequences' ids; None for a mask that is no such band."""
     left = right = None
     ids = None
+    remapped = False
     for part in _parts(function):
         code = None if is_compiling() else getattr(part, "__code__", None)
         if part is theirs.causal_mask_function:
@@ -84,8 +91,14 @@ def band_of(function: Callable) -> tuple[int, int, Tensor | None] | None:
             left = right = _bound(part, "sliding_window")
         elif code is _PACKED and ids is None:
             ids = _bound(part, "packed_sequence_mask")
+        elif code is _REMAPPED:
+            remapped = True
         elif part is not theirs.bidirectional_mask_function:
             return None
+    # Positions of one sequence count up by one, as indices do: a band of them is the same band. That
+    # holds within a sequence alone.
+    if remapped and ids is None:
+        return None
     if (left is not None and left < 0) or (right is not None and right < 0):
         return None
     return (NO_LIMIT if left is None else left), (NO_LIMIT if right is None else right), ids

@@ -24,7 +24,7 @@ struct Strides {
 };
 
 // What a CTA does of a ragged batch. Lists of these are made on the device, where the lengths are:
-// see any/attention_ragged.cuh.
+// see ragged.cuh.
 enum class RaggedKind : int32_t {
   kEmpty,    // 0: nothing. A list has as many slots as there may be blocks
   kBlock,    // one block of a sequence

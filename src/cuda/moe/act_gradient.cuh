@@ -11,7 +11,7 @@ namespace flashmoe::cuda::moe {
 // dA . act, the gradient of the routing weight. `h` are the chunk of the gate and that of up,
 // `bytes` is where the chunk begins in a row, `left` how many columns there are from there on;
 // without kPartial at least 8.
-template <class T, bool kPartial>
+template <Kind kKind, class T, bool kPartial>
 __device__ __forceinline__ float store_act_gradient(const BwdActParams& p, const float (&grad)[8],
                                                     const uint4 (&h)[2], float scale, int64_t row,
                                                     int64_t bytes, int left) {
@@ -19,29 +19,27 @@ __device__ __forceinline__ float store_act_gradient(const BwdActParams& p, const
   const uint32_t h_up[4] = {h[1].x, h[1].y, h[1].z, h[1].w};
   uint32_t gate[4], up[4], act[4];  // gradients of gate and up; two numbers each
   float row_sum = 0;
-  with_kind(p.kind, [&](auto kind) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {  // packed at once: registers are few
-      float dgate[2], dup[2], weighted[2];
+  for (int i = 0; i < 4; ++i) {  // packed at once: registers are few
+    float dgate[2], dup[2], weighted[2];
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const auto number = [&](uint32_t two) {
-          return T::unpack(static_cast<typename T::Storage>(two >> (16 * j)));
-        };
-        const Curve curve = activation_curve(decltype(kind)::value, number(h_gate[i]));
-        const float factor = p.gated ? number(h_up[i]) : 1.f;
-        const float value = curve.value * factor, of_row = grad[2 * i + j];
-        if (!kPartial || 2 * i + j < left) row_sum += of_row * value;
-        const float scaled = of_row * scale;
-        weighted[j] = value * scale;
-        dgate[j] = scaled * curve.slope * factor;
-        dup[j] = scaled * curve.value;
-      }
-      gate[i] = T::pack(dgate[0], dgate[1]);
-      up[i] = T::pack(dup[0], dup[1]);
-      act[i] = T::pack(weighted[0], weighted[1]);
+    for (int j = 0; j < 2; ++j) {
+      const auto number = [&](uint32_t two) {
+        return T::unpack(static_cast<typename T::Storage>(two >> (16 * j)));
+      };
+      const Curve curve = activation_curve(kKind, number(h_gate[i]));
+      const float factor = p.gated ? number(h_up[i]) : 1.f;
+      const float value = curve.value * factor, of_row = grad[2 * i + j];
+      if (!kPartial || 2 * i + j < left) row_sum += of_row * value;
+      const float scaled = of_row * scale;
+      weighted[j] = value * scale;
+      dgate[j] = scaled * curve.slope * factor;
+      dup[j] = scaled * curve.value;
     }
-  });
+    gate[i] = T::pack(dgate[0], dgate[1]);
+    up[i] = T::pack(dup[0], dup[1]);
+    act[i] = T::pack(weighted[0], weighted[1]);
+  }
   const auto store = [&](char* to, const uint32_t(&words)[4]) {
     store_chunk<T>(to, uint4{words[0], words[1], words[2], words[3]}, kPartial ? left : 8);
   };

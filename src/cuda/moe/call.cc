@@ -417,14 +417,16 @@ DownParams dx_params(const Call& call, const BackwardWorkspace& w, const Kernel&
 }
 
 // dW = left^T right, or its transpose where the gradient lies by columns.
-WeightProduct weight_product(RowOperand left, RowOperand right, int64_t tiles_m, int64_t tiles_n,
+WeightProduct weight_product(RowOperand left, RowOperand right, const WeightTiles::Gradient& tiles,
                              void* out, const TensorSpec& spec) {
   const bool by_rows = order_of(spec) == Order::kRows;
   if (!by_rows) std::swap(left, right);
   return {left,
           right,
-          static_cast<int32_t>(tiles_m),
-          static_cast<int32_t>(tiles_n),
+          static_cast<int32_t>(tiles.m),
+          static_cast<int32_t>(tiles.n),
+          tiles.tile_m,
+          tiles.tile_n,
           out,
           bytes_of(spec, -3),
           bytes_of(spec, by_rows ? -2 : -1)};
@@ -447,8 +449,8 @@ BwdWeightsParams weights_params(const Call& call, const BackwardWorkspace& w) {
     const RowOperand dh{
         call.at<char>(w.grad_pre), grad.row_bytes, grad.half_bytes, grad.halves, grad.columns, 0};
     const RowOperand x{call.tensors.x, bytes_of(problem.x, 0), 0, 1, d, 1};
-    p.products[0] = weight_product(dh, x, tiles.gate_up_m, tiles.gate_up_n,
-                                   call.tensors.grad_gate_up, *problem.grad_gate_up);
+    p.products[0] =
+        weight_product(dh, x, tiles.gate_up, call.tensors.grad_gate_up, *problem.grad_gate_up);
   }
   if (problem.grad_down) {
     const GradOut grad_out = grad_out_of(call, w);
@@ -459,8 +461,8 @@ BwdWeightsParams weights_params(const Call& call, const BackwardWorkspace& w) {
                          1,
                          n,
                          0};
-    p.products[1] = weight_product(out, act, tiles.down_m, tiles.down_n, call.tensors.grad_down,
-                                   *problem.grad_down);
+    p.products[1] =
+        weight_product(out, act, tiles.down, call.tensors.grad_down, *problem.grad_down);
   }
   return p;
 }

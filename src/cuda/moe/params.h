@@ -199,6 +199,7 @@ struct RowOperand {
 struct WeightProduct {
   RowOperand left, right;
   int32_t tiles_m, tiles_n;  // of all halves; 0: not asked for
+  int32_t tile_m, tile_n;    // rows and columns of a tile
   void* out;                 // (E, left's columns, right's columns) in this order, unit last
   int64_t out_expert_bytes, out_row_bytes;
 };

@@ -15,7 +15,6 @@ struct WeightTile {
   int left_m, left_n;    // columns up to its end
 };
 
-template <int kBlockM, int kBlockN>
 __device__ __forceinline__ WeightTile find_weight_tile(const BwdWeightsParams& p, int index) {
   WeightTile t;
   t.index = index;
@@ -27,8 +26,8 @@ __device__ __forceinline__ WeightTile find_weight_tile(const BwdWeightsParams& p
   const int tiles_m = w.tiles_m / w.left.halves, tiles_n = w.tiles_n / w.right.halves;
   t.half_m = m / tiles_m;
   t.half_n = n / tiles_n;
-  t.first_m = (m - t.half_m * tiles_m) * kBlockM;
-  t.first_n = (n - t.half_n * tiles_n) * kBlockN;
+  t.first_m = (m - t.half_m * tiles_m) * w.tile_m;
+  t.first_n = (n - t.half_n * tiles_n) * w.tile_n;
   t.left_m = w.left.columns - t.first_m;
   t.left_n = w.right.columns - t.first_n;
   return t;
@@ -53,17 +52,16 @@ __device__ __forceinline__ void store_weights(const BwdWeightsParams& p, const W
 }
 
 // Adds up the slices of an expert, in their order. Grid: sliced experts x tiles of both gradients.
-template <class T, int kBlockM, int kBlockN>
+template <class T, int kTileElems>
 __device__ __forceinline__ void moe_bwd_weights_sum(const BwdWeightsParams& p) {
-  constexpr int kChunks = kBlockN / 8, kTileElems = kBlockM * kBlockN;
   const int tiles = weight_tiles(p);
   const int slot = blockIdx.x / tiles;
   const SlicedExpert expert = p.sliced[slot];
   if (expert.expert < 0) return;
-  const WeightTile t =
-      find_weight_tile<kBlockM, kBlockN>(p, static_cast<int>(blockIdx.x) - slot * tiles);
+  const WeightTile t = find_weight_tile(p, static_cast<int>(blockIdx.x) - slot * tiles);
+  const int chunks = p.products[t.product].tile_n / 8;  // of a row
   const float* const gSums = p.slice_sums + (int64_t{expert.first} * tiles + t.index) * kTileElems;
-  for (int i = threadIdx.x; i < kBlockM * kChunks; i += kRowThreads) {
+  for (int i = threadIdx.x; i < kTileElems / 8; i += kRowThreads) {
     float x[8] = {};
 #pragma unroll 4
     for (int slice = 0; slice < expert.slices; ++slice) {
@@ -73,7 +71,7 @@ __device__ __forceinline__ void moe_bwd_weights_sum(const BwdWeightsParams& p) {
       x[0] += low.x, x[1] += low.y, x[2] += low.z, x[3] += low.w;
       x[4] += high.x, x[5] += high.y, x[6] += high.z, x[7] += high.w;
     }
-    store_weights<T>(p, t, expert.expert, i / kChunks, i % kChunks * 8, x);
+    store_weights<T>(p, t, expert.expert, i / chunks, i % chunks * 8, x);
   }
 }
 

@@ -55,20 +55,22 @@ WeightTiles weight_tiles(const MoePlan& plan, const GemmTile& tile) {
   // Rows of dh in two halves where they have no whole chunks: a tile has columns of one of them.
   const int64_t parts = plan.inner % 8 ? halves(plan) : 1;
   const int64_t inner = halves(plan) * plan.inner / parts;
-  const auto count = [&](int64_t m, int64_t parts_m, int64_t n, int64_t parts_n) {
-    return std::pair{parts_m * ceil_div(m, tile.block_m), parts_n * ceil_div(n, tile.block_n)};
+  // `inner_first`: whether inner columns are the gradient's rows. On Hopper the kernel's rows are
+  // always the gathered operand's, those of the width; elsewhere they are the gradient's.
+  const auto count = [&](bool inner_first, int64_t inner, int64_t parts) {
+    const bool turned = is_persistent(plan) && inner_first;
+    const int rows = turned ? tile.block_n : tile.block_m;
+    const int columns = turned ? tile.block_m : tile.block_n;
+    return inner_first ? WeightTiles::Gradient{parts * ceil_div(inner, rows),
+                                               ceil_div(plan.width, columns), rows, columns}
+                       : WeightTiles::Gradient{ceil_div(plan.width, rows),
+                                               parts * ceil_div(inner, columns), rows, columns};
   };
   WeightTiles tiles{};
   if (p.grad_gate_up) {
-    std::tie(tiles.gate_up_m, tiles.gate_up_n) = order_of(*p.grad_gate_up) == Order::kRows
-                                                     ? count(inner, parts, plan.width, 1)
-                                                     : count(plan.width, 1, inner, parts);
+    tiles.gate_up = count(order_of(*p.grad_gate_up) == Order::kRows, inner, parts);
   }
-  if (p.grad_down) {
-    std::tie(tiles.down_m, tiles.down_n) = order_of(*p.grad_down) == Order::kRows
-                                               ? count(plan.width, 1, plan.inner, 1)
-                                               : count(plan.inner, 1, plan.width, 1);
-  }
+  if (p.grad_down) tiles.down = count(order_of(*p.grad_down) != Order::kRows, plan.inner, 1);
   return tiles;
 }
 

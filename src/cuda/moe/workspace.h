@@ -76,8 +76,12 @@ struct Slices {
 };
 // Both gradients: tiles of one matrix of weights.
 struct WeightTiles {
-  int64_t gate_up_m, gate_up_n, down_m, down_n;
-  int64_t all() const { return gate_up_m * gate_up_n + down_m * down_n; }
+  struct Gradient {
+    int64_t m, n;        // how many
+    int tile_m, tile_n;  // rows and columns of one
+  };
+  Gradient gate_up, down;
+  int64_t all() const { return gate_up.m * gate_up.n + down.m * down.n; }
 };
 WeightTiles weight_tiles(const MoePlan& plan, const GemmTile& tile);
 Slices slices_of(const MoePlan& plan, const GemmTile& tile);

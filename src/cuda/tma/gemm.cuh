@@ -28,6 +28,7 @@
 
 #include <cstddef>
 #include <type_traits>
+#include <utility>
 
 #include "cuda/ptx/ldmatrix.cuh"
 #include "cuda/ptx/mbarrier.cuh"
@@ -220,11 +221,13 @@ class GemmConsumer {
   }
 
   // 64 x 64 numbers, value(i) as wgmma lays them out, rounded to the dtype: store(i, row, column,
-  // chunk) is called for four chunks of eight, those of rows thread / 8 + 16 i.
-  template <class Value, class Store>
+  // chunk) is called for four chunks of eight, those of rows thread / 8 + 16 i. kTurned: of their
+  // transpose.
+  template <bool kTurned = false, class Value, class Store>
   __device__ __forceinline__ void send(const Value& value, const Store& store) {
     const uint32_t to = outlet() + buffer_;
-    const int row = warpgroup_warp() * 16 + lane() % 16, column = lane() / 16 * 8;
+    // Where a lane's row of an 8 x 8 matrix goes: matrices are 8 rows apart, then 8 columns.
+    const int first = warpgroup_warp() * 16 + lane() / 8 % 2 * 8, second = lane() / 16 * 8;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       uint32_t x[4];
@@ -232,7 +235,11 @@ class GemmConsumer {
       for (int j = 0; j < 4; ++j) {
         x[j] = G::Type::pack(value(8 * i + 2 * j), value(8 * i + 2 * j + 1));
       }
-      ptx::stmatrix_x4(to + Piece::at(row, 16 * i + column), x);
+      if constexpr (kTurned) {
+        ptx::stmatrix_x4_trans(to + Piece::at(16 * i + second + lane() % 8, first), x);
+      } else {
+        ptx::stmatrix_x4(to + Piece::at(first + lane() % 8, 16 * i + second), x);
+      }
     }
     // The piece is there. What the other buffer held was read before it by every thread.
     sync();
@@ -248,28 +255,31 @@ class GemmConsumer {
   }
   static __device__ __forceinline__ int outlet_column() { return warpgroup_thread() % 8 * 8; }
 
-  // The same in fp32, with take(i, row, column, numbers). A row is eight units of 32 bytes, unit u
-  // of row r at unit u ^ (r % 8): fragments are written without bank conflicts. Eight threads read
-  // a row's units, each half a unit at a time, those halves that lie in different banks.
-  template <class Value, class Take>
-  __device__ __forceinline__ void send_floats(const Value& value, const Take& take) {
-    const uint32_t to = outlet();
+  // The same in fp32: put_floats() them, then take_floats() with take(i, row, column, numbers). A
+  // row is eight units of 32 bytes, unit u of row r at unit u ^ (r % 8): fragments are written
+  // without bank conflicts. Eight threads read a row's units, each half a unit at a time, those
+  // halves that lie in different banks.
+  template <class Value>
+  __device__ __forceinline__ void put_floats(const Value& value) const {
     sync();  // nobody reads the piece before any more
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = fragment_row() + 8 * half;
-        ptx::st_shared_v2_f32(to + row * 256 + ((j ^ row) % 8) * 32 + fragment_column() * 4,
+        ptx::st_shared_v2_f32(outlet() + row * 256 + ((j ^ row) % 8) * 32 + fragment_column() * 4,
                               {value(4 * j + 2 * half), value(4 * j + 2 * half + 1)});
       }
     }
     sync();  // the piece is there
+  }
+  template <class Take>
+  __device__ __forceinline__ void take_floats(const Take& take) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int r = outlet_row(i), unit = (warpgroup_thread() ^ r) % 8;
       const int flip = (unit ^ unit / 4) % 2;
-      const uint32_t from = to + r * 256 + unit * 32;
+      const uint32_t from = outlet() + r * 256 + unit * 32;
       const float4 first = ptx::ld_shared_v4_f32(from + flip * 16);
       const float4 second = ptx::ld_shared_v4_f32(from + (flip ^ 1) * 16);
       const float4 low = flip ? second : first, high = flip ? first : second;
@@ -277,8 +287,23 @@ class GemmConsumer {
       take(i, r, outlet_column(), x);
     }
   }
+  // put_floats() of piece `number` of all parts, which is not known when this is compiled. (A loop
+  // over constants would do, but the compiler makes an array in local memory of it.)
+  __device__ __forceinline__ void put_piece(const Sums& sums, int number) const {
+    put_piece(sums, number, std::make_index_sequence<G::kParts * G::kPieces>());
+  }
 
  private:
+  template <size_t... kPiece>
+  __device__ __forceinline__ void put_piece(const Sums& sums, int number,
+                                            std::index_sequence<kPiece...>) const {
+    const auto put = [&](auto piece) {
+      constexpr int kNumber = decltype(piece)::value, kPart = kNumber / G::kPieces;
+      constexpr int kFirst = kNumber % G::kPieces * 32;
+      if (number == kNumber) put_floats([&](int i) { return sums[kPart][kFirst + i]; });
+    };
+    (put(std::integral_constant<int, kPiece>()), ...);
+  }
   __device__ __forceinline__ uint32_t outlet() const {
     return smem_ + offsetof(Smem, sOut) + index_ * TmaGemmTile::kOutletBytes;
   }

@@ -83,27 +83,51 @@ __device__ __forceinline__ void update_references(FwdState<C>& t,
   }
 }
 
-// Drops what a lane has not kept of a fragment of P, which `drawn` has as (tile, eight).
-template <class Drawn>
-__device__ __forceinline__ void drop_fragment(float (&probability)[4], const Drawn& drawn, int tile,
-                                              int eight, const AttentionParams& p) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (!drawn.keeps(tile, eight, i / 2, i % 2, p)) probability[i] = 0;
+// What a lane keeps of P, a k16 step at a time: everything.
+struct KeepsAll {
+  __device__ __forceinline__ void draw(int) {}
+  __device__ __forceinline__ void drop(float (&)[4], int, int) const {}
+};
+// With dropout: Philox draws the pairs of two steps at once.
+template <class C>
+class KeepsDrawn {
+ public:
+  __device__ __forceinline__ KeepsDrawn(const FwdTask& task, int first_key,
+                                        const AttentionParams& p)
+      : task_(task),
+        first_key_(first_key),
+        p_(p),
+        dropout_(task.seed, task.batch, task.head),
+        thread_(ptx::opaque_thread()) {}
+  __device__ __forceinline__ void draw(int step) {
+    if (step % 2 != 0) return;
+    drawn_.draw(task_.first_row + warp_row<C>(thread_), first_key_ + 16 * step, thread_ % 32,
+                dropout_);
   }
-}
+  // Drops what the lane has not kept of tile m of rows, eight keys from 8 `eight` on.
+  __device__ __forceinline__ void drop(float (&probability)[4], int m, int eight) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (!drawn_.keeps(m, eight % 4, i / 2, i % 2, p_)) probability[i] = 0;
+    }
+  }
+
+ private:
+  const FwdTask& task_;
+  const int first_key_;
+  const AttentionParams& p_;
+  const DropoutOfHead dropout_;
+  const int thread_;
+  DrawnPairs<(C::kBlockK < 32 ? C::kBlockK : 32), C::kRowTiles> drawn_;
+};
 
 // P = 2^(S - reference), O += P V. Exponentials are taken a k16 step at a time, just before the
-// product that needs them: they then run under the product before.
-template <class C, class Rule>
+// product that needs them: they then run under the product before. Sums count what is dropped, too.
+template <class C, class Rule, class Keeps = KeepsAll>
 __device__ __forceinline__ void accumulate(FwdState<C>& t,
                                            float (&s)[C::kRowTiles][C::kKeyTiles][4],
-                                           const Rule& rule, uint32_t lane_v, int first_key,
-                                           const FwdTask& task) {
+                                           const Rule& rule, uint32_t lane_v, Keeps keeps = {}) {
   const AcrossB<typename C::Layout> v{lane_v};
-  DrawnPairs<(C::kBlockK < 32 ? C::kBlockK : 32), C::kRowTiles> drawn;
-  const DropoutOfHead dropout(C::kDropout ? task.seed : 0, task.batch, task.head);
-  const int thread = C::kDropout ? ptx::opaque_thread() : 0;
   float reference[C::kRowTiles][2], sum[C::kRowTiles][2] = {};
 #pragma unroll
   for (int m = 0; m < C::kRowTiles; ++m) {
@@ -112,19 +136,14 @@ __device__ __forceinline__ void accumulate(FwdState<C>& t,
   }
 #pragma unroll
   for (int step = 0; step < C::kKeySteps; ++step) {
-    if (C::kDropout && step % 2 == 0) {
-      const int row = task.first_row + warp_row<C>(thread);
-      drawn.draw(row, first_key + 16 * step, thread % 32, dropout);
-    }
+    keeps.draw(step);
     uint32_t a[C::kRowTiles][4];
 #pragma unroll
     for (int m = 0; m < C::kRowTiles; ++m) {
       auto &left = s[m][2 * step], &right = s[m][2 * step + 1];
       probabilities(left, right, sum[m], rule, reference[m]);
-      if constexpr (C::kDropout) {  // the sum counts what is dropped, too
-        drop_fragment(left, drawn, m, 2 * step % 4, rule.p);
-        drop_fragment(right, drawn, m, 2 * step % 4 + 1, rule.p);
-      }
+      keeps.drop(left, m, 2 * step);
+      keeps.drop(right, m, 2 * step + 1);
       pack_operand<typename C::Type>(a[m], left, right);
     }
 #pragma unroll
@@ -206,7 +225,12 @@ __device__ __forceinline__ void fwd_step(FwdState<C>& t, const FwdLanes<C>& lane
   }
   update_references<C>(t, s, rule.scale_log2());
   if (kGeneral && guarded) drop_nonfinite<C>(sV);
-  accumulate<C>(t, s, rule, sV + ptx::opaque(lanes.v), first_key, task);
+  const uint32_t lane_v = sV + ptx::opaque(lanes.v);
+  if constexpr (C::kDropout) {
+    accumulate<C>(t, s, rule, lane_v, KeepsDrawn<C>(task, first_key, p));
+  } else {
+    accumulate<C>(t, s, rule, lane_v);
+  }
 }
 
 // Goes through the tiles of keys from n down to `last`. The first kAhead of them are on their way

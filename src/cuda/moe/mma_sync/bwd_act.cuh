@@ -75,8 +75,9 @@ __device__ __forceinline__ void moe_bwd_act(const BwdActParams& p) {
   static_assert(kChunks <= 32 && 32 % kChunks == 0 && G::kBlockM % (kStep * kAtOnce) == 0);
   const int col = threadIdx.x % kChunks * 8, left = p.inner - first - col;
   const int64_t bytes = int64_t{first + col} * T::kBytes;
-  with_partial(p.partial, [&](auto partial) {
+  const auto finish = [&](auto partial, auto kind) {
     constexpr bool kPartial = decltype(partial)::value;
+    constexpr Kind kKind = decltype(kind)::value;
 #pragma unroll 1
     for (int top = threadIdx.x / kChunks; top < G::kBlockM; top += kStep * kAtOnce) {
       uint4 h[kAtOnce][2];
@@ -95,7 +96,8 @@ __device__ __forceinline__ void moe_bwd_act(const BwdActParams& p) {
         if (row < tile.rows && left > 0) {
           float grad[8];
           G::sums_at(grad, sSums, row, col);
-          row_sum = store_act_gradient<T, kPartial>(p, grad, h[i], sScale[row], at, bytes, left);
+          row_sum =
+              store_act_gradient<kKind, T, kPartial>(p, grad, h[i], sScale[row], at, bytes, left);
         }
         if (p.row_sums) {
 #pragma unroll
@@ -106,7 +108,9 @@ __device__ __forceinline__ void moe_bwd_act(const BwdActParams& p) {
         }
       }
     }
-  });
+  };
+  with_partial(p.partial,
+               [&](auto partial) { with_kind(p.kind, [&](auto kind) { finish(partial, kind); }); });
 }
 
 }  // namespace flashmoe::cuda::moe

@@ -29,8 +29,7 @@ __device__ __forceinline__ void moe_bwd_weights(const BwdWeightsParams& p) {
   const int slot = blockIdx.x / tiles;
   const ExpertTile slice = p.slices[slot];
   if (slice.expert < 0) return;
-  const WeightTile t =
-      find_weight_tile<G::kBlockM, G::kBlockN>(p, static_cast<int>(blockIdx.x) - slot * tiles);
+  const WeightTile t = find_weight_tile(p, static_cast<int>(blockIdx.x) - slot * tiles);
   const WeightProduct& w = p.products[t.product];
 
   // Threads 0 .. depth - 1 look up rows of the left operand, those after them of the right one,

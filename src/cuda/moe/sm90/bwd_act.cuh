@@ -18,11 +18,14 @@
 
 namespace flashmoe::cuda::moe::sm90 {
 
-// The epilogue's h to L2, while the main loop runs.
+// The epilogue's h to L2 while the main loop runs, a share of it in each step.
 template <class G>
-__device__ __forceinline__ void prefetch_pre(const ProductTask& task, const BwdActParams& p) {
+__device__ __forceinline__ void prefetch_pre(const ProductTask& task, int step,
+                                             const BwdActParams& p) {
   constexpr int kSectors = G::kBlockN * G::Type::kBytes / 32;
-  for (int i = threadIdx.x; i < task.rows() * kSectors; i += tma::kWarpgroupThreads) {
+#pragma unroll 1
+  for (int i = step * tma::kWarpgroupThreads + threadIdx.x; i < task.rows() * kSectors;
+       i += task.steps() * tma::kWarpgroupThreads) {
     const int at = task.column * G::kBlockN + i % kSectors * 16;
     if (at >= p.inner) continue;
     const char* const sector = static_cast<const char*>(p.pre) +
@@ -33,47 +36,54 @@ __device__ __forceinline__ void prefetch_pre(const ProductTask& task, const BwdA
   }
 }
 
-template <class G>
+// Piece by piece, in a loop: unrolled, its code was 200 KB, more than instruction caches hold.
+template <class G, Kind kKind>
 __device__ __forceinline__ void finish_act(tma::GemmConsumer<G>& consumer, const ProductTask& task,
                                            const typename G::Sums& sums,
                                            const Sm90BwdActParams& p) {
   using T = typename G::Type;
-  static_assert(G::kBlockM <= G::kBlockN);
-  consumer.load_table([&](int i) {  // weights of the rows
-    return i < task.rows() ? weight_of(p.scale, p.pairs[task.tile.first + i], p.top_k) : 0.f;
-  });
-#pragma unroll
-  for (int part = 0; part < G::kParts; ++part) {
-    const int top = consumer.first_row(part), left = task.rows() - top;
-    if (left <= 0) break;
+  const int parts =
+      G::kPingPong ? (task.rows() + tma::kWarpgroupRows - 1) / tma::kWarpgroupRows : 1;
+  // Of piece `number` of all parts a thread has a chunk of four rows.
+  const auto top_of = [&](int number) { return consumer.first_row(number / G::kPieces); };
+  const auto column_of = [&](int number) {
+    return task.column * G::kBlockN + number % G::kPieces * 64 + consumer.outlet_column();
+  };
+  uint4 h[2][2];  // two rows ahead, also across pieces: it takes long to come
+  const auto load_pre = [&](int number, int i) {
+    const int row = top_of(number) + consumer.outlet_row(i), column = column_of(number);
+    const int count = row < task.rows() ? p.inner - column : 0;
+    const char* const from = static_cast<const char*>(p.pre) +
+                             (int64_t{task.tile.first} + row) * p.pre_row_bytes +
+                             int64_t{column} * T::kBytes;
+    h[i % 2][0] = read_chunk<T, false>(from, count);
+    h[i % 2][1] = read_chunk<T, false>(from + p.pre_half_bytes, p.gated ? count : 0);
+  };
+  load_pre(0, 0);
+  load_pre(0, 1);
+  float row_sums[4];
+#pragma unroll 1
+  for (int number = 0; number < parts * G::kPieces; ++number) {
+    const int top = top_of(number), left = task.rows() - top, column = column_of(number);
     const int64_t first = int64_t{task.tile.first} + top;
-    float row_sums[4] = {};
+    if (number % G::kPieces == 0) {
 #pragma unroll
-    for (int q = 0; q < G::kPieces; ++q) {
-      const int column = task.column * G::kBlockN + 64 * q + consumer.outlet_column();
-      const int64_t bytes = int64_t{column} * T::kBytes;
-      uint4 h[2][2];  // of two rows, on its way while dA is
-      const auto load_pre = [&](int i) {
-        const int row = consumer.outlet_row(i);
-        const int count = row < left ? p.inner - column : 0;
-        const char* const from =
-            static_cast<const char*>(p.pre) + (first + row) * p.pre_row_bytes + bytes;
-        h[i % 2][0] = read_chunk<T, false>(from, count);
-        h[i % 2][1] = read_chunk<T, false>(from + p.pre_half_bytes, p.gated ? count : 0);
-      };
-      load_pre(0);
-      load_pre(1);
-      consumer.send_floats([&](int i) { return sums[part][32 * q + i]; },
-                           [&](int i, int row, int, float(&grad)[8]) {
-                             if (row < left && column < p.inner) {
-                               row_sums[i] += store_act_gradient<T, false>(
-                                   p, grad, h[i % 2], consumer.table(top + row), first + row, bytes,
-                                   8);
-                             }
-                             if (i + 2 < 4) load_pre(i + 2);
-                           });
+      for (float& sum : row_sums) sum = 0;
     }
-    if (!p.row_sums) continue;
+    consumer.put_piece(sums, number);
+    consumer.take_floats([&](int i, int row, int, float(&grad)[8]) {
+      if (row < left && column < p.inner) {
+        row_sums[i] +=
+            store_act_gradient<kKind, T, false>(p, grad, h[i % 2], consumer.table(top + row),
+                                                first + row, int64_t{column} * T::kBytes, 8);
+      }
+      if (i < 2) {
+        load_pre(number, i + 2);
+      } else if (number + 1 < parts * G::kPieces) {
+        load_pre(number + 1, i - 2);
+      }
+    });
+    if (!p.row_sums || number % G::kPieces + 1 < G::kPieces) continue;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float sum = row_sums[i];  // of eight neighbouring lanes
@@ -104,13 +114,20 @@ __device__ __forceinline__ void moe_bwd_act(const Sm90BwdActParams& p) {
             [](int column) {
               return Halves{column * G::kBlockN, column * G::kBlockN + G::kHalfN};
             },
-            [&](const ProductTask& task) { prefetch_pre<G>(task, p); });
+            [&](const ProductTask& task, int step) { prefetch_pre<G>(task, step, p); });
       },
       [&](tma::GemmConsumer<G> consumer) {
         consumer.for_each_tile(
             tasks.total(), [&](int number) { return tasks.find(number); },
             [&](const ProductTask& task, typename G::Sums& sums) {
-              finish_act(consumer, task, sums, p);
+              static_assert(G::kBlockM <= G::kBlockN);
+              consumer.load_table([&](int i) {  // weights of the rows
+                return i < task.rows() ? weight_of(p.scale, p.pairs[task.tile.first + i], p.top_k)
+                                       : 0.f;
+              });
+              with_kind(p.kind, [&](auto kind) {
+                finish_act<G, decltype(kind)::value>(consumer, task, sums, p);
+              });
             });
       });
 }

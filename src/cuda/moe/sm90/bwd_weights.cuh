@@ -2,10 +2,11 @@
 //
 //   dGate_up[e] = dh^T x          dDown[e] = dOut^T (weighted act)
 //
-// Both operands lie across the depth: a row of a tile is a row of tokens, and wgmma transposes. One
-// operand of each product is sorted and comes by TMA, the other is gathered by token. Beyond the
-// last row of a slice both need zeros, and other experts' rows follow it: the last stage of a slice
-// is copied row by row where it is not whole.
+// Both operands lie across the depth: a row of a tile is a row of tokens, and wgmma transposes. A
+// is the operand that is gathered by token, the narrower one of a tile: each of its chunks is a
+// copy of its own. B is sorted and comes by TMA. So dGate_up is computed as its transpose, and
+// turned on its way out. Beyond the last row of a slice both need zeros, and other experts' rows
+// follow it: the last stage of a slice is copied row by row where it is not whole.
 //
 // Slices, and what becomes of their sums: see weight_tiles.cuh. Tiles of a slice follow each other,
 // so that they share its rows in L2.
@@ -23,12 +24,34 @@ namespace flashmoe::cuda::moe::sm90 {
 struct WeightTask {
   ExpertTile slice;
   int index;   // of both gradients' tiles
-  int rows_m;  // that the gradient has from the tile's first on
+  int rows_a;  // columns that A has from the tile's first on
 
   __device__ __forceinline__ int steps() const {
     return (slice.rows + TmaGemmTile::kDepth - 1) / TmaGemmTile::kDepth;
   }
-  __device__ __forceinline__ int rows() const { return rows_m; }
+  __device__ __forceinline__ int rows() const { return rows_a; }
+};
+
+// A tile as this kernel computes it.
+struct TurnedTile {
+  const WeightProduct& w;
+  const TensorMap& sorted_map;  // B
+  const bool turned;            // whether it is the transpose of the gradient's tile
+  int first_a, first_b;         // columns of both operands
+  int left_a, left_b;           // columns up to their ends
+
+  __device__ __forceinline__ TurnedTile(const WeightTile& t, const Sm90BwdWeightsParams& p)
+      : w(p.products[t.product]),
+        sorted_map(p.rows_maps[t.product]),
+        turned(w.right.gathered),
+        first_a(turned ? t.first_n : t.first_m),
+        first_b(turned ? t.first_m : t.first_n),
+        left_a(turned ? t.left_n : t.left_m),
+        left_b(turned ? t.left_m : t.left_n) {}
+  __device__ __forceinline__ const RowOperand& gathered() const {
+    return turned ? w.right : w.left;
+  }
+  __device__ __forceinline__ const RowOperand& sorted() const { return turned ? w.left : w.right; }
 };
 
 template <class G>
@@ -39,10 +62,10 @@ class WeightTasks {
   __device__ __forceinline__ int total() const { return total_; }
   __device__ __forceinline__ WeightTask find(int number) const {
     const int slot = number / tiles_, index = number - slot * tiles_;
-    return {p_.slices[slot], index, tile(index).left_m};
+    return {p_.slices[slot], index, tile(index).left_a};
   }
-  __device__ __forceinline__ WeightTile tile(int index) const {
-    return find_weight_tile<G::kBlockM, G::kBlockN>(p_, index);
+  __device__ __forceinline__ TurnedTile tile(int index) const {
+    return TurnedTile(find_weight_tile(p_, index), p_);
   }
   __device__ __forceinline__ int tiles() const { return tiles_; }
 
@@ -84,26 +107,24 @@ __device__ __forceinline__ void produce_tokens(tma::GemmProducer<G> producer,
                                                const WeightTasks<G>& tasks,
                                                const Sm90BwdWeightsParams& p) {
   static_assert(G::kCopied && !G::kAlongA && !G::kAlongB && G::Type::kBytes == 2);
-  using Left = TokenCopy<typename G::TileA, G::kBlockM, 0>;
-  using Right = TokenCopy<typename G::TileB, G::kBlockN, 16>;
+  using CopyA = TokenCopy<typename G::TileA, G::kBlockM, 0>;
+  using CopyB = TokenCopy<typename G::TileB, G::kBlockN, 16>;
   const int lane = threadIdx.x % 32;
-  const int my_row = lane < 16 ? Left::row_of_lane(lane) : Right::row_of_lane(lane - 16);
+  const int my_row = lane < 16 ? CopyA::row_of_lane(lane) : CopyB::row_of_lane(lane - 16);
   const Divider token_of(p.top_k);
 #pragma unroll 1
   for (int number = blockIdx.x; number < tasks.total(); number += gridDim.x) {
     const WeightTask task = tasks.find(number);
-    const WeightTile t = tasks.tile(task.index);
-    const WeightProduct& w = p.products[t.product];
-    const TensorMap& map = p.rows_maps[t.product];
+    const TurnedTile t = tasks.tile(task.index);
     const ExpertTile& slice = task.slice;
-    const char* const gLeft = static_cast<const char*>(w.left.data) + t.first_m * 2;
-    const char* const gRight = static_cast<const char*>(w.right.data) + t.first_n * 2;
-    const bool gathered = (lane < 16 ? w.left : w.right).gathered;
-    // The place of this lane's row of a stage: a token, or a row as it is sorted.
+    const RowOperand &gathered = t.gathered(), &sorted = t.sorted();
+    const char* const gA = static_cast<const char*>(gathered.data) + t.first_a * 2;
+    const char* const gB = static_cast<const char*>(sorted.data) + t.first_b * 2;
+    // The place of this lane's row of a stage: of A a token, of B a row as it is sorted.
     const auto look_up = [&](int step) {
       const int i = step * G::kDepth + my_row;
       int place = slice.first + i;
-      if (gathered && i < slice.rows) place = static_cast<int>(token_of(p.pairs[place]));
+      if (lane < 16 && i < slice.rows) place = static_cast<int>(token_of(p.pairs[place]));
       return place;
     };
     int place = look_up(0);
@@ -112,32 +133,21 @@ __device__ __forceinline__ void produce_tokens(tma::GemmProducer<G> producer,
       const int next = look_up(step + 1);  // needed in the next step only
       const int first = step * G::kDepth, rows = slice.rows - first;
       const bool whole = rows >= G::kDepth;
-      const bool copies_left = w.left.gathered || !whole, copies_right = w.right.gathered || !whole;
       producer.fill_stage([&](uint32_t full, uint32_t sA, uint32_t sB) {
         if (threadIdx.x == 0) {
-          ptx::mbarrier_arrive_expect_tx(
-              full, (copies_left ? 0 : G::TileA::kBytes) + (copies_right ? 0 : G::TileB::kBytes));
-          if (!copies_left) {
-#pragma unroll
-            for (int i = 0; i < G::TileA::kBlocks; ++i) {
-              ptx::tma_load(sA + i * G::TileA::kBlockBytes, &map, full, t.first_m + 64 * i,
-                            slice.first + first);
-            }
-          }
-          if (!copies_right) {
+          ptx::mbarrier_arrive_expect_tx(full, whole ? G::TileB::kBytes : 0);
+          if (whole) {
 #pragma unroll
             for (int i = 0; i < G::TileB::kBlocks; ++i) {
-              ptx::tma_load(sB + i * G::TileB::kBlockBytes, &map, full, t.first_n + 64 * i,
+              ptx::tma_load(sB + i * G::TileB::kBlockBytes, &t.sorted_map, full, t.first_b + 64 * i,
                             slice.first + first);
             }
           }
         }
         __syncwarp();
-        if (copies_left) {
-          Left::copy(sA, place, gLeft, static_cast<uint32_t>(w.left.row_bytes), rows, t.left_m);
-        }
-        if (copies_right) {
-          Right::copy(sB, place, gRight, static_cast<uint32_t>(w.right.row_bytes), rows, t.left_n);
+        CopyA::copy(sA, place, gA, static_cast<uint32_t>(gathered.row_bytes), rows, t.left_a);
+        if (!whole) {
+          CopyB::copy(sB, place, gB, static_cast<uint32_t>(sorted.row_bytes), rows, t.left_b);
         }
       });
       place = next;
@@ -153,31 +163,48 @@ __device__ __forceinline__ void finish_weights(tma::GemmConsumer<G>& consumer,
   using T = typename G::Type;
   static_assert(G::kParts == 1);
   const int top = consumer.first_row(0);
-  if (task.slice.sum >= 0) {  // as moe_bwd_weights_sum reads them
-    float* const to =
-        p.slice_sums +
-        (int64_t{task.slice.sum} * tasks.tiles() + task.index) * (G::kBlockM * G::kBlockN) +
-        (top + tma::fragment_row()) * G::kBlockN + tma::fragment_column();
+  const TurnedTile t = tasks.tile(task.index);
+  if (task.slice.sum >= 0) {  // as moe_bwd_weights_sum reads them: in the gradient's rows
+    float* const gSums = p.slice_sums + (int64_t{task.slice.sum} * tasks.tiles() + task.index) *
+                                            (G::kBlockM * G::kBlockN);
+    const int row = top + tma::fragment_row(), column = tma::fragment_column();
+    if (t.turned) {
+      float* const to = gSums + column * G::kBlockM + row;
 #pragma unroll
-    for (int j = 0; j < G::kBlockN / 8; ++j) {
-      const float* const x = &sums[0][4 * j];
-      *reinterpret_cast<float2*>(to + 8 * j) = {x[0], x[1]};
-      *reinterpret_cast<float2*>(to + 8 * G::kBlockN + 8 * j) = {x[2], x[3]};
+      for (int i = 0; i < G::kBlockN / 2; ++i) {
+        to[(i / 4 * 8 + i % 2) * G::kBlockM + i % 4 / 2 * 8] = sums[0][i];
+      }
+    } else {
+      float* const to = gSums + row * G::kBlockN + column;
+#pragma unroll
+      for (int j = 0; j < G::kBlockN / 8; ++j) {
+        const float* const x = &sums[0][4 * j];
+        *reinterpret_cast<float2*>(to + 8 * j) = {x[0], x[1]};
+        *reinterpret_cast<float2*>(to + 8 * G::kBlockN + 8 * j) = {x[2], x[3]};
+      }
     }
     return;
   }
-  const WeightTile t = tasks.tile(task.index);
-  const WeightProduct& w = p.products[t.product];
-  char* const to = static_cast<char*>(w.out) + task.slice.expert * w.out_expert_bytes +
-                   (int64_t{t.first_m} + top) * w.out_row_bytes + int64_t{t.first_n} * T::kBytes;
+  char* const out = static_cast<char*>(t.w.out) + task.slice.expert * t.w.out_expert_bytes;
+  const int64_t row_bytes = t.w.out_row_bytes;
 #pragma unroll
   for (int q = 0; q < G::kPieces; ++q) {
-    consumer.send([&](int i) { return sums[0][32 * q + i]; },
-                  [&](int, int row, int column, const uint4& chunk) {
-                    if (top + row >= t.left_m || 64 * q + column >= t.left_n) return;
-                    *reinterpret_cast<uint4*>(to + row * w.out_row_bytes +
-                                              (64 * q + column) * T::kBytes) = chunk;
-                  });
+    const auto value = [&](int i) { return sums[0][32 * q + i]; };
+    if (t.turned) {
+      char* const to =
+          out + (int64_t{t.first_b} + 64 * q) * row_bytes + (int64_t{t.first_a} + top) * T::kBytes;
+      consumer.template send<true>(value, [&](int, int row, int column, const uint4& chunk) {
+        if (64 * q + row >= t.left_b || top + column >= t.left_a) return;
+        *reinterpret_cast<uint4*>(to + row * row_bytes + column * T::kBytes) = chunk;
+      });
+    } else {
+      char* const to =
+          out + (int64_t{t.first_a} + top) * row_bytes + (int64_t{t.first_b} + 64 * q) * T::kBytes;
+      consumer.send(value, [&](int, int row, int column, const uint4& chunk) {
+        if (top + row >= t.left_a || 64 * q + column >= t.left_b) return;
+        *reinterpret_cast<uint4*>(to + row * row_bytes + column * T::kBytes) = chunk;
+      });
+    }
   }
 }
 

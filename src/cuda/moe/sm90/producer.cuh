@@ -38,13 +38,14 @@ struct TokenRows {
   int top_k;
 };
 
-// A gathered by token, B by TMA. halves_of(column) are the columns of a tile's B; begin(task) is
-// called by all threads before a tile. A thread has chunk thread % 8 of rows thread / 8 + 16 i.
-template <class G, class HalvesOf, class Begin>
+// A gathered by token, B by TMA. halves_of(column) are the columns of a tile's B; beside(task,
+// step) is called by all threads in every step. A thread has chunk thread % 8 of rows thread / 8 +
+// 16 i.
+template <class G, class HalvesOf, class Beside>
 __device__ __forceinline__ void produce_gathered(tma::GemmProducer<G> producer,
                                                  const ProductTasks& tasks, const TokenRows& rows,
                                                  int depth, const TensorMap& weights,
-                                                 const HalvesOf& halves_of, const Begin& begin) {
+                                                 const HalvesOf& halves_of, const Beside& beside) {
   static_assert(G::kCopied && G::kAlongA && G::TileA::kBlocks == 1);
   constexpr int kRowsAtOnce = tma::kWarpgroupThreads / 8, kEach = G::kBlockM / kRowsAtOnce;
   const int row = threadIdx.x / 8, column = threadIdx.x % 8 * 8;
@@ -66,7 +67,6 @@ __device__ __forceinline__ void produce_gathered(tma::GemmProducer<G> producer,
     begins = false;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) tokens[i] = next_tokens[i];
-    begin(task);
     const Halves halves = halves_of(task.column);
     const int steps = task.steps();
     // Tokens of the next tile are asked for when its entry in the list has come.
@@ -89,6 +89,7 @@ __device__ __forceinline__ void produce_gathered(tma::GemmProducer<G> producer,
         }
       });
       if (step == ask) find_tokens(next_tokens, next.tile);
+      beside(task, step);
     }
   });
 }

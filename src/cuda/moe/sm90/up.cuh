@@ -109,7 +109,7 @@ __device__ __forceinline__ void moe_up(const Sm90UpParams& p) {
                              p.pairs, p.top_k};
         produce_gathered(
             producer, tasks, rows, p.width, p.weights_map,
-            [&](int column) { return up_halves<G>(p, column); }, [](const ProductTask&) {});
+            [&](int column) { return up_halves<G>(p, column); }, [](const ProductTask&, int) {});
       },
       [&](tma::GemmConsumer<G> consumer) {
         consumer.for_each_tile(

@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(kTokenTile<kBlockM, kBlockN>.threads(),
 template <int kBlockM, int kBlockN>
 __global__ void __launch_bounds__(kRowThreads)
     FLASHMOE_KERNEL(moe_bwd_weights_sum)(const __grid_constant__ BwdWeightsParams p) {
-  moe_bwd_weights_sum<KernelType, kBlockM, kBlockN>(p);
+  moe_bwd_weights_sum<KernelType, kBlockM * kBlockN>(p);
 }
 
 FLASHMOE_INSTANTIATE(moe_bwd_weights, FLASHMOE_FAMILY::kTokens)

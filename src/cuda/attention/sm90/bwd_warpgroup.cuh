@@ -68,10 +68,11 @@ struct BwdWarpgroup {
 
   // An address for a descriptor, warp-uniform. With two CTAs it is recomputed where it is used,
   // since there are many and no registers to keep them, and without the CTA's rank in the cluster,
-  // which stands in the high bits.
+  // which stands in the high bits. So it is beside a byte mask at D = 128.
+  static constexpr bool kRecomputes = C::kTwoCta || (C::kMask && C::kDim == 128);
   static __device__ __forceinline__ uint32_t recompute(uint32_t address) {
     constexpr uint32_t kSharedWindow = 1 << 18;
-    return C::kTwoCta ? tma::warp_uniform(ptx::opaque(address)) % kSharedWindow : address;
+    return kRecomputes ? tma::warp_uniform(ptx::opaque(address)) % kSharedWindow : address;
   }
   // Where Q and dO of the tile are. `stage` is in uniform registers as soon as a tile is next: it
   // takes a while to find out that all threads have the same.

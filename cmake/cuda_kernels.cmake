@@ -64,9 +64,9 @@ target_sources(flashmoe PRIVATE
   src/cuda/runtime/tensor_map.cc
   src/cuda/attention/bias_plan.cc src/cuda/attention/call.cc src/cuda/attention/catalogue.cc
   src/cuda/attention/families.cc src/cuda/attention/lay_out.cc src/cuda/attention/mma_sync.cc
-  src/cuda/attention/paged_plan.cc
-  src/cuda/attention/planner.cc src/cuda/attention/second_plan.cc src/cuda/attention/sm90.cc src/cuda/attention/tile_choice.cc
-  src/cuda/attention/workspace.cc
+  src/cuda/attention/paged_plan.cc src/cuda/attention/planner.cc src/cuda/attention/second_plan.cc
+  src/cuda/attention/sm90.cc src/cuda/attention/sm90_maps.cc src/cuda/attention/sm90_run.cc
+  src/cuda/attention/sm90_tasks.cc src/cuda/attention/tile_choice.cc src/cuda/attention/workspace.cc
   src/cuda/cache/catalogue.cc src/cuda/cache/planner.cc
   src/cuda/moe/call.cc src/cuda/moe/catalogue.cc src/cuda/moe/planner.cc src/cuda/moe/sm90.cc
   src/cuda/moe/workspace.cc)

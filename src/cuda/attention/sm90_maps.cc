@@ -1,0 +1,112 @@
+#include "cuda/attention/sm90_maps.h"
+
+#include <algorithm>
+
+#include "core/numbers.h"
+#include "core/text.h"
+#include "cuda/attention/bias_plan.h"
+#include "cuda/attention/planner.h"
+#include "cuda/runtime/tensor_map.h"
+
+namespace flashmoe::cuda::sm90 {
+
+bool four_dimensions(const TensorSpec& spec, bool ragged, TensorSpec& four) {
+  if (spec.rank < 3) return false;
+  four = TensorSpec{};
+  four.dtype = spec.dtype;
+  four.rank = 4;
+  for (int i = 1; i < 4; ++i) {
+    const int from = ragged && i < 3 ? 2 - i : spec.rank + i - 4;
+    four.shape[i] = spec.shape[from];
+    four.stride[i] = spec.stride[from];
+  }
+  int64_t count = 1, stride = 0;  // of the leading dimensions, innermost first
+  for (int i = spec.rank - 4; i >= 0; --i) {
+    if (spec.shape[i] == 1) continue;
+    if (count == 1) stride = spec.stride[i];
+    if (spec.stride[i] != stride * count) return false;
+    count *= spec.shape[i];
+  }
+  four.shape[0] = count;
+  four.stride[0] = stride;
+  for (int i = 0; i < 3; ++i) {
+    if (four.shape[i] == 0 || (four.shape[i] > 1 && four.stride[i] <= 0)) return false;
+  }
+  return four.shape[3] > 0;
+}
+
+Status encode(TensorMap& map, const TensorSpec& tensor, const void* data,
+              std::span<const int> box) {
+  const Swizzle swizzle =
+      box.back() * dtype_bytes(tensor.dtype) <= 64 ? Swizzle::k64 : Swizzle::k128;
+  const Result<CUtensorMap> encoded = encode_tensor_map(tensor, data, box, swizzle);
+  if (!encoded.ok()) return encoded.status();
+  std::copy(std::begin(encoded.value().opaque), std::end(encoded.value().opaque), map.opaque);
+  return {};
+}
+int box_columns(const Kernel& kernel) { return kernel.head_dim <= 32 ? 32 : 64; }
+
+Status encode_keys(TensorMap& map, const TensorSpec& spec, const void* data, int64_t rows,
+                   int columns, bool ragged) {
+  TensorSpec four;
+  if (!four_dimensions(spec, ragged, four)) return invalid("a tensor that no tensor map describes");
+  const int box[] = {1, 1, static_cast<int>(rows), columns};
+  return encode(map, four, data, box);
+}
+Status encode_queries(TensorMap& map, const TensorSpec& spec, const void* data, int64_t rows,
+                      int columns, int pack, bool ragged) {
+  TensorSpec four;
+  if (!four_dimensions(spec, ragged, four)) return invalid("a tensor that no tensor map describes");
+  TensorSpec five;
+  five.dtype = four.dtype;
+  five.rank = 5;
+  const int64_t heads = int64_t{1} << pack;
+  five.shape = {four.shape[0], four.shape[1] / heads, four.shape[2], heads, four.shape[3]};
+  five.stride = {four.stride[0], four.stride[1] * heads, four.stride[2], four.stride[1],
+                 four.stride[3]};
+  const int box[] = {1, 1, static_cast<int>(rows / heads), static_cast<int>(heads), columns};
+  return encode(map, five, data, box);
+}
+
+Status encode_bias(TensorMap& map, const Call& call, const AttentionParams& p, int64_t rows) {
+  const AttentionPlan& plan = call.plan;
+  // Where it lies, or a copy in the workspace.
+  if (Status status = check_aligned("bias", p.bias); !status.ok()) return status;
+  TensorSpec matrix;
+  matrix.dtype = plan.problem.bias->dtype;
+  matrix.rank = 2;
+  matrix.stride = {p.bias_strides.row, 1};
+  int64_t last = p.bias_strides.head > 0 ? (plan.heads_q - 1) * p.bias_strides.head : 0;
+  for (int i = 0; i < p.batch_dims; ++i) last += (p.batch_sizes[i] - 1) * p.bias_strides.batch[i];
+  matrix.shape = {last / p.bias_strides.row + plan.len_q, plan.len_k};
+  const int box[] = {static_cast<int>(rows), 64};
+  return encode(map, matrix, p.bias, box);
+}
+
+bool encode_grad_bias(TensorMap& map, const AttentionPlan& plan, const AttentionBwdParams& p) {
+  constexpr int kStoredRows = 64;
+  const Strides& strides = p.grad_bias_strides;
+  if (p.grad_bias_column != 1) return false;
+  for (int i = 1; i < p.batch_dims; ++i) {
+    if (strides.batch[i - 1] != strides.batch[i] * p.batch_sizes[i]) return false;
+  }
+  TensorSpec four;
+  four.dtype = plan.problem.grad_bias->dtype;
+  four.rank = 4;
+  four.shape = {plan.batch, plan.heads_q, plan.len_q, plan.len_k};
+  four.stride = {strides.batch[p.batch_dims - 1], strides.head, strides.row, 1};
+  const int box[] = {1, 1, kStoredRows, 64};
+  return encode(map, four, p.grad_bias, box).ok();
+}
+
+Status encode_packed(TensorMap& map, const TensorSpec& spec, const void* data, int rows,
+                     bool side_by_side) {
+  TensorSpec all = spec;
+  if (side_by_side) {
+    all.shape[1] = 1;
+    all.shape[2] = spec.shape[1] * spec.shape[2];
+  }
+  return encode_keys(map, all, data, rows, 64, true);
+}
+
+}  // namespace flashmoe::cuda::sm90

@@ -1,0 +1,257 @@
+// What the sm90 family's kernels are given, and their launches.
+#include <algorithm>
+#include <numeric>
+
+#include "core/numbers.h"
+#include "cuda/attention/bias_plan.h"
+#include "cuda/attention/call.h"
+#include "cuda/attention/lay_out.h"
+#include "cuda/attention/sm90.h"
+#include "cuda/attention/sm90/paged.h"
+#include "cuda/attention/sm90_maps.h"
+#include "cuda/attention/sm90_tasks.h"
+#include "cuda/attention/workspace.h"
+
+namespace flashmoe::cuda {
+
+// Number of tasks of a slice, and of tiles of dQ that the kernel writes itself.
+void enter_slice(Sm90BwdParams& p, const Call& call, const Slice& slice) {
+  const AttentionPlan& plan = call.plan;
+  enter_slice(static_cast<AttentionBwdParams&>(p), call, slice);
+  p.num_tasks = p.key_blocks * p.heads * static_cast<int32_t>(slice.batch);
+  if (p.stores_dq || (p.dq_accum && main_kernel(plan).converts_dq)) {
+    const Grid rows = query_grid(plan);
+    p.converted_tiles = static_cast<int32_t>(rows[0] * rows[1] * slice.batch);
+  }
+}
+
+namespace sm90 {
+namespace {
+
+Status fill_maps(Sm90FwdParams& p, const Call& call) {
+  const AttentionPlan& plan = call.plan;
+  const AttentionProblem& problem = plan.problem;
+  const AttentionTensors& t = call.tensors;
+  const bool ragged = problem.ragged.has_value();
+  const int columns = box_columns(main_kernel(plan));
+  const auto rows = [&](TensorMap& map, const TensorSpec& spec, const void* data, int64_t count) {
+    return encode_queries(map, spec, data, count, columns, p.pack, ragged);
+  };
+  const auto keys = [&](TensorMap& map, const TensorSpec& spec, const void* data) {
+    return encode_keys(map, spec, data, plan.block_k, columns, ragged);
+  };
+  Status status = rows(p.query_map, problem.query, t.query, rows_of_task(plan));
+  if (status.ok()) status = rows(p.out_map, problem.out, t.out, 64);
+  if (status.ok()) status = keys(p.key_map, problem.key, t.key);
+  if (status.ok()) status = keys(p.value_map, problem.value, t.value);
+  if (status.ok() && main_kernel(plan).bias_input == kBiasByTma) {
+    status = encode_bias(p.bias_map, call, p, rows_of_task(plan));
+  }
+  return status;
+}
+
+Status fill_maps(Sm90BwdParams& p, const Call& call) {
+  const AttentionPlan& plan = call.plan;
+  const AttentionProblem& problem = plan.problem;
+  const AttentionTensors& t = call.tensors;
+  const auto map = [&](TensorMap& map, const TensorSpec& spec, const void* data, int64_t rows) {
+    return encode_keys(map, spec, data, rows, box_columns(main_kernel(plan)),
+                       problem.ragged.has_value());
+  };
+  // Each CTA of a cluster has its share copied.
+  const Kernel& kernel = main_kernel(plan);
+  const int64_t rows = plan.block_q / kernel.cluster, keys = kernel.key_box;
+  Status status = map(p.query_map, problem.query, t.query, rows);
+  if (status.ok()) status = map(p.key_map, problem.key, t.key, keys);
+  if (status.ok()) status = map(p.value_map, problem.value, t.value, keys);
+  p.grad_out_map = p.query_map;
+  if (status.ok() && p.grad_out) {
+    status = map(p.grad_out_map, *problem.grad_out, t.grad_out, rows);
+  }
+  const BiasInput input = main_kernel(plan).bias_input;
+  p.bias_by_rows = input != kNoBias && input != kBiasByTma;
+  if (status.ok() && input == kBiasByTma) status = encode_bias(p.bias_map, call, p, rows);
+  if (status.ok() && p.grad_bias && input == kBiasByTma) {
+    p.stores_grad_bias = encode_grad_bias(p.grad_bias_map, plan, p);
+  }
+  // Gradients leave by warpgroups, 64 rows each.
+  if (status.ok() && p.grad_key) {
+    status = map(p.grad_key_map, *problem.grad_key, t.grad_key, 64);
+  }
+  if (status.ok() && p.grad_value) {
+    status = map(p.grad_value_map, *problem.grad_value, t.grad_value, 64);
+  }
+  return status;
+}
+
+Status run_forward(const Call& call) {
+  const AttentionPlan& plan = call.plan;
+  Sm90FwdParams p{};
+  fill_forward(p, call);
+  const int64_t rows = rows_of_task(plan);
+  p.pack = log2_packed_heads(plan, rows);
+  p.heads = static_cast<int32_t>(plan.heads_q >> p.pack);
+  p.group >>= p.pack;
+  p.query_blocks = static_cast<int32_t>(ceil_div(plan.len_q << p.pack, rows));
+  if (plan.problem.bias) p.bias_batches = static_cast<int32_t>(bias_batches(plan));
+  p.num_tasks = static_cast<int32_t>(plan.work_items);
+  p.heads_per_wave = static_cast<int32_t>(forward_heads_per_wave(plan, p));
+  const SideParams side = fill_side_params(call, p, true);
+  if (counts_tasks(plan)) {
+    p.tile_counter = reinterpret_cast<int32_t*>(call.workspace + call.forward.tile_counter);
+  }
+  if (Status status = fill_maps(p, call); !status.ok()) return status;
+  return run_launches(call, p, side);
+}
+
+Status fill_maps(Sm90PackedParams& p, const Call& call) {
+  constexpr int kRowsOfWarp = 16;  // which O leaves by
+  const AttentionPlan& plan = call.plan;
+  const AttentionProblem& problem = plan.problem;
+  const AttentionTensors& t = call.tensors;
+  const bool several = main_kernel(plan).heads_of_box > 1;
+  const int rows = static_cast<int>(plan.block_q), keys = static_cast<int>(plan.block_k);
+  Status status = encode_packed(p.query_map, problem.query, t.query, rows, several);
+  if (status.ok()) status = encode_packed(p.key_map, problem.key, t.key, keys, several);
+  if (status.ok()) status = encode_packed(p.value_map, problem.value, t.value, keys, several);
+  if (status.ok()) status = encode_packed(p.out_map, problem.out, t.out, kRowsOfWarp, several);
+  return status;
+}
+
+Status run_packed(const Call& call) {
+  const AttentionPlan& plan = call.plan;
+  Sm90PackedParams p{};
+  fill_forward(p, call);
+  p.heads = static_cast<int32_t>(plan.heads_q);
+  p.boxes = static_cast<int32_t>(packed_boxes(plan));
+  p.num_tasks = static_cast<int32_t>(plan.work_items);
+  p.bounds = reinterpret_cast<RowBounds*>(call.workspace + call.forward.row_bounds);
+  p.rows = static_cast<int32_t>(round_up(plan.problem.query.shape[0], plan.block_q));
+  const SideParams side = fill_side_params(call, p, false);
+  p.ragged = side.ragged;
+  if (Status status = fill_maps(p, call); !status.ok()) return status;
+  return run_launches(call, p, side);
+}
+
+Status fill_maps(Sm90PackedBwdParams& p, const Call& call) {
+  constexpr int kRowsOfWarp = 16;  // which gradients leave by
+  const AttentionPlan& plan = call.plan;
+  const AttentionProblem& problem = plan.problem;
+  const AttentionTensors& t = call.tensors;
+  const bool several = main_kernel(plan).heads_of_box > 1;
+  const int rows = static_cast<int>(plan.block_k);
+  Status status = encode_packed(p.query_map, problem.query, t.query, rows, several);
+  if (status.ok()) status = encode_packed(p.key_map, problem.key, t.key, rows, several);
+  if (status.ok()) status = encode_packed(p.value_map, problem.value, t.value, rows, several);
+  p.grad_out_map = p.query_map;
+  if (status.ok() && p.grad_out) {
+    status = encode_packed(p.grad_out_map, *problem.grad_out, t.grad_out, rows, several);
+  }
+  const auto gradient = [&](TensorMap& map, const std::optional<TensorSpec>& spec, void* data) {
+    if (status.ok() && data) status = encode_packed(map, *spec, data, kRowsOfWarp, several);
+  };
+  gradient(p.grad_query_map, problem.grad_query, p.grad_query);
+  gradient(p.grad_key_map, problem.grad_key, p.grad_key);
+  gradient(p.grad_value_map, problem.grad_value, p.grad_value);
+  return status;
+}
+
+Status run_packed_backward(const Call& call) {
+  const AttentionPlan& plan = call.plan;
+  Sm90PackedBwdParams p{};
+  fill_backward(p, call, 1);
+  const auto bounds = [&](size_t offset) {
+    return reinterpret_cast<RowBounds*>(call.workspace + offset);
+  };
+  p.lse_delta = reinterpret_cast<float*>(call.workspace + call.backward.lse_delta);
+  p.query_bounds = bounds(call.backward.query_bounds);
+  p.key_bounds = bounds(call.backward.key_bounds);
+  p.query_side = packed_side(plan, false);
+  p.key_side = packed_side(plan, true);
+  p.stored_heads = static_cast<int32_t>(round_up(plan.heads_q, main_kernel(plan).heads_of_box));
+  p.bounds_ctas = static_cast<int32_t>(packed_bounds_ctas(plan));
+  p.num_tasks = static_cast<int32_t>(plan.work_items);
+  const SideParams side = fill_side_params(call, p, false);
+  p.ragged = side.ragged;
+  if (Status status = fill_maps(p, call); !status.ok()) return status;
+  return run_launches(call, p, side);
+}
+
+Status run_backward(const Call& call) {
+  const AttentionPlan& plan = call.plan;
+  Sm90BwdParams p{};
+  fill_backward(p, call, 1);
+  p.done = reinterpret_cast<int32_t*>(call.workspace + call.backward.done);
+  p.heads = static_cast<int32_t>(slice_of(plan, 0).heads);
+  p.key_blocks = static_cast<int32_t>(key_blocks(plan));
+  p.stores_dq = stores_dq(plan);
+  p.heads_per_wave = static_cast<int32_t>(backward_heads_per_wave(plan, p));
+  const auto adjacent = [](const Strides& strides) { return strides.head < strides.row; };
+  const bool all = adjacent(p.out_strides) && adjacent(p.query_strides) &&
+                   (!p.grad_out || adjacent(p.grad_out_strides));
+  while (all && p.log2_adjacent_heads < 3 &&
+         p.heads * p.group % (2 << p.log2_adjacent_heads) == 0) {
+    ++p.log2_adjacent_heads;
+  }
+  p.preprocess_rows = static_cast<int32_t>(preprocess_rows(plan, persistent_ctas(plan)));
+  p.tokens_q = plan.problem.query.shape[0];
+  if (Status status = fill_maps(p, call); !status.ok()) return status;
+  return run_launches(call, p, fill_side_params(call, p, false));
+}
+
+}  // namespace
+
+Status run(const Call& call) {
+  const bool packed = main_kernel(call.plan).packed;
+  if (call.plan.problem.pass == Pass::kBackward) {
+    return packed ? run_packed_backward(call) : run_backward(call);
+  }
+  return packed ? run_packed(call) : run_forward(call);
+}
+
+const Kernel* find_chunk_kernel(const AttentionPlan& plan) {
+  const AttentionProblem& p = plan.problem;
+  const Geometry g = geometry(p);
+  TensorSpec four;
+  if (p.key.dtype != p.query.dtype || g.softcap > 0 || !(g.scale > 0) || p.key.size(0) == 0 ||
+      !four_dimensions(p.query, true, four) || !four_dimensions(p.out, true, four)) {
+    return nullptr;
+  }
+  for (const Kernel& k : kernels()) {
+    if (k.role == Role::kPagedChunk && k.dtype == p.query.dtype &&
+        k.head_dim >= std::max(plan.head_dim, plan.head_dim_v)) {
+      return &k;
+    }
+  }
+  return nullptr;
+}
+
+Status run_chunk(const Call& call, const AttentionLaunch& step, const PagedParams& pages) {
+  const AttentionProblem& problem = call.plan.problem;
+  const AttentionTensors& t = call.tensors;
+  const Kernel& kernel = kernel_of(step);
+  Sm90PagedParams p{};
+  static_cast<AttentionFwdParams&>(p) = pages;
+  p.pages = pages;
+  p.blocks = reinterpret_cast<const RaggedBlock*>(pages.sequences);
+  p.heads = pages.heads_q;
+  p.box_keys = std::gcd(pages.page, kernel.block_k);
+  if (p.box_keys < kLeastBoxKeys) p.box_keys = 0;
+  const int columns = box_columns(kernel);
+  const auto queries = [&](TensorMap& map, const TensorSpec& spec, const void* data, int64_t rows) {
+    return encode_queries(map, spec, data, rows, columns, 0, true);
+  };
+  const auto keys = [&](TensorMap& map, const TensorSpec& spec, const void* data) {
+    const int box[] = {1, p.box_keys, 1, columns};
+    return encode(map, spec, data, box);
+  };
+  Status status = queries(p.query_map, problem.query, t.query, kernel.block_q);
+  if (status.ok()) status = queries(p.out_map, problem.out, t.out, 64);
+  if (status.ok() && p.box_keys) status = keys(p.key_map, problem.key, t.key);
+  if (status.ok() && p.box_keys) status = keys(p.value_map, problem.value, t.value);
+  if (!status.ok()) return status;
+  return launch_step(call, step, call.plan.batch, &p, sizeof(p));
+}
+
+}  // namespace sm90
+}  // namespace flashmoe::cuda

@@ -1,0 +1,52 @@
+// How many tasks the kernels of the sm90 family have and in which order they come: what planning
+// and running both need to know.
+#pragma once
+
+#include "cuda/attention/planner.h"
+#include "cuda/attention/sm90/params.h"
+
+namespace flashmoe::cuda::sm90 {
+
+// Rows of a task of a forward pass.
+int64_t rows_of_task(const AttentionPlan& plan);
+
+// Heads that share their keys, of which 2^this share a tile: see Sm90FwdParams.
+int log2_packed_heads(const AttentionPlan& plan, int64_t block_q);
+
+// Heads whose tasks are mixed. Where all tasks see as many keys, none: those of a head follow each
+// other and share its keys. Else each CTA goes forth and back through the tasks, the longest first,
+// and has as much as the others after `unit` heads. These are mixed, or a multiple of them, as far
+// as L2 holds their keys and values and has room for the rest; if it does not, none are, and longer
+// and shorter tasks come out even over all heads. But where these are no multiple of `unit`,
+// nearly, all are mixed: that comes out even, and where there are few heads many CTAs read the same
+// keys at the same time.
+//
+// With a counter any wave comes out even. The more heads the better then, as long as L2 holds their
+// keys or enough CTAs read the same ones at the same time.
+int64_t forward_heads_per_wave(const AttentionPlan& plan, const Sm90FwdParams& p);
+
+// Key heads whose tiles of keys are mixed: as far as L2 holds Q, dO and the accumulator of dQ of
+// them, for each tile of keys reads and adds to all of these, of one head of the group after the
+// other; and as all CTAs are busy with at once. Where sums are deterministic no fewer, or tiles of
+// a head would wait for each other. Else as many as the CTAs are busy with twice (nearly, or each
+// would get the same tiles of every head); or once, so that a kernel that converts dQ itself can
+// soon begin. No wave is smaller than that: the last would end with the long tasks of few heads.
+int64_t backward_heads_per_wave(const AttentionPlan& plan, const Sm90BwdParams& p);
+
+// Rows that a CTA of the preprocess kernel has: as many as leave enough CTAs, since finding out
+// where the rows are takes a while.
+int64_t preprocess_rows(const AttentionPlan& plan, int64_t ctas);
+int64_t key_blocks(const AttentionPlan& plan);
+
+// The CTAs of the main launch, all of which are on the chip at once.
+int64_t persistent_ctas(const AttentionPlan& plan);
+
+// Tasks of a forward pass over packed tokens: tiles of these times boxes of heads.
+int64_t packed_boxes(const AttentionPlan& plan);
+
+// The two sides of a packed backward pass, whose tiles are both of block_q tokens. Where no
+// gradient of a side is wanted, there are no tasks of it.
+Sm90PackedBwdParams::Side packed_side(const AttentionPlan& plan, bool keys);
+int64_t packed_bounds_ctas(const AttentionPlan& plan);
+
+}  // namespace flashmoe::cuda::sm90

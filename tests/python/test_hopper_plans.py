@@ -292,7 +292,48 @@ def test_many_short_sequences_are_packed(monkeypatch):
                 kernel = kernel_of(*tensors, **options, backward=backward)
                 assert name in kernel["name"] and kernel["head_dim"] == d
     with pytest.raises(RuntimeError, match=r"FLASHMOE_TILE asks for 128x32"):
-        fm.explain(*problem(), **H200)
+        fm.explain(*problem(), softcap=3.0, **H200)
+
+
+def short(batch: int, length: int, heads: int, d: int, heads_k: int = 0) -> list[torch.Tensor]:
+    """As projections leave them: the heads of a token lie side by side."""
+    shapes = ((batch, length, h, d) for h in (heads, heads_k or heads, heads_k or heads))
+    return [spec(*shape).transpose(1, 2) for shape in shapes]
+
+
+def test_dense_batches_of_short_sequences_are_packed():
+    for length, heads, d, bucket, boxes in (
+        (64, 32, 16, 16, 8),
+        (50, 6, 32, 32, 3),
+        (33, 8, 48, 64, 8),
+    ):
+        pitch = math.ceil(length / 32) * 32
+        tensors = short(256, length, heads, d)
+        plan = told(fm.explain(*tensors, **H200))
+        assert plan["kernel"] == f"sm90_attention_fwd_packed_fp16_d{bucket}_128x32"
+        assert plan["before"] == ["sm90_attention_row_bounds_fp16"]
+        assert plan["grid"] == (min(math.ceil(256 * pitch / 128) * boxes, 2 * 132), 1, 1)
+        plan = told(fm.explain(*tensors, **H200, backward=True))
+        assert plan["kernel"] == f"sm90_attention_bwd_packed_fp16_d{bucket}_192x32"
+        assert plan["grid"] == (132, 1, 1)
+    assert "_fwd_packed_" in kernel_of(*short(256, 64, 8, 64, 2), causal=True)["name"]
+    assert "_fwd_packed_" in kernel_of(*(x.contiguous() for x in short(256, 64, 8, 64)))["name"]
+    # What it does not do, and what is long or few, has the kernels that it had.
+    for tensors, options in (
+        (short(256, 65, 32, 16), {}),
+        (short(8, 64, 8, 16), {}),
+        (short(256, 64, 32, 24), {}),
+        ([x.contiguous() for x in short(256, 64, 32, 16)], {}),
+        (short(256, 64, 8, 16, 4), {}),
+        (short(256, 64, 32, 16), {"softcap": 3.0}),
+        (short(256, 64, 32, 16), {"bias": spec(256, 32, 64, 64)}),
+        (short(256, 64, 32, 16), {"key_lengths": spec(256, dtype=torch.int32)}),
+    ):
+        for backward in (False, True):
+            name = kernel_of(*tensors, **options, backward=backward)["name"]
+            assert "_packed_" not in name, (tensors[0].shape, options)
+    sinks = {"sinks": spec(32, dtype=torch.float32)}
+    assert "_fwd_packed_" in kernel_of(*short(256, 64, 32, 16), **sinks)["name"]
 
 
 @pytest.mark.parametrize(

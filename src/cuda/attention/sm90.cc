@@ -28,7 +28,7 @@ void lay_out_packed(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
   // Each CTA of the kernel that finds the bounds looks at all sequences before its own.
   constexpr int64_t kSequencesOfOne = 64, kMost = 256;
   const AttentionProblem& p = plan.problem;
-  plan.work_items = ceil_div(p.query.shape[0], plan.block_q) * packed_boxes(plan);
+  plan.work_items = ceil_div(packed_tokens(plan, false), plan.block_q) * packed_boxes(plan);
   const int64_t shares = std::clamp<int64_t>(ceil_div(plan.batch + 1, kSequencesOfOne), 1, kMost);
   const Kernel* bounds = find_kernel(Role::kRowBounds, plan.family, p.query.dtype);
   plan.launches.push_back(once(*bounds, grid_of(shares), Given::kCall));
@@ -43,8 +43,9 @@ void lay_out_packed_backward(AttentionPlan& plan, const Kernel& kernel, const Gp
   const AttentionProblem& p = plan.problem;
   const auto q = packed_side(plan, false), k = packed_side(plan, true);
   plan.work_items = int64_t{q.tiles} * q.boxes + int64_t{k.tiles} * k.boxes;
-  const int64_t of_rows = std::clamp<int64_t>(ceil_div(p.query.shape[0] * plan.heads_q, kRowsOfOne),
-                                              1, kOfAnSm * gpu.multiprocessors);
+  const int64_t of_rows =
+      std::clamp<int64_t>(ceil_div(packed_tokens(plan, false) * plan.heads_q, kRowsOfOne), 1,
+                          kOfAnSm * gpu.multiprocessors);
   const Kernel* preprocess = find_kernel(Role::kPackedPreprocess, plan.family, p.query.dtype);
   plan.launches.push_back(
       once(*preprocess, grid_of(2 * packed_bounds_ctas(plan) + of_rows), Given::kCall));
@@ -199,9 +200,11 @@ std::string cannot_pack(const AttentionPlan& plan, const Kernel& kernel) {
   constexpr int64_t kMostTokens = kNoLimit;  // so that those of a whole tile can be counted
   constexpr int64_t kShared = 32;            // up to this head dim, heads share a box of 64 columns
   const AttentionProblem& p = plan.problem;
-  if (std::max(p.query.shape[0], p.key.shape[0]) > kMostTokens) {
+  if (std::max(packed_tokens(plan, false), packed_tokens(plan, true)) > kMostTokens) {
     return text("takes at most ", kMostTokens, " tokens");
   }
+  if (p.key_lengths) return "takes no key lengths";
+  if (!p.ragged && p.grad_sinks) return "has no gradient of sinks of a dense batch";
   const bool backward = p.pass == Pass::kBackward;
   const auto maybe = [](const std::optional<TensorSpec>& spec) { return spec ? &*spec : nullptr; };
   const std::pair<const char*, const TensorSpec*> tensors[] = {{"query", &p.query},
@@ -214,7 +217,9 @@ std::string cannot_pack(const AttentionPlan& plan, const Kernel& kernel) {
                                                                {"grad_value", maybe(p.grad_value)}};
   // Of the others lacks() knows that a tensor map describes them.
   TensorSpec four;
-  if (p.grad_query && !four_dimensions(*p.grad_query, true, four)) return "grad_query is broadcast";
+  if (p.grad_query && !four_dimensions(*p.grad_query, p.ragged.has_value(), four)) {
+    return "grad_query is broadcast";
+  }
   const int64_t dim = std::max(plan.head_dim, plan.head_dim_v);
   if (kernel.heads_of_box == 1) {
     return dim > kShared ? "" : text("made for head dims above ", kShared);
@@ -224,7 +229,8 @@ std::string cannot_pack(const AttentionPlan& plan, const Kernel& kernel) {
   }
   if (plan.heads_q != plan.heads_k) return "takes no heads that share their keys";
   for (const auto& [name, spec] : tensors) {
-    if (spec && spec->shape[1] > 1 && spec->stride[1] != dim) {
+    const int heads = p.ragged ? 1 : spec ? spec->rank - 3 : 0;
+    if (spec && spec->shape[heads] > 1 && spec->stride[heads] != dim) {
       return text("the heads of ", name, " do not lie side by side");
     }
   }
@@ -235,7 +241,7 @@ std::string cannot_pack(const AttentionPlan& plan, const Kernel& kernel) {
 static bool can_pack(const AttentionPlan& plan) {
   const AttentionProblem& p = plan.problem;
   const Geometry g = geometry(p);
-  if (!p.ragged || p.bias || g.softcap > 0 || !(g.scale > 0)) return false;
+  if (p.bias || g.softcap > 0 || !(g.scale > 0)) return false;
   const Role role = p.pass == Pass::kBackward ? Role::kBackward : Role::kForward;
   return std::any_of(kernels().begin(), kernels().end(), [&](const Kernel& k) {
     return k.packed && k.role == role && k.dtype == p.query.dtype &&
@@ -249,7 +255,7 @@ std::string slower(const AttentionPlan& plan, const Gpu& gpu) {
   const int64_t dim = std::max(plan.head_dim, plan.head_dim_v);
   const bool ragged = plan.problem.ragged.has_value();
   const bool backward = plan.problem.pass == Pass::kBackward;
-  if (many_short_sequences(plan, gpu) && can_pack(plan)) return {};
+  if (many_packed_sequences(plan, gpu) && can_pack(plan)) return {};
   if (dim <= kDim && !plan.problem.bias && (backward || mean_length(plan) > kDimShort)) {
     return text("head dims up to ", kDim, " have tiles of their own in sm80");
   }

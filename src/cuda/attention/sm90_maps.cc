@@ -100,13 +100,14 @@ bool encode_grad_bias(TensorMap& map, const AttentionPlan& plan, const Attention
 }
 
 Status encode_packed(TensorMap& map, const TensorSpec& spec, const void* data, int rows,
-                     bool side_by_side) {
+                     bool side_by_side, bool ragged) {
   TensorSpec all = spec;
   if (side_by_side) {
-    all.shape[1] = 1;
-    all.shape[2] = spec.shape[1] * spec.shape[2];
+    const int heads = ragged ? 1 : spec.rank - 3, columns = spec.rank - 1;
+    all.shape[columns] *= all.shape[heads];
+    all.shape[heads] = 1;
   }
-  return encode_keys(map, all, data, rows, 64, true);
+  return encode_keys(map, all, data, rows, 64, ragged);
 }
 
 }  // namespace flashmoe::cuda::sm90

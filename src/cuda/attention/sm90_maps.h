@@ -33,9 +33,9 @@ Status encode_bias(TensorMap& map, const Call& call, const AttentionParams& p, i
 // one dimension, and rows are whole chunks of 16 bytes from each other.
 bool encode_grad_bias(TensorMap& map, const AttentionPlan& plan, const AttentionBwdParams& p);
 
-// The map of a tensor (tokens, heads, D), copied `rows` tokens and 64 columns at a time; with
+// The map of a tensor of a packed batch, copied `rows` tokens and 64 columns at a time; with
 // `side_by_side`, columns are those of all heads.
 Status encode_packed(TensorMap& map, const TensorSpec& spec, const void* data, int rows,
-                     bool side_by_side);
+                     bool side_by_side, bool ragged);
 
 }  // namespace flashmoe::cuda::sm90

@@ -8,6 +8,7 @@
 #include "cuda/attention/lay_out.h"
 #include "cuda/attention/sm90.h"
 #include "cuda/attention/sm90/paged.h"
+#include "cuda/attention/sm90/tiles.h"
 #include "cuda/attention/sm90_maps.h"
 #include "cuda/attention/sm90_tasks.h"
 #include "cuda/attention/workspace.h"
@@ -104,18 +105,33 @@ Status run_forward(const Call& call) {
   return run_launches(call, p, side);
 }
 
+// encode_packed() for the tensors of a call, unless one before has failed or there is none.
+class PackedMaps {
+ public:
+  static constexpr int kRowsOfWarp = 16;  // which results leave by
+  explicit PackedMaps(const AttentionPlan& plan)
+      : side_by_side_(main_kernel(plan).heads_of_box > 1),
+        ragged_(plan.problem.ragged.has_value()) {}
+  void add(TensorMap& map, const TensorSpec& spec, const void* data, int rows = kPackedChunk) {
+    if (status_.ok() && data)
+      status_ = encode_packed(map, spec, data, rows, side_by_side_, ragged_);
+  }
+  const Status& status() const { return status_; }
+
+ private:
+  const bool side_by_side_, ragged_;
+  Status status_;
+};
+
 Status fill_maps(Sm90PackedParams& p, const Call& call) {
-  constexpr int kRowsOfWarp = 16;  // which O leaves by
-  const AttentionPlan& plan = call.plan;
-  const AttentionProblem& problem = plan.problem;
+  const AttentionProblem& problem = call.plan.problem;
   const AttentionTensors& t = call.tensors;
-  const bool several = main_kernel(plan).heads_of_box > 1;
-  const int rows = static_cast<int>(plan.block_q), keys = static_cast<int>(plan.block_k);
-  Status status = encode_packed(p.query_map, problem.query, t.query, rows, several);
-  if (status.ok()) status = encode_packed(p.key_map, problem.key, t.key, keys, several);
-  if (status.ok()) status = encode_packed(p.value_map, problem.value, t.value, keys, several);
-  if (status.ok()) status = encode_packed(p.out_map, problem.out, t.out, kRowsOfWarp, several);
-  return status;
+  PackedMaps maps(call.plan);
+  maps.add(p.query_map, problem.query, t.query);
+  maps.add(p.key_map, problem.key, t.key);
+  maps.add(p.value_map, problem.value, t.value);
+  maps.add(p.out_map, problem.out, t.out, PackedMaps::kRowsOfWarp);
+  return maps.status();
 }
 
 Status run_packed(const Call& call) {
@@ -126,34 +142,32 @@ Status run_packed(const Call& call) {
   p.boxes = static_cast<int32_t>(packed_boxes(plan));
   p.num_tasks = static_cast<int32_t>(plan.work_items);
   p.bounds = reinterpret_cast<RowBounds*>(call.workspace + call.forward.row_bounds);
-  p.rows = static_cast<int32_t>(round_up(plan.problem.query.shape[0], plan.block_q));
+  p.rows = static_cast<int32_t>(round_up(packed_tokens(plan, false), plan.block_q));
+  p.pitch_q = static_cast<int32_t>(packed_pitch(plan, false));
+  p.pitch_k = static_cast<int32_t>(packed_pitch(plan, true));
   const SideParams side = fill_side_params(call, p, false);
   p.ragged = side.ragged;
+  p.ragged.tile_counter = reinterpret_cast<int32_t*>(call.workspace + call.forward.tile_counter);
   if (Status status = fill_maps(p, call); !status.ok()) return status;
   return run_launches(call, p, side);
 }
 
 Status fill_maps(Sm90PackedBwdParams& p, const Call& call) {
-  constexpr int kRowsOfWarp = 16;  // which gradients leave by
-  const AttentionPlan& plan = call.plan;
-  const AttentionProblem& problem = plan.problem;
+  const AttentionProblem& problem = call.plan.problem;
   const AttentionTensors& t = call.tensors;
-  const bool several = main_kernel(plan).heads_of_box > 1;
-  const int rows = static_cast<int>(plan.block_k);
-  Status status = encode_packed(p.query_map, problem.query, t.query, rows, several);
-  if (status.ok()) status = encode_packed(p.key_map, problem.key, t.key, rows, several);
-  if (status.ok()) status = encode_packed(p.value_map, problem.value, t.value, rows, several);
+  PackedMaps maps(call.plan);
+  maps.add(p.query_map, problem.query, t.query);
+  maps.add(p.key_map, problem.key, t.key);
+  maps.add(p.value_map, problem.value, t.value);
   p.grad_out_map = p.query_map;
-  if (status.ok() && p.grad_out) {
-    status = encode_packed(p.grad_out_map, *problem.grad_out, t.grad_out, rows, several);
-  }
+  if (p.grad_out) maps.add(p.grad_out_map, *problem.grad_out, t.grad_out);
   const auto gradient = [&](TensorMap& map, const std::optional<TensorSpec>& spec, void* data) {
-    if (status.ok() && data) status = encode_packed(map, *spec, data, kRowsOfWarp, several);
+    if (data) maps.add(map, *spec, data, PackedMaps::kRowsOfWarp);
   };
   gradient(p.grad_query_map, problem.grad_query, p.grad_query);
   gradient(p.grad_key_map, problem.grad_key, p.grad_key);
   gradient(p.grad_value_map, problem.grad_value, p.grad_value);
-  return status;
+  return maps.status();
 }
 
 Status run_packed_backward(const Call& call) {
@@ -170,6 +184,8 @@ Status run_packed_backward(const Call& call) {
   p.key_side = packed_side(plan, true);
   p.stored_heads = static_cast<int32_t>(round_up(plan.heads_q, main_kernel(plan).heads_of_box));
   p.bounds_ctas = static_cast<int32_t>(packed_bounds_ctas(plan));
+  p.pitch_q = static_cast<int32_t>(packed_pitch(plan, false));
+  p.pitch_k = static_cast<int32_t>(packed_pitch(plan, true));
   p.num_tasks = static_cast<int32_t>(plan.work_items);
   const SideParams side = fill_side_params(call, p, false);
   p.ragged = side.ragged;

@@ -84,7 +84,7 @@ int64_t packed_boxes(const AttentionPlan& plan) {
 }
 Sm90PackedBwdParams::Side packed_side(const AttentionPlan& plan, bool keys) {
   const AttentionProblem& p = plan.problem;
-  const int64_t tiles = ceil_div((keys ? p.key : p.query).shape[0], plan.block_q);
+  const int64_t tiles = ceil_div(packed_tokens(plan, keys), plan.block_q);
   const int64_t boxes =
       ceil_div(keys ? plan.heads_k : plan.heads_q, main_kernel(plan).heads_of_box);
   const bool wanted = keys ? p.grad_key || p.grad_value : p.grad_query.has_value();

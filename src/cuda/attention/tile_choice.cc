@@ -70,6 +70,11 @@ bool many_short_sequences(const AttentionPlan& plan, const Gpu& gpu) {
          plan.batch * plan.heads_k >= 4 * gpu.multiprocessors;
 }
 
+bool many_packed_sequences(const AttentionPlan& plan, const Gpu& gpu) {
+  return mean_length(plan) <= (plan.problem.ragged ? 48 : 64) &&
+         plan.batch * plan.heads_k >= 4 * gpu.multiprocessors;
+}
+
 int64_t mean_length(const AttentionPlan& plan) {
   const AttentionProblem& p = plan.problem;
   if (!p.ragged) return std::max(plan.len_q, plan.len_k);
@@ -82,6 +87,7 @@ const Kernel* choose_tile(AttentionPlan& plan, const Family& family, const Gpu& 
   const Role role = main_role(p);
   const int64_t dim = std::max(plan.head_dim, plan.head_dim_v);
   const bool short_sequences = !forced && many_short_sequences(plan, gpu) && dim <= kShortDim;
+  const bool packs = !forced && many_packed_sequences(plan, gpu) && dim <= kShortDim;
   const bool for_short = short_sequences && has_short_tiles(family, role, p.query.dtype);
   const bool tf32 = takes_tf32(family, p);
   const Geometry g = geometry(p);
@@ -103,11 +109,11 @@ const Kernel* choose_tile(AttentionPlan& plan, const Family& family, const Gpu& 
     // Tiles that take a bias in another way say nothing about this one.
     if (k.bias_input != kNoBias && k.bias_input != bias_input(plan)) continue;
     if (k.packed) {  // beside the tiles of a head dim, which serve where these do not
-      if (!p.ragged || general_score || chosen) continue;
+      if (!(p.ragged || packs || forced) || general_score || chosen) continue;
       const bool matches = forced && k.block_q == forced->rows && k.block_k == forced->columns;
       if (forced && !matches) continue;
       std::string reason = family.cannot_pack(plan, k);
-      if (reason.empty() && !forced && !short_sequences) reason = kForShort;
+      if (reason.empty() && !forced && !packs) reason = kForShort;
       if (reason.empty()) {
         chosen = &k;
       } else {

@@ -19,6 +19,9 @@ int64_t resident_ctas(const Kernel& kernel, const Chip& chip);
 // Whether there are so many sequences, and on average so short, that a tile should not be larger.
 bool many_short_sequences(const AttentionPlan& plan, const Gpu& gpu);
 
+// The same for tiles of tokens, which have several sequences.
+bool many_packed_sequences(const AttentionPlan& plan, const Gpu& gpu);
+
 // Tokens of a sequence: its queries or its keys, whichever are more; ragged, on average.
 int64_t mean_length(const AttentionPlan& plan);
 

@@ -5,6 +5,7 @@
 #include "core/numbers.h"
 #include "cuda/attention/bias_plan.h"
 #include "cuda/attention/params.h"
+#include "cuda/attention/sm90/tiles.h"
 
 namespace flashmoe::cuda {
 namespace {
@@ -62,9 +63,18 @@ int64_t sink_parts(const AttentionPlan& plan) {
   return std::clamp<int64_t>(ceil_div(sink_rows(plan), kRowsOfPart), 1, most);
 }
 
+int64_t packed_pitch(const AttentionPlan& plan, bool keys) {
+  return plan.problem.ragged ? 0 : round_up(keys ? plan.len_k : plan.len_q, kPackedChunk);
+}
+int64_t packed_tokens(const AttentionPlan& plan, bool keys) {
+  const AttentionProblem& p = plan.problem;
+  return p.ragged ? (keys ? p.key : p.query).shape[0] : plan.batch * packed_pitch(plan, keys);
+}
+
 bool counts_tasks(const AttentionPlan& plan) {
   if (!main_kernel(plan).counts_tasks) return false;
-  return plan.problem.ragged || kernel_of(plan.launches.front()).role == Role::kTaskCounter;
+  return plan.problem.ragged || main_kernel(plan).packed ||
+         kernel_of(plan.launches.front()).role == Role::kTaskCounter;
 }
 
 ForwardWorkspace forward_workspace(const AttentionPlan& plan) {
@@ -80,7 +90,8 @@ ForwardWorkspace forward_workspace(const AttentionPlan& plan) {
       p.ragged && !packed ? ragged_slots(p.query.shape[0], plan.block_q, plan.batch) : int64_t{0};
   w.aligned_bias = place(aligned_bias_bytes(plan));
   w.blocks = place(slots * static_cast<int64_t>(sizeof(RaggedBlock)));
-  w.row_bounds = place(packed ? round_up(p.query.shape[0], plan.block_q) * 2 * sizeof(int32_t) : 0);
+  w.row_bounds =
+      place(packed ? round_up(packed_tokens(plan, false), plan.block_q) * 2 * sizeof(int32_t) : 0);
   w.transposed_bias = place(transposed_bias_bytes(plan));
   w.tile_counter = place(counts_tasks(plan) ? kAlignment : 0);
   const int64_t rows =
@@ -106,10 +117,11 @@ BackwardWorkspace backward_workspace(const AttentionPlan& plan, const Kernel* bi
   w.sink_sums = place(sums_sinks ? plan.heads_q * sink_parts(plan) * sizeof(float) : 0);
   if (kernel.packed) {
     // A stage of queries may begin with the last one.
-    w.rows = round_up(p.query.shape[0], block) + plan.block_k;
+    const int64_t rows_q = round_up(packed_tokens(plan, false), block);
+    w.rows = rows_q + plan.block_k;
     w.lse_delta = place(round_up(heads, kernel.heads_of_box) * w.rows * 2 * sizeof(float));
-    w.query_bounds = place(round_up(p.query.shape[0], block) * 2 * sizeof(int32_t));
-    w.key_bounds = place(round_up(p.key.shape[0], block) * 2 * sizeof(int32_t));
+    w.query_bounds = place(rows_q * 2 * sizeof(int32_t));
+    w.key_bounds = place(round_up(packed_tokens(plan, true), block) * 2 * sizeof(int32_t));
     w.tile_counter = place(sizeof(int32_t));
     return w;
   }

@@ -47,6 +47,11 @@ int64_t slice_batch(const AttentionPlan& plan);
 int64_t sink_rows(const AttentionPlan& plan);
 int64_t sink_parts(const AttentionPlan& plan);
 
+// Packed kernels, whose tokens are those of all sequences, queries or keys. Of a dense batch each
+// sequence has whole chunks of them: the tokens from one to the next; ragged, 0.
+int64_t packed_pitch(const AttentionPlan& plan, bool keys);
+int64_t packed_tokens(const AttentionPlan& plan, bool keys);
+
 // Offsets are in bytes; a buffer that a call has no use for has no bytes.
 struct ForwardWorkspace {
   size_t aligned_bias = 0;     // (batch, heads, len_q, pitch), as the bias has them

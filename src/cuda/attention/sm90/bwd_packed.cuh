@@ -1,4 +1,4 @@
-// Attention backward for ragged batches of many short sequences, on Hopper: tiles of tokens,
+// Attention backward for batches of many short sequences, on Hopper: tiles of tokens,
 // whatever sequences these are of, as fwd_packed.cuh has them.
 //
 //   own rows    the other side, stage by stage: all that the sequences of a tile have
@@ -80,7 +80,8 @@ struct PackedBwdConfig {
   static_assert(offsetof(Smem, tasks) + kBarrierBytes == kTile.shared_bytes());
   static_assert(sizeof(Smem) <= kTile.shared_bytes());
   static_assert(kTile.ctas * (kTile.shared_bytes() + 1024) <= 228 * 1024);
-  static_assert(kBlockK % kChunk == 0 && kBlockQ % kBlockK == 0 && kHeads * kDim == 64);
+  static_assert(kBlockK == kPackedChunk && kBlockK % kChunk == 0 && kBlockQ % kBlockK == 0);
+  static_assert(kHeads * kDim == 64);
 
   static __device__ __forceinline__ tma::Slot slot(uint32_t smem, int barrier) {
     return tma::Slot(smem + offsetof(Smem, barriers) + barrier * sizeof(tma::Slot::Barriers));

@@ -260,14 +260,11 @@ class PackedBwdConsumer {
     ptx::fence_proxy_async_shared();
     __syncwarp();  // the warp's rows are in shared memory
     if (lane() == 0) {
-      const int column = C::kHeads > 1 ? 64 * box : 0, head = C::kHeads > 1 ? 0 : box;
+      const TokenBox<C> tokens(box * C::kHeads, token, kKeys ? p_.pitch_k : p_.pitch_q);
       if (!kKeys || p_.grad_key) {
-        ptx::tma_store(row_address(0), kKeys ? &p_.grad_key_map : &p_.grad_query_map, column, token,
-                       head, 0);
+        tokens.store(row_address(0), kKeys ? p_.grad_key_map : p_.grad_query_map);
       }
-      if (kKeys && p_.grad_value) {
-        ptx::tma_store(row_address(1), &p_.grad_value_map, column, token, head, 0);
-      }
+      if (kKeys && p_.grad_value) tokens.store(row_address(1), p_.grad_value_map);
       ptx::cp_async_bulk_commit_group();
     }
     guard_rows(state, box, token);

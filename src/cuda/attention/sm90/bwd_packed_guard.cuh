@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cuda/attention/score.cuh"
-#include "cuda/attention/sm90/params.h"
+#include "cuda/attention/sm90/packed_rows.cuh"
 #include "cuda/attention/sm90/warpgroup.cuh"
 #include "cuda/attention/softmax.cuh"
 
@@ -12,11 +12,11 @@ namespace flashmoe::cuda::sm90 {
 template <class Type, bool kKeys>
 class PackedRowGuard {
   static constexpr int kColumns = 2;  // of a lane, 32 apart
-  // A tensor and how many columns it has.
+  // A tensor, how many columns it has, and the pitch of its side.
   struct Tensor {
     const void* data;
     const Strides& strides;
-    int dim;
+    int dim, pitch;
   };
   using Row = float[kColumns];
 
@@ -26,11 +26,13 @@ class PackedRowGuard {
   // Row `token` of a head of queries, or of keys, by the whole warp.
   __device__ __forceinline__ void recompute(int token, int head, const RowBounds& bounds) const {
     const int heads = kKeys ? p_.heads_q / p_.group : p_.heads_q;
-    if (token >= (kKeys ? p_.ragged.key.tokens : p_.ragged.query.tokens) || head >= heads) return;
-    const Tensor q{p_.query, p_.query_strides, p_.head_dim};
-    const Tensor k{p_.key, p_.key_strides, p_.head_dim};
-    const Tensor v{p_.value, p_.value_strides, p_.head_dim_v};
-    const Tensor dO{p_.grad_out, p_.grad_out_strides, p_.head_dim_v};
+    const int pitch = kKeys ? p_.pitch_k : p_.pitch_q, length = kKeys ? p_.len_k : p_.len_q;
+    const int64_t tokens = kKeys ? p_.ragged.key.tokens : p_.ragged.query.tokens;
+    if (!is_token(token, pitch, tokens, length, p_) || head >= heads) return;
+    const Tensor q{p_.query, p_.query_strides, p_.head_dim, p_.pitch_q};
+    const Tensor k{p_.key, p_.key_strides, p_.head_dim, p_.pitch_k};
+    const Tensor v{p_.value, p_.value_strides, p_.head_dim_v, p_.pitch_k};
+    const Tensor dO{p_.grad_out, p_.grad_out_strides, p_.head_dim_v, p_.pitch_q};
     Row x1, x2, dx1 = {}, dx2 = {};
     read(x1, kKeys ? k : q, token, head);
     read(x2, kKeys ? v : dO, token, head);
@@ -71,24 +73,21 @@ class PackedRowGuard {
   }
 
  private:
-  static __device__ __forceinline__ int64_t offset(const Strides& strides, int64_t token,
-                                                   int head) {
-    return token * strides.row + head * strides.head;
-  }
   // Zeros beyond the last column, and where there is no tensor.
-  static __device__ __forceinline__ void read(Row& x, const Tensor& tensor, int token, int head) {
-    const uint16_t* row =
-        static_cast<const uint16_t*>(tensor.data) + offset(tensor.strides, token, head);
+  __device__ __forceinline__ void read(Row& x, const Tensor& tensor, int token, int head) const {
+    const uint16_t* row = static_cast<const uint16_t*>(tensor.data) +
+                          token_offset(tensor.strides, token, tensor.pitch, head, p_);
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
       const int column = lane() + 32 * j;
       x[j] = tensor.data && column < tensor.dim ? Type::unpack(row[column]) : 0.f;
     }
   }
-  static __device__ __forceinline__ void write(void* data, const Strides& strides, int dim,
-                                               const Row& x, float scale, int token, int head) {
+  __device__ __forceinline__ void write(void* data, const Strides& strides, int dim, const Row& x,
+                                        float scale, int token, int head) const {
     if (!data) return;
-    uint16_t* row = static_cast<uint16_t*>(data) + offset(strides, token, head);
+    uint16_t* row = static_cast<uint16_t*>(data) +
+                    token_offset(strides, token, kKeys ? p_.pitch_k : p_.pitch_q, head, p_);
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
       const int column = lane() + 32 * j;

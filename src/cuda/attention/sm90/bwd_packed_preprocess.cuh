@@ -7,23 +7,29 @@
 #pragma once
 
 #include "cuda/attention/sm90/bwd_preprocess.cuh"
+#include "cuda/attention/sm90/packed_rows.cuh"
 #include "cuda/attention/sm90/row_bounds.cuh"
 
 namespace flashmoe::cuda::sm90 {
 
 // By warp `warp` of `warps`. Rows after the last token, and heads of a box that there are not, have
 // an LSE of infinity: no probability.
-template <class T>
+template <class T, bool kDense>
 __device__ __forceinline__ void find_lse_delta(int64_t warp, int64_t warps,
                                                const Sm90PackedBwdParams& p) {
-  constexpr int kTokens = 4, kAtOnce = 4;  // groups of rows of a warp, and how many at once
+  // Groups of rows of a warp, and how many at once: registers are few.
+  constexpr int kTokens = 4, kAtOnce = kDense ? 2 : 4;
+  const int pitch = kDense ? p.pitch_q : 0;
   const int lanes = row_lanes(p.head_dim_v), heads = 8 / lanes;  // of a group
   const int lane = threadIdx.x % lanes, row = threadIdx.x % 32 / lanes;
   const int head_groups = (p.stored_heads + heads - 1) / heads;
-  const int64_t tokens = p.ragged.query.tokens, quads = p.rows / kTokens;  // of tokens
-  const auto at = [](const void* tensor, const Strides& strides, int64_t token, int head) {
+  const int64_t quads = p.rows / kTokens;  // of tokens
+  // The last token of all: where there is none, its rows are read and thrown away.
+  const int last =
+      kDense ? (p.batch - 1) * pitch + p.len_q - 1 : static_cast<int>(p.ragged.query.tokens) - 1;
+  const auto at = [&](const void* tensor, const Strides& strides, int token, int head) {
     return static_cast<const char*>(tensor) +
-           (token * strides.row + head * strides.head) * T::kBytes;
+           token_offset(strides, token, pitch, head, p) * T::kBytes;
   };
   // Which group is next: its tokens, and its heads, which are the faster index. Dividing 64 bits
   // takes a hundred instructions, so it is done once.
@@ -33,27 +39,26 @@ __device__ __forceinline__ void find_lse_delta(int64_t warp, int64_t warps,
   const int of_quad_step = static_cast<int>(warps % head_groups);
 #pragma unroll 1
   while (quad < quads) {
-    int64_t token[kAtOnce];
-    int head[kAtOnce];
+    int token[kAtOnce], head[kAtOnce];
     bool exists[kAtOnce];
     const char *out[kAtOnce], *grad_out[kAtOnce];
     float lse[kAtOnce], delta[kAtOnce] = {};
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       head[i] = of_quad * heads + row % heads;
-      token[i] = quad * kTokens + row / heads;
-      exists[i] = token[i] < tokens && head[i] < p.heads_q;
+      token[i] = static_cast<int>(quad) * kTokens + row / heads;
+      exists[i] = is_token(token[i], pitch, last + 1, p.len_q, p) && head[i] < p.heads_q;
       quad += quad_step;
       of_quad += of_quad_step;
       if (of_quad >= head_groups) {
         of_quad -= head_groups;
         ++quad;
       }
-      const int64_t from = min(token[i], tokens - 1);
+      const int from = kDense ? (exists[i] ? token[i] : last) : min(token[i], last);
       const int from_head = min(head[i], p.heads_q - 1);
       out[i] = at(p.out, p.out_strides, from, from_head);
       grad_out[i] = at(p.grad_out, p.grad_out_strides, from, from_head);
-      lse[i] = p.lse[from * p.lse_strides.row + from_head * p.lse_strides.head];
+      lse[i] = p.lse[token_offset(p.lse_strides, from, pitch, from_head, p)];
     }
     if (p.grad_out) row_products<T>(delta, out, grad_out, p.head_dim_v, lane, lanes);
 #pragma unroll
@@ -62,8 +67,7 @@ __device__ __forceinline__ void find_lse_delta(int64_t warp, int64_t warps,
       if (exists[i]) {
         result.y = -delta[i];
         if (p.grad_lse) {
-          result.y +=
-              p.grad_lse[token[i] * p.grad_lse_strides.row + head[i] * p.grad_lse_strides.head];
+          result.y += p.grad_lse[token_offset(p.grad_lse_strides, token[i], pitch, head[i], p)];
         }
         // A row that sees no key has probabilities 2^(s - inf) = 0.
         if (lse[i] != -INFINITY) result.x = lse[i] == INFINITY ? NAN : lse[i] * kLog2e;
@@ -85,11 +89,16 @@ __device__ __forceinline__ void attention_bwd_packed_preprocess(const Sm90Packed
     const BoundsOf of = {.keys = keys,
                          .bounds = keys ? p.key_bounds : p.query_bounds,
                          .rows = keys ? p.key_side.rows : p.query_side.rows};
-    find_row_bounds(of, blockIdx.x / 2, p.bounds_ctas, p.ragged, p);
+    find_bounds(of, blockIdx.x / 2, p.bounds_ctas, p);
   } else {
     constexpr int kWarps = kRaggedThreads / 32;
-    find_lse_delta<T>(int64_t{number} * kWarps + threadIdx.x / 32,
-                      int64_t{gridDim.x - 2 * p.bounds_ctas} * kWarps, p);
+    const int64_t warp = int64_t{number} * kWarps + threadIdx.x / 32;
+    const int64_t warps = int64_t{gridDim.x - 2 * p.bounds_ctas} * kWarps;
+    if (p.pitch_q) {
+      find_lse_delta<T, true>(warp, warps, p);
+    } else {
+      find_lse_delta<T, false>(warp, warps, p);
+    }
   }
 }
 

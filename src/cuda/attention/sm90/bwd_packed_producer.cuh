@@ -3,6 +3,7 @@
 // tasks.
 #pragma once
 
+#include "cuda/attention/sm90/packed_rows.cuh"
 #include "cuda/attention/sm90/params.h"
 #include "cuda/ptx/grid.cuh"
 #include "cuda/tma/pipeline.cuh"
@@ -41,7 +42,7 @@ __device__ __forceinline__ PackedBwdTask find_packed_task(int number, int block,
   task.first_row = tile * block;
   // Even, as LSE and delta are copied in chunks of 16 bytes.
   const RowBounds* rows = (task.keys ? p.key_bounds : p.query_bounds) + task.first_row;
-  task.begin = rows[0].begin() & ~1;
+  task.begin = stage_begin(rows[0].begin() & ~1, task.keys ? p.pitch_q : p.pitch_k);
   task.end = rows[block - 1].end;
   return task;
 }
@@ -95,12 +96,6 @@ class PackedBwdProducer {
  private:
   __device__ __forceinline__ int take() const { return atomicAdd(p_.tile_counter, 1); }
 
-  // Loads 32 tokens of a tensor, of the heads that `head` is of. Heads of a box lie side by side.
-  __device__ __forceinline__ void load(uint32_t to, const TensorMap& map, uint32_t barrier,
-                                       int head, int token) const {
-    const bool several = C::kHeads > 1;
-    ptx::tma_load(to, &map, barrier, several ? head * C::kDim : 0, token, several ? 0 : head, 0);
-  }
   // Without grad_out zeros are loaded: what is beyond the end of a tensor.
   __device__ __forceinline__ int grad_out_token(int token) const {
     return p_.grad_out ? token : kNoLimit;
@@ -127,11 +122,13 @@ class PackedBwdProducer {
         slot.full, 2 * C::Rows::kBytes + kBoundsBytes + (task.keys ? 0 : kLseDeltaBytes));
     const TensorMap& first = task.keys ? p_.key_map : p_.query_map;
     const TensorMap& second = task.keys ? p_.value_map : p_.grad_out_map;
+    const int pitch = task.keys ? p_.pitch_k : p_.pitch_q;
 #pragma unroll 1
     for (int i = 0; i < C::kBlockQ; i += C::kBlockK) {
-      load(to + i * 128, first, slot.full, head, row + i);
-      load(to + C::Rows::kBytes + i * 128, second, slot.full, head,
-           task.keys ? row + i : grad_out_token(row + i));
+      const int token = row + i, second_token = task.keys ? token : grad_out_token(token);
+      TokenBox<C>(head, token, pitch).load(to + i * 128, first, slot.full);
+      TokenBox<C>(head, second_token, pitch)
+          .load(to + C::Rows::kBytes + i * 128, second, slot.full);
     }
     ptx::cp_async_bulk_load(smem_ + offsetof(Smem, bounds) + at * kBoundsBytes,
                             (task.keys ? p_.key_bounds : p_.query_bounds) + row, kBoundsBytes,
@@ -153,15 +150,17 @@ class PackedBwdProducer {
     if (task.keys) {
       const int head = C::kHeads > 1 ? task.box * C::kHeads : task.box * p_.group + round;
       ptx::mbarrier_arrive_expect_tx(slot.full, 2 * C::Stage::kBytes + kLseDeltaBytes);
-      load(to, p_.query_map, slot.full, head, token);
-      load(to + C::Stage::kBytes, p_.grad_out_map, slot.full, head, grad_out_token(token));
+      TokenBox<C>(head, token, p_.pitch_q).load(to, p_.query_map, slot.full);
+      TokenBox<C>(head, grad_out_token(token), p_.pitch_q)
+          .load(to + C::Stage::kBytes, p_.grad_out_map, slot.full);
       load_lse_delta<C::kBlockK>(smem_ + offsetof(Smem, stage_lse_delta) + at * kLseDeltaBytes,
                                  slot.full, head, token);
     } else {
       const int head = C::kHeads > 1 ? task.box * C::kHeads : task.box / p_.group;
       ptx::mbarrier_arrive_expect_tx(slot.full, 2 * C::Stage::kBytes);
-      load(to, p_.key_map, slot.full, head, token);
-      load(to + C::Stage::kBytes, p_.value_map, slot.full, head, token);
+      const TokenBox<C> tokens(head, token, p_.pitch_k);
+      tokens.load(to, p_.key_map, slot.full);
+      tokens.load(to + C::Stage::kBytes, p_.value_map, slot.full);
     }
     stages_.advance();
   }

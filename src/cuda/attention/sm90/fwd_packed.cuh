@@ -1,5 +1,5 @@
-// Attention forward for ragged batches of many short sequences, on Hopper: tiles of tokens,
-// whatever sequences these are of.
+// Attention forward for batches of many short sequences, on Hopper: tiles of tokens, whatever
+// sequences these are of. Batches are ragged, or dense as Sm90PackedParams has them.
 //
 //   queries     keys, tile by tile: all that the sequences of a tile of queries have
 //   +--------+--------+--------+
@@ -69,7 +69,7 @@ struct PackedConfig {
   static_assert(offsetof(Smem, tasks) + kBarrierBytes == kTile.shared_bytes());
   static_assert(sizeof(Smem) <= kTile.shared_bytes());
   static_assert(kTile.ctas * (kTile.shared_bytes() + 1024) <= 228 * 1024);
-  static_assert(kBlockK % kChunk == 0 && kHeads * kDim == 64);
+  static_assert(kBlockK == kPackedChunk && kBlockK % kChunk == 0 && kHeads * kDim == 64);
 
   static __device__ __forceinline__ tma::Slot slot(uint32_t smem, int barrier) {
     return tma::Slot(smem + offsetof(Smem, barriers) + barrier * sizeof(tma::Slot::Barriers));

@@ -254,8 +254,7 @@ class PackedConsumer {
     ptx::fence_proxy_async_shared();
     __syncwarp();  // the warp's rows are in shared memory
     if (lane() == 0) {
-      ptx::tma_store(row_address(), &p_.out_map, C::kHeads > 1 ? 64 * box : 0, token,
-                     C::kHeads > 1 ? 0 : box, 0);
+      TokenBox<C>(box * C::kHeads, token, p_.pitch_q).store(row_address(), p_.out_map);
       ptx::cp_async_bulk_commit_group();
     }
     // lse after the fence, which would wait for its stores.
@@ -276,9 +275,12 @@ class PackedConsumer {
     if (!p_.sinks || bounds.is_rest() || head >= p_.heads) return -INFINITY;
     return sink_of<Type>(p_, head);
   }
+  __device__ __forceinline__ bool exists(int token, int head) const {
+    return is_token(token, p_.pitch_q, p_.ragged.query.tokens, p_.len_q, p_) && head < p_.heads;
+  }
   __device__ __forceinline__ void write_lse(int token, int head, float lse) const {
-    if (!p_.lse || token >= p_.ragged.query.tokens || head >= p_.heads) return;
-    p_.lse[token * p_.lse_strides.row + head * p_.lse_strides.head] = lse;
+    if (!p_.lse || !exists(token, head)) return;
+    p_.lse[token_offset(p_.lse_strides, token, p_.pitch_q, head, p_)] = lse;
   }
 
   // A probability of 0 times a hidden NaN is NaN, and so is -inf plus a hidden infinity: rows of O
@@ -306,7 +308,7 @@ class PackedConsumer {
     for (int i = 0; i < kRows * C::kHeads; ++i) {
       const int row = i / C::kHeads, h = i % C::kHeads;
       const uint32_t of_row = __shfl_sync(0xffffffffu, bad, row % 8 * 4) >> (row / 8 * 8);
-      if ((of_row >> h & 1) && token + row < p_.ragged.query.tokens && head_of(box, h) < p_.heads) {
+      if ((of_row >> h & 1) && exists(token + row, head_of(box, h))) {
         recompute_row(token + row, head_of(box, h), bounds_of(row));
       }
     }
@@ -316,19 +318,20 @@ class PackedConsumer {
   __device__ __forceinline__ void recompute_row(int token, int head,
                                                 const RowBounds& bounds) const {
     constexpr int kColumns = (C::kDim + 31) / 32;  // of a lane
-    const auto row_of = [](const void* tensor, const Strides& strides, int64_t token, int head) {
-      return static_cast<const uint16_t*>(tensor) + token * strides.row + head * strides.head;
+    const auto row_of = [&](const void* tensor, const Strides& strides, int token, int pitch,
+                            int head) {
+      return static_cast<const uint16_t*>(tensor) + token_offset(strides, token, pitch, head, p_);
     };
     const auto number = [](const uint16_t* row, int column, int dim) {
       return column < dim ? Type::unpack(row[column]) : 0.f;
     };
     const int key_head = head / p_.group;
-    const uint16_t* q = row_of(p_.query, p_.query_strides, token, head);
+    const uint16_t* q = row_of(p_.query, p_.query_strides, token, p_.pitch_q, head);
     float o[kColumns] = {}, reference = -INFINITY, sum = 0;
 #pragma unroll 1
     for (int key = bounds.begin(); key < bounds.end; ++key) {
-      const uint16_t* k = row_of(p_.key, p_.key_strides, key, key_head);
-      const uint16_t* v = row_of(p_.value, p_.value_strides, key, key_head);
+      const uint16_t* k = row_of(p_.key, p_.key_strides, key, p_.pitch_k, key_head);
+      const uint16_t* v = row_of(p_.value, p_.value_strides, key, p_.pitch_k, key_head);
       float s = 0;
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {
@@ -350,7 +353,8 @@ class PackedConsumer {
     const RowEnd end = end_row(sum, reference, sink_of_row(bounds, head));
     const float inverse = __fdividef(end.share, end.sum);
     if (lane() == 0) write_lse(token, head, end.lse);
-    uint16_t* const out = const_cast<uint16_t*>(row_of(p_.out, p_.out_strides, token, head));
+    uint16_t* const out =
+        const_cast<uint16_t*>(row_of(p_.out, p_.out_strides, token, p_.pitch_q, head));
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
       const int column = lane() + 32 * j;

@@ -2,6 +2,7 @@
 // Q, K, V and the bounds of the rows by TMA as soon as a stage is empty, also across tasks.
 #pragma once
 
+#include "cuda/attention/sm90/packed_rows.cuh"
 #include "cuda/attention/sm90/params.h"
 #include "cuda/ptx/grid.cuh"
 #include "cuda/tma/pipeline.cuh"
@@ -71,32 +72,33 @@ class PackedProducer {
   __device__ __forceinline__ Range find_range(int number) const {
     if (number >= p_.num_tasks) return {};
     const RowBounds* rows = p_.bounds + number / p_.boxes * C::kBlockQ;
-    return {rows[0].begin(), rows[C::kBlockQ - 1].end};
+    return {stage_begin(rows[0].begin(), p_.pitch_k), rows[C::kBlockQ - 1].end};
   }
-
-  // The box's columns and its head, as the tensor maps have them.
-  static __device__ __forceinline__ int column(int box) { return C::kHeads > 1 ? 64 * box : 0; }
-  static __device__ __forceinline__ int head(int box) { return C::kHeads > 1 ? 0 : box; }
 
   __device__ __forceinline__ void load_queries(const tma::Slot& slot, int at, int row,
                                                int box) const {
     constexpr int kBoundsBytes = C::kBlockQ * sizeof(RowBounds);
     ptx::mbarrier_arrive_expect_tx(slot.full, C::Rows::kBytes + kBoundsBytes);
-    ptx::tma_load(smem_ + offsetof(Smem, sQ) + at * C::Rows::kBytes, &p_.query_map, slot.full,
-                  column(box), row, head(box), 0);
+#pragma unroll 1
+    for (int i = 0; i < C::kBlockQ; i += kPackedChunk) {
+      TokenBox<C>(box * C::kHeads, row + i, p_.pitch_q)
+          .load(smem_ + offsetof(Smem, sQ) + at * C::Rows::kBytes + i * 128, p_.query_map,
+                slot.full);
+    }
     ptx::cp_async_bulk_load(smem_ + offsetof(Smem, bounds) + at * kBoundsBytes, p_.bounds + row,
                             kBoundsBytes, slot.full);
   }
 
   // The keys and values from `key` on.
   __device__ __forceinline__ void load_keys(int key, int box) {
-    const int at = keys_.at(), key_head = C::kHeads > 1 ? 0 : box / p_.group;
+    const int at = keys_.at(), key_head = C::kHeads > 1 ? box * C::kHeads : box / p_.group;
     const tma::Slot slot = C::slot(smem_, C::kKeyBarrier + at);
     const uint32_t to = smem_ + at * C::Keys::kBytes;
     keys_.wait_empty(slot);
     ptx::mbarrier_arrive_expect_tx(slot.full, 2 * C::Keys::kBytes);
-    ptx::tma_load(to + offsetof(Smem, sK), &p_.key_map, slot.full, column(box), key, key_head, 0);
-    ptx::tma_load(to + offsetof(Smem, sV), &p_.value_map, slot.full, column(box), key, key_head, 0);
+    const TokenBox<C> tokens(key_head, key, p_.pitch_k);
+    tokens.load(to + offsetof(Smem, sK), p_.key_map, slot.full);
+    tokens.load(to + offsetof(Smem, sV), p_.value_map, slot.full);
     keys_.advance();
   }
 

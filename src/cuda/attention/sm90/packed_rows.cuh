@@ -1,13 +1,62 @@
-// What a warp of the packed kernels knows of its 16 rows: how they lie in shared memory, and which
-// tokens of the other side they see.
+// Where the tokens of a packed batch are, and what a warp of the packed kernels knows of its 16
+// rows: how they lie in shared memory, and which tokens of the other side they see.
 #pragma once
 
+#include "cuda/attention/sequence.cuh"
 #include "cuda/attention/sm90/params.h"
+#include "cuda/attention/sm90/tiles.h"
 #include "cuda/attention/sm90/warpgroup.cuh"
+#include "cuda/ptx/tma.cuh"
 
 namespace flashmoe::cuda::sm90 {
 
 inline constexpr int kPackedRows = 16;  // of a warp
+
+// A token as its batch and its row there; of a ragged batch, whose pitch is 0, as a row of all.
+struct TokenPlace {
+  int row, batch;
+  __device__ __forceinline__ TokenPlace(int token, int pitch)
+      : row(pitch ? token % pitch : token), batch(pitch ? token / pitch : 0) {}
+};
+// Whether there is such a token: of `tokens`, or dense of sequences of `length`.
+__device__ __forceinline__ bool is_token(int token, int pitch, int64_t tokens, int length,
+                                         const AttentionParams& p) {
+  if (!pitch) return token < tokens;
+  const TokenPlace at(token, pitch);
+  return at.row < length && at.batch < p.batch;
+}
+// Where a token's row of a head begins in a tensor, in elements.
+__device__ __forceinline__ int64_t token_offset(const Strides& strides, int token, int pitch,
+                                                int head, const AttentionParams& p) {
+  const TokenPlace at(token, pitch);
+  const int64_t batch = pitch ? batch_offset(p, strides.batch, at.batch) : 0;
+  return batch + at.row * strides.row + head * strides.head;
+}
+
+// The coordinates of a box of tokens from `token` on and of the heads from `head` on: see
+// Sm90PackedParams.
+template <class C>
+struct TokenBox {
+  int x[4];
+  __device__ __forceinline__ TokenBox(int head, int token, int pitch) {
+    const TokenPlace at(token, pitch);
+    const bool several = C::kHeads > 1;
+    x[0] = several ? head * C::kDim : 0;
+    x[1] = at.row;
+    x[2] = several ? 0 : head;
+    x[3] = at.batch;
+  }
+  __device__ __forceinline__ void load(uint32_t to, const TensorMap& map, uint32_t barrier) const {
+    ptx::tma_load(to, &map, barrier, x[0], x[1], x[2], x[3]);
+  }
+  __device__ __forceinline__ void store(uint32_t from, const TensorMap& map) const {
+    ptx::tma_store(from, &map, x[0], x[1], x[2], x[3]);
+  }
+};
+// A stage begins here so that a box has tokens of one sequence.
+__device__ __forceinline__ int stage_begin(int token, int pitch) {
+  return pitch ? token / kPackedChunk * kPackedChunk : token;
+}
 
 // Where this lane's row of an ldmatrix begins in 16 rows of a tile. Columns 16 s to 16 s + 15 are
 // at that address ^ 32 s. Matrices are in the order of the left operand of mma.sync, and of the

@@ -25,7 +25,7 @@ struct Sm90FwdParams : AttentionFwdParams {
   int32_t bias_batches;
 };
 
-// The keys that a query of a ragged batch sees, as positions in K: those of its own sequence, and
+// The keys that a query of a packed batch sees, as positions in K: those of its own sequence, and
 // of these what the mask leaves. Neither number falls from one query to the next, so the keys of a
 // tile of queries are those from its first query's first to its last query's last. A token of no
 // sequence begins after its end. The other way round, for a backward pass: the queries that see a
@@ -45,13 +45,19 @@ struct alignas(8) RowBounds {
 
 // A forward pass over tiles of tokens, whatever sequences these are of: see fwd_packed.cuh. The
 // grid has as many CTAs as the chip holds at once; ragged.tile_counter gives out `num_tasks`.
+//
+// A dense batch is packed as well: its sequences follow each other `pitch` tokens apart, their
+// length in whole chunks. There are no tokens after the last of a sequence: TMA reads zeros there
+// and writes nothing.
 struct Sm90PackedParams : AttentionFwdParams {
-  // (1, heads, tokens, D); where several heads share a box of 64 columns (1, 1, tokens, heads x D).
+  // (batch, heads, length, D); ragged (1, heads, tokens, D). Where several heads share a box of 64
+  // columns, in which they lie side by side, they are one, heads x D wide.
   TensorMap query_map, key_map, value_map, out_map;
-  RaggedParams ragged;  // for the kernel that finds the bounds
-  RowBounds* bounds;    // (rows)
-  int32_t rows;         // queries, in whole tiles
-  int32_t boxes;        // of heads: the heads of a box share a task
+  RaggedParams ragged;       // for the kernel that finds the bounds
+  RowBounds* bounds;         // (rows)
+  int32_t pitch_q, pitch_k;  // dense: from one sequence to the next; ragged: 0
+  int32_t rows;              // queries, in whole tiles
+  int32_t boxes;             // of heads: the heads of a box share a task
   int32_t num_tasks;
 };
 
@@ -64,6 +70,7 @@ struct Sm90PackedBwdParams : AttentionBwdParams {
   TensorMap grad_query_map, grad_key_map, grad_value_map;
   RaggedParams ragged;                   // for the kernel before
   RowBounds *query_bounds, *key_bounds;  // (rows of that side)
+  int32_t pitch_q, pitch_k;              // as in Sm90PackedParams
   // One side of the problem: queries or keys.
   struct Side {
     int32_t rows;   // tokens, in whole tiles

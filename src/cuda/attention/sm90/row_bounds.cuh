@@ -1,11 +1,10 @@
-// Which keys each query of a ragged batch sees, found on the device: only there are the lengths
-// known. Packed kernels (fwd_packed.cuh) read nothing else of them. For a backward pass also the
-// other way round, which queries see each key.
+// Which keys each query of a packed batch sees. Packed kernels (fwd_packed.cuh) read nothing else
+// of its lengths. For a backward pass also the other way round, which queries see each key.
 //
-// Each CTA has a share of the sequences. It first finds where all those before it reach to, so that
-// nobody waits for anybody. What is a sequence, and which are valid, is as in ragged.cuh: what
-// comes after the last one is as good as a sequence, and here it reaches to the end of the last
-// tile.
+// Of a ragged batch that is found on the device: only there are the lengths known. Each CTA has a
+// share of the sequences. It first finds where all those before it reach to, so that nobody waits
+// for anybody. What is a sequence, and which are valid, is as in ragged.cuh: what comes after the
+// last one is as good as a sequence, and here it reaches to the end of the last tile.
 #pragma once
 
 #include "cuda/attention/ragged.cuh"
@@ -125,11 +124,39 @@ __device__ __forceinline__ void find_row_bounds(const BoundsOf& of, int cta, int
   }
 }
 
+// The bounds of a dense batch. Rows after the last token of a sequence see nothing, and begin after
+// the end of its keys, so that numbers do not fall.
+__device__ __forceinline__ void find_dense_bounds(const BoundsOf& of, int cta, int ctas, int pitch,
+                                                  int other_pitch, const AttentionParams& p) {
+  const int len = of.keys ? p.len_k : p.len_q, other_len = of.keys ? p.len_q : p.len_k;
+#pragma unroll 1
+  for (int i = cta * kRaggedThreads + threadIdx.x; i < of.rows; i += ctas * kRaggedThreads) {
+    const int batch = min(i / pitch, p.batch), row = i - batch * pitch, first = batch * other_pitch;
+    if (batch < p.batch && row < len) {
+      of.bounds[i] = row_bounds({batch * pitch, first, len, other_len}, row, of.keys, p);
+    } else {
+      const int end = batch < p.batch ? first + other_len : first;
+      of.bounds[i] = {static_cast<uint32_t>(end) + 1, end};
+    }
+  }
+}
+
+// Those of one side, by CTA `cta` of `ctas`.
+template <class Params>
+__device__ __forceinline__ void find_bounds(const BoundsOf& of, int cta, int ctas,
+                                            const Params& p) {
+  if (p.pitch_q) {
+    find_dense_bounds(of, cta, ctas, of.keys ? p.pitch_k : p.pitch_q,
+                      of.keys ? p.pitch_q : p.pitch_k, p);
+  } else {
+    find_row_bounds(of, cta, ctas, p.ragged, p);
+  }
+}
+
 __device__ __forceinline__ void attention_row_bounds(const Sm90PackedParams& p) {
   ptx::griddepcontrol_launch_dependents();
   if (blockIdx.x + threadIdx.x == 0) *p.ragged.tile_counter = 0;
-  find_row_bounds({.keys = false, .bounds = p.bounds, .rows = p.rows}, blockIdx.x, gridDim.x,
-                  p.ragged, p);
+  find_bounds({.keys = false, .bounds = p.bounds, .rows = p.rows}, blockIdx.x, gridDim.x, p);
 }
 
 }  // namespace flashmoe::cuda::sm90

@@ -61,7 +61,9 @@ struct Sm90FwdTile {
   }
 };
 
-// Tiles of tokens, whatever sequences these are of.
+// Tiles of tokens, whatever sequences these are of. TMA copies chunks of kPackedChunk: sequences of
+// a dense batch begin with one.
+inline constexpr int kPackedChunk = 32;
 struct Sm90PackedTile {
   int head_dim;
   int block_q, block_k;

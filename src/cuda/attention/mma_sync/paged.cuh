@@ -281,7 +281,7 @@ __device__ __forceinline__ int paged_items(int number, PagedTasks<Schedule>& tas
   for (;;) {
     tasks.find(number + 2, p);
     paged_tile<C>(loader, number, shared, smem, tasks.tasks, p);
-    ++number;
+    number = __shfl_sync(0xffffffffu, number + 1, 0);  // in a uniform register: no other is left
     if (!loader.takes(tasks[number])) return number;
     loader.go_on(number, smem, PagedWarp<C>(), tasks.tasks, p);
   }

@@ -1,13 +1,13 @@
 """Plans for every chip name kernels that are there, and say why. Asks the planner only: no GPU.
 
-tests/cpp/test_plan_cuda.cc and test_plan_bias.cc ask for many more problems.
+test_forced_plans.py has those that the environment asks for; tests/cpp/test_plan_cuda.cc and
+test_plan_bias.cc ask for many more problems.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,33 +16,21 @@ import flashmoe_science as fm
 from catalogue import (
     CATALOGUE,
     FAMILIES,
-    FORWARD,
     INFO,
     TORCH_DTYPES,
     Family,
     beside,
     bias_sum,
-    dtype_of,
     needs_all_families,
     report,
 )
+from plans import SHAPE, problem, spec, told
 
 CHIPS = report.CHIPS
 
 pytestmark = needs_all_families
 PLANNED = ("sm_75", "sm_80", "sm_86", "sm_87", "sm_89", "sm_100", "sm_120")
 HEAD_DIMS = (1, 8, 16, 24, 32, 33, 48, 64, 80, 96, 128, 160, 192, 250, 256)
-SHAPE = {"batch": 3, "heads_q": 8, "heads_k": 2, "n": 300, "m": 517}
-
-
-def spec(*shape: int, dtype=torch.float16) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def problem(dtype="fp16", d=64, dv=0, **sizes: int) -> list[torch.Tensor]:
-    batch, heads_q, heads_k, n, m = (SHAPE | sizes).values()
-    q, k, v = (batch, heads_q, n, d), (batch, heads_k, m, d), (batch, heads_k, m, dv or d)
-    return [spec(*shape, dtype=TORCH_DTYPES[dtype]) for shape in (q, k, v)]
 
 
 def capability(chip: str) -> int:
@@ -61,41 +49,6 @@ def can_run(family: Family, chip: str) -> bool:
         elif here // 10 == there // 10 and here >= there:
             return True
     return any(here >= capability(code) for code in family.ptx)
-
-
-LAUNCH = re.compile(
-    r"^    (?P<kernel>\S+): grid (\d+) x (\d+) x (\d+), (\d+) threads, (\d+) bytes of shared memory"
-    r"(?P<rest>.*)$",
-    re.M,
-)
-
-
-def told(text: str) -> dict[str, object]:
-    """A plan from its explanation."""
-    kernel = re.search(r"^ +kernel +(\S+)$", text, re.M)[1]
-    launches = list(LAUNCH.finditer(text))
-    names = [launch["kernel"] for launch in launches]
-    # One that is launched twice in a row (a sum, then the sum of its parts) counts once.
-    names = [name for i, name in enumerate(names) if i == 0 or names[i - 1] != name]
-    main = names.index(kernel) if kernel in names else len(names)
-    numbers = next((x.groups()[1:6] for x in launches if x["kernel"] == kernel), None)
-    tile = re.search(r"tile +(\d+) queries x (\d+) keys", text)
-    splits = re.search(r"^ +splits +the keys, in (\d+)$", text, re.M)
-    slices = re.search(r"^ +slices +(\d+), each a part of the (heads|batch)$", text, re.M)
-    bias_splits = re.search(r"^ +splits +what shares the bias, in (\d+)$", text, re.M)
-    return {
-        "kernel": kernel,
-        "before": names[:main],
-        "after": names[main + 1 :],
-        "splits": int(splits[1]) if splits else 1,
-        "slices": (int(slices[1]), slices[2]) if slices else (1, None),
-        "bias_splits": int(bias_splits[1]) if bias_splits else 1,
-        "grid": tuple(int(x) for x in numbers[:3]) if numbers else None,
-        "threads": int(numbers[3]) if numbers else None,
-        "shared_bytes": int(numbers[4]) if numbers else None,
-        "block_q": int(tile[1]),
-        "block_k": int(tile[2]),
-    }
 
 
 either_pass = pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
@@ -508,86 +461,6 @@ def test_refusals(what, chip, backward):
     tensors, options, words = REFUSED[what]
     with pytest.raises(RuntimeError, match=rf"(?is){words}.*\.cpu\(\)"):
         fm.explain(*tensors, **options, backward=backward, device=chip)
-
-
-# What the environment asks for.
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_can_be_forced(family, monkeypatch):
-    monkeypatch.setenv("FLASHMOE_FAMILY", family)
-    on_cpu = told(fm.explain(*problem(), device="cpu"))["kernel"]
-    assert on_cpu.startswith("cpu_"), "CPU tensors have nothing to do with it"
-    if family in INFO["families"]:
-        for backward in (False, True):
-            text = fm.explain(*problem(), backward=backward, device="sm_90")
-            plan = told(text)
-            for name in (plan["kernel"], *plan["before"], *plan["after"]):
-                assert CATALOGUE[name]["family"] == family
-            assert family == "sm90" or f"FLASHMOE_FAMILY asks for {family}" in text
-    else:
-        words = rf"(?s)FLASHMOE_FAMILY asks for|{family}: this build has no kernels of it"
-        with pytest.raises(RuntimeError, match=words):
-            fm.explain(*problem(), device="sm_90")
-
-
-def test_a_forced_family_still_needs_its_chip_and_dtype(monkeypatch):
-    monkeypatch.setenv("FLASHMOE_FAMILY", "sm80")
-    with pytest.raises(RuntimeError, match=r"sm80: needs sm_80 or newer, the device is sm_75"):
-        fm.explain(*problem(), device="sm_75")
-    monkeypatch.setenv("FLASHMOE_FAMILY", "sm75")
-    with pytest.raises(RuntimeError, match=r"sm75: has no kernels for bfloat16"):
-        fm.explain(*problem("bf16"), device="sm_100")
-
-
-def test_forcing_the_cpu_refuses_cuda_tensors(monkeypatch):
-    monkeypatch.setenv("FLASHMOE_FAMILY", "cpu")
-    with pytest.raises(RuntimeError, match=r"FLASHMOE_FAMILY is cpu.*\.cpu\(\)"):
-        fm.explain(*problem(), device="sm_100")
-    assert told(fm.explain(*problem(), device="cpu"))["kernel"].startswith("cpu_")
-
-
-def test_a_family_that_does_not_exist_is_named(monkeypatch):
-    monkeypatch.setenv("FLASHMOE_FAMILY", "sm42")
-    with pytest.raises(RuntimeError, match=r"FLASHMOE_FAMILY is sm42; it must be sm75, sm80"):
-        fm.explain(*problem(), device="sm_100")
-    monkeypatch.setenv("FLASHMOE_FAMILY", "")
-    fm.explain(*problem(), device="sm_100")
-
-
-def test_a_tile_can_be_forced(monkeypatch):
-    """Every forward tile of the lists; tests/cpp/test_plan_cuda.cc has the backward ones."""
-    for name, kernel in CATALOGUE.items():
-        if kernel["role"] not in FORWARD or not dtype_of(Path(kernel["image"])).endswith("16"):
-            continue
-        chip = "sm_75" if kernel["family"] == "sm75" else "sm_90"
-        monkeypatch.setenv("FLASHMOE_TILE", f"{kernel['block_q']}x{kernel['block_k']}")
-        monkeypatch.setenv("FLASHMOE_FAMILY", kernel["family"])
-        # A bias that stays in shared memory has at most 512 keys.
-        keys = 500 if kernel["role"].endswith("_bias") and kernel["block_q"] == 256 else 517
-        tensors = problem(dtype_of(Path(kernel["image"])), kernel["head_dim"], m=keys)
-        if "_fwd_packed_" in name:  # of ragged batches, which test_hopper_plans.py has
-            continue
-        floats = kernel["family"] != "sm90" or "_bias_float_" in name
-        lead = (SHAPE["batch"], SHAPE["heads_q"]) if "_bias_rows_" in name else ()
-        wide = torch.float32 if floats else tensors[0].dtype
-        wide = torch.bool if "_fwd_mask_" in name else wide
-        bias = spec(*lead, 300, keys, dtype=wide) if kernel["role"].endswith("_bias") else None
-        softcap = 3.0 if "_fwd_general_" in name else 0.0
-        options = {"softcap": softcap, "dropout_p": 0.1 if "_dropout_" in name else 0.0}
-        plan = told(fm.explain(*tensors, bias=bias, **options, device=chip))
-        assert plan["kernel"] == name
-
-
-@pytest.mark.parametrize("tile", ["", "64", "64x", "64x64x64", "axb", "64 x 64 ", "1x1", "-64x64"])
-def test_a_tile_that_does_not_exist_is_named(tile, monkeypatch):
-    monkeypatch.setenv("FLASHMOE_TILE", tile)
-    if not tile:
-        fm.explain(*problem(), device="sm_100")
-        return
-    with pytest.raises(RuntimeError, match=rf"FLASHMOE_TILE .*{tile}.*\d+x\d+"):
-        fm.explain(*problem(), device="sm_100")
-    assert told(fm.explain(*problem(), device="cpu"))["kernel"].startswith("cpu_")
 
 
 @pytest.mark.parametrize("chip", (*PLANNED, "sm_90"))

@@ -95,8 +95,8 @@ def band_of(function: Callable) -> tuple[int, int, Tensor | None] | None:
             remapped = True
         elif part is not theirs.bidirectional_mask_function:
             return None
-    # Positions of one sequence count up by one, as indices do: a band of them is the same band. That
-    # holds within a sequence alone.
+    # Positions of one sequence count up by one, as indices do: a band of them is the same band.
+    # That holds within a sequence alone.
     if remapped and ids is None:
         return None
     if (left is not None and left < 0) or (right is not None and right < 0):

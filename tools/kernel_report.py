@@ -4,7 +4,7 @@
 
 Reads the compiled fatbins with cuobjdump (of a CUDA toolkit, or `pip install
 nvidia-cuda-cuobjdump`), and threads and dynamic shared memory from the built library; needs no GPU.
-The tests of the images (tests/python/test_images.py) use its functions.
+The tests of the images (tests/python/test_images.py, test_machine_code.py) use its functions.
 """
 
 from __future__ import annotations

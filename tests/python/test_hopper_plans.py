@@ -12,7 +12,8 @@ import torch
 
 import flashmoe_science as fm
 from catalogue import CATALOGUE, TORCH_DTYPES, bias_sum, needs_all_families
-from test_plans import HEAD_DIMS, SHAPE, problem, ragged, spec, told
+from plans import SHAPE, problem, spec, told
+from test_plans import HEAD_DIMS, ragged
 
 pytestmark = needs_all_families
 H200 = {"device": "sm_90"}

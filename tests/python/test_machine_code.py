@@ -115,6 +115,9 @@ def strange_fp32_code(kernel: str, opcodes: Counter[str]) -> list[str]:
     wanted, foreign = FP32_CODE[CATALOGUE[kernel]["family"]]
     found = [f"has {x}" for x in opcodes if re.match(rf"(?:{foreign}|{SHARED_SUMS})", x)]
     products = CATALOGUE[kernel]["block_q"] > 0
+    # A sum of pairs' derivatives adds up in place: its lanes have nothing to tell each other.
+    if CATALOGUE[kernel]["role"] == "attention_second_bias_sum":
+        wanted = [x for x in wanted if x != "SHFL"]
     lacks = [x for x in wanted if products and not any(code.startswith(x) for code in opcodes)]
     return found + [f"has no {x}" for x in lacks]
 

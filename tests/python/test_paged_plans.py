@@ -9,7 +9,8 @@ import torch
 
 import flashmoe_science as fm
 from catalogue import CATALOGUE, FAMILIES, TORCH_DTYPES, needs_all_families, report
-from test_plans import PLANNED, can_run, runs, told
+from plans import told
+from test_plans import PLANNED, can_run, runs
 
 pytestmark = needs_all_families
 CHIPS = report.CHIPS

@@ -14,7 +14,8 @@ import torch
 
 import flashmoe_science as fm
 from catalogue import CATALOGUE, FAMILIES, TORCH_DTYPES, needs_all_families
-from test_plans import capability, problem, runs, spec
+from plans import problem, spec
+from test_plans import capability, runs
 
 pytestmark = needs_all_families
 CHIPS = ("sm_75", "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_120")

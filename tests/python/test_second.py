@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 
 import flashmoe_science as fm
 import second_oracle
+from catalogue import needs_all_families
 from oracle import same_bits
 from problems import Seeded, build, draw
 from second_oracle import call_ours, differentiate_twice, tangents_of
@@ -226,8 +227,16 @@ def test_explain_answers(derivative):
     text = fm.explain(q, q, q, bias=bias, device="cpu", derivative=derivative)
     assert f"_attention_{derivative}" in text and "bitwise reproducible" in text
     assert "bias float32 (4, 300, 300)" in text
-    with pytest.raises(RuntimeError, match="no CUDA kernel of this build"):
-        fm.explain(q, q, q, device="sm_90", derivative=derivative)
+
+
+@needs_all_families
+@pytest.mark.parametrize("chip, family", [("sm_75", "sm75"), ("sm_80", "sm80"), ("sm_90", "sm80")])
+@pytest.mark.parametrize("derivative", ["tangent", "second"])
+def test_explain_answers_for_a_gpu(derivative, chip, family):
+    for dtype in (torch.float32, torch.float16):
+        q = torch.empty(2, 4, 300, 24, dtype=dtype, device="meta")
+        text = fm.explain(q, q, q, device=chip, derivative=derivative)
+        assert f"{family}_attention_{derivative}" in text and "bitwise reproducible" in text
 
 
 def test_explain_knows_what_to_explain():

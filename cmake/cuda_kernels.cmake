@@ -153,9 +153,9 @@ message(STATUS "flashmoe: CUDA kernels of ${listed} (FLASHMOE_FAMILIES=${FLASHMO
 
 # Fatbins and sources must belong together: the hash of all device sources goes with the fatbins.
 file(GLOB_RECURSE device_sources RELATIVE ${PROJECT_SOURCE_DIR} CONFIGURE_DEPENDS
-  src/attention/dropout.h src/cuda/*.cu src/cuda/*.cuh src/cuda/attention/paged.h src/cuda/attention/params.h src/cuda/attention/tiles.h src/cuda/attention/sm90/*.h
-  src/cuda/attention/fp32/*.h src/cuda/attention/second/*.h
-  src/cuda/tile/*.h src/cuda/tma/*.h src/cuda/attention/kernels/*.h
+  src/attention/dropout.h src/cuda/*.cu src/cuda/*.cuh src/cuda/tile/*.h src/cuda/tma/*.h
+  src/cuda/attention/paged.h src/cuda/attention/params.h src/cuda/attention/tiles.h src/cuda/attention/sm90/*.h
+  src/cuda/attention/fp32/*.h src/cuda/attention/second/*.h src/cuda/attention/kernels/*.h
   src/cuda/cache/params.h src/cuda/moe/params.h src/cuda/moe/tiles.h src/cuda/moe/sm90/*.h src/cuda/moe/kernels/*.h)
 list(SORT device_sources)
 set(hashes "")
@@ -198,7 +198,8 @@ function(flashmoe_add_image family chip file image)
     add_custom_command(OUTPUT ${fatbin}
       COMMAND ${Python3_EXECUTABLE} ${PROJECT_SOURCE_DIR}/cmake/compile_image.py compile --root ${PROJECT_SOURCE_DIR}/src
         --source ${PROJECT_SOURCE_DIR}/src/cuda/${file} --output ${fatbin} --
-        ${FLASHMOE_NVCC} -fatbin -std=c++20 -O3 --Wno-deprecated-gpu-targets -Xptxas -v ${flashmoe_code_${chip}} ${ARGN}
+        ${FLASHMOE_NVCC} -fatbin -compress-mode=size -std=c++20 -O3 --Wno-deprecated-gpu-targets -Xptxas -v
+        ${flashmoe_code_${chip}} ${ARGN}
       DEPENDS src/cuda/${file} cmake/compile_image.py DEPFILE ${fatbin}.d VERBATIM
       COMMENT "nvcc ${image} for ${chip}")
   endif()

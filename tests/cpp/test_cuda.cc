@@ -388,7 +388,19 @@ TEST(full_launch_attributes) {
 
     fake_cuda.capturing = true;
     CHECK(launch(kernel, shape, 1, nullptr, params, sizeof params).ok());
-    CHECK_EQ(seen.config.numAttrs, 0u);
+    CHECK_EQ(seen.config.numAttrs, 1u);
+  });
+}
+
+TEST(full_graphs_overlap_from_12_3_on) {
+  in_process_of_its_own([] {
+    fake_cuda.version = 12020;
+    const LaunchShape shape{.grid = {6, 1, 1}, .threads = 128, .programmatic = true};
+    CHECK(launch(kernel, shape, 1, nullptr, params, sizeof params).ok());
+    CHECK_EQ(fake_cuda.launch.config.numAttrs, 1u);
+    fake_cuda.capturing = true;
+    CHECK(launch(kernel, shape, 1, nullptr, params, sizeof params).ok());
+    CHECK_EQ(fake_cuda.launch.config.numAttrs, 0u);
   });
 }
 

@@ -144,13 +144,10 @@ def test_nan_reaches_what_depends_on_it(options, shape, dtype):
 
 
 def test_sinks(dtype):
-    """Forward; the gradient of sinks is other kernels'."""
     for shape in ((16, 16, 6, 6), (64, 64, 4, 2)):
         case = with_sinks(case_of((5, 50, 50), shape, dtype=dtype))
-        assert "_fwd_packed_" in explain(case)
-        tensors, options = explained(case)
-        assert "FLASHMOE_TILE asks for 192x32" in refusal(*tensors, **options, backward=True)
-        check_case(replace(case, needs=""))
+        assert "_fwd_packed_" in explain(case) and "_bwd_packed_" in explain(case, backward=True)
+        check_case(case)
 
 
 def test_key_lengths_are_refused(dtype):

@@ -204,7 +204,6 @@ std::string cannot_pack(const AttentionPlan& plan, const Kernel& kernel) {
     return text("takes at most ", kMostTokens, " tokens");
   }
   if (p.key_lengths) return "takes no key lengths";
-  if (!p.ragged && p.grad_sinks) return "has no gradient of sinks of a dense batch";
   const bool backward = p.pass == Pass::kBackward;
   const auto maybe = [](const std::optional<TensorSpec>& spec) { return spec ? &*spec : nullptr; };
   const std::pair<const char*, const TensorSpec*> tensors[] = {{"query", &p.query},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -212,5 +213,13 @@ for interface in (ExpertsInterface(), AttentionInterface()):
 
 def test_without_transformers_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers.integrations.moe", None)
-    with pytest.raises(ImportError, match=r"needs transformers >= 5\.0.*pip install"):
+    with pytest.raises(ImportError, match=r"needs transformers >= 5\.17.*pip install"):
+        fm.register_experts()
+
+
+def test_a_version_whose_experts_say_too_little_is_refused(monkeypatch):
+    """As 5.0's did, which failed when a model was called."""
+    moe = importlib.import_module("transformers.integrations.moe")
+    monkeypatch.setattr(moe, "use_experts_implementation", lambda experts_class=None: None)
+    with pytest.raises(ImportError, match=r"needs transformers >= 5\.17.*how their weights lie"):
         fm.register_experts()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 from torch import Tensor, nn
 
 from ..moe import moe
@@ -66,7 +68,7 @@ def _experts(
 
 
 def register_experts() -> str:
-    """Puts our experts into transformers (5.0 or newer), and returns their name, ``"flashmoe"``.
+    """Puts our experts into transformers (5.17 or newer), and returns their name, ``"flashmoe"``.
 
     For every model whose experts follow transformers' interface::
 
@@ -77,11 +79,14 @@ def register_experts() -> str:
     they are called.
     """
     try:
-        from transformers.integrations.moe import ExpertsInterface
+        from transformers.integrations.moe import ExpertsInterface, use_experts_implementation
+
+        if "has_gate" not in inspect.signature(use_experts_implementation).parameters:
+            raise ImportError("the experts of this version do not say how their weights lie")
     except ImportError as error:
         raise ImportError(
-            "register_experts() needs transformers >= 5.0, whose models take experts by name: "
-            f"pip install 'transformers>=5'. ({error})"
+            "register_experts() needs transformers >= 5.17, whose models take experts by name: "
+            f"pip install 'transformers>=5.17'. ({error})"
         ) from error
     ExpertsInterface.register(NAME, _experts)
     return NAME

@@ -393,12 +393,13 @@ def put(x: torch.Tensor, index: tuple, value: float) -> torch.Tensor:
     return x
 
 
-def unchanged(got: torch.Tensor, want: torch.Tensor) -> bool:
+def unchanged(got: torch.Tensor, want: torch.Tensor, gradient: bool = False) -> bool:
     """Whether a NaN elsewhere left these alone: the very bits, or, where a tile that meets one is
-    computed once more, to a few units in the last place of the dtype."""
-    if forced() not in RECOMPUTES:
+    computed once more, to a few units in the last place of the dtype. fp32 rounds the scores of
+    such a tile's gradients twice."""
+    if forced() not in RECOMPUTES and not (gradient and got.dtype == torch.float32):
         return same_bits(got, want)
-    eps = torch.finfo(got.dtype).eps if got.dtype != torch.float32 else 1e-5
+    eps = 1e-5 if got.dtype == torch.float32 and not gradient else torch.finfo(got.dtype).eps
     return torch.allclose(got, want, atol=8 * eps, rtol=4 * eps)
 
 
@@ -410,7 +411,11 @@ def check_containment(clean: Case, dirty: Case) -> int:
     Returns how many elements the NaN reached.
     """
     bits = forced() not in RECOMPUTES
-    want, before, got = oracle.reference(dirty, contain=True), results(clean), results(dirty)
+    before, got = results(clean), results(dirty)
+    if oracle.is_small(clean, 1 << 22):  # `contain` has every multiplication in memory
+        clean, dirty = oracle.on_the_cpu(clean), oracle.on_the_cpu(dirty)
+        before, got = ({name: x.cpu() for name, x in of.items()} for of in (before, got))
+    want = oracle.reference(dirty, contain=True)
     right, by_math, floor = oracle.reference(clean), oracle.math(clean), oracle.floors(clean)
     reached = 0
     for name, tensor in got.items():

@@ -297,13 +297,15 @@ __device__ __forceinline__ void attention_fp32_bwd_keys(const AttentionBwdParams
   }
   if (task.first_key >= task.stored_keys || !(task.makes_dk || task.makes_dv)) return;
 
+  // Keys past their sequence's end have gradients too, which are 0.
+  const bool hides = may_hide<C::kBias>(p) || p.key_lengths;
   KeysState<C> t;
   while (true) {
     add_queries<C>(t, smem, task, p);
     // K and V arrived, even if there was no query to wait for, and no warp reads them any more.
     C::Chip::template wait<0>();
     const bool finite = all_finite(t.dv()) && all_finite(t.dk());
-    if (!__syncthreads_or(may_hide<C::kBias>(p) && !finite) || task.guarded) break;
+    if (!__syncthreads_or(hides && !finite) || task.guarded) break;
     __syncthreads();  // everyone has looked
     if (threadIdx.x == 0) task.guarded = true;
     __syncthreads();  // everyone knows

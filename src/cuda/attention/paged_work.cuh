@@ -4,7 +4,10 @@
 // An item is one tile of rows of one key head over one split of its keys. How many splits a
 // sequence has follows from its own lengths and from the plan, never from its neighbours: a request
 // has the same bits whoever shares its batch. Items lie in a row, sequence by sequence, each as
-// wide as its keys; a CTA takes those that begin in its equal share of that row.
+// wide as its keys; a CTA takes those that begin in its equal share of that row. There is such a
+// row for each of p.head_lanes parts of the key heads, and CTAs that follow each other are at the
+// same place of each: between a head's rows of a page are those of the other heads, and memory is
+// fastest where all are read at about the same time.
 //
 //   sequence   |       0       |1|        2          |
 //   items      |   |   |   |   | | |     |     |     |
@@ -85,6 +88,8 @@ struct PagedTask {
   int token_q, len_q, len_k;
   int split, splits;
   int key_begin, key_end;    // the keys of this split that any row sees
+  int seen_end;              // the end of those of all splits
+  int share, cost;           // keys of a split; how wide the item is
   int full_begin, full_end;  // those of the sequence that every row sees
   const char *key, *value;   // row 0 of block 0 of the head
   int64_t table;             // where the sequence's row of the table begins
@@ -99,6 +104,15 @@ struct PagedTask {
   __device__ __forceinline__ int end(int row, const PagedParams& p) const {
     return min(position(row, p) + p.right + 1, len_k);
   }
+  // Finding an item takes hundreds of instructions, the next split of the same rows a few.
+  __device__ __forceinline__ bool has_next_split() const {
+    return more && valid && split + 1 < splits;
+  }
+  __device__ __forceinline__ void go_to_next_split() {
+    ++split;
+    key_begin = min(key_begin + share, seen_end);
+    key_end = min(key_begin + share, seen_end);
+  }
 };
 static_assert(sizeof(PagedTask) <= kPagedTaskBytes);
 
@@ -108,15 +122,15 @@ __device__ __forceinline__ int folded_tile(int tile, int tiles) {
   return tile % 2 ? tile / 2 : tiles - 1 - tile / 2;
 }
 
-// Item `item` of a sequence.
+// Item `item` of a sequence, of the heads of `lane`.
 template <int kCacheBytes>
 __device__ __forceinline__ void find_item(PagedTask& task, int sequence, const PagedWork& w,
-                                          int item, const PagedParams& p) {
+                                          int item, int lane, const PagedParams& p) {
   constexpr int kRound = 64;  // keys that shares are multiples of
   const int of_head = w.tiles * w.splits, tile = item % of_head / w.splits;
   task.valid = w.valid;
   task.sequence = sequence;
-  task.head = item / of_head;
+  task.head = item / of_head * p.head_lanes + lane;
   task.tile_rows = w.tile_rows;
   task.first_row = folded_tile(tile, w.tiles) * w.tile_rows;
   task.rows = min(w.len_q * p.group - task.first_row, w.tile_rows);
@@ -128,6 +142,9 @@ __device__ __forceinline__ void find_item(PagedTask& task, int sequence, const P
   const int last = task.rows - 1;
   const int begin = task.begin(0, p), end = max(task.end(last, p), begin);
   const int share = ceil_div(ceil_div(end - begin, w.splits), kRound) * kRound;
+  task.seen_end = end;
+  task.share = share;
+  task.cost = w.cost;
   task.key_begin = min(begin + task.split * share, end);
   task.key_end = min(task.key_begin + share, end);
   task.full_begin = task.begin(last, p);
@@ -142,15 +159,17 @@ __device__ __forceinline__ void find_item(PagedTask& task, int sequence, const P
 template <int kBlockQ, int kCacheBytes>
 struct PairItems {
   using Task = PagedTask;
+  static __device__ __forceinline__ int lanes(const PagedParams& p) { return p.head_lanes; }
   static __device__ __forceinline__ PagedWork find(int i, const PagedParams& p) {
     return find_work<kBlockQ>(i, p);
   }
+  // Of a lane.
   static __device__ __forceinline__ int count(const PagedWork& w, const PagedParams& p) {
-    return w.chunk ? 0 : w.tiles * w.splits * p.heads_k;
+    return w.chunk ? 0 : w.tiles * w.splits * (p.heads_k / p.head_lanes);
   }
   static __device__ __forceinline__ void take(PagedTask& task, int sequence, const PagedWork& w,
                                               int item, const PagedParams& p) {
-    find_item<kCacheBytes>(task, sequence, w, item, p);
+    find_item<kCacheBytes>(task, sequence, w, item, blockIdx.x % p.head_lanes, p);
   }
 };
 
@@ -203,7 +222,7 @@ struct PagedSchedule {
   static_assert(kThreads >= 64);
   bool broken;  // cumulative lengths fall somewhere
 
-  // `ctas` share the work: the first of the grid.
+  // `ctas` share the work: the first of the grid. A multiple of lanes.
   __device__ __forceinline__ PagedSchedule(int* shared, int ctas, const PagedParams& p)
       : before(shared) {
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
@@ -230,8 +249,9 @@ struct PagedSchedule {
     __syncthreads();  // the work of all is there
     const int64_t all = before[kThreads];
     if (thread == 0) {
-      before[kAt] = static_cast<int>(all * blockIdx.x / ctas);
-      before[kEnd] = broken ? 0 : static_cast<int>(all * (blockIdx.x + 1) / ctas);
+      const int share = blockIdx.x / Items::lanes(p), shares = ctas / Items::lanes(p);
+      before[kAt] = static_cast<int>(all * share / shares);
+      before[kEnd] = broken ? 0 : static_cast<int>(all * (share + 1) / shares);
     }
   }
 
@@ -252,6 +272,13 @@ struct PagedSchedule {
       if (place.found) return place.start < end;
     }
     return false;
+  }
+
+  // The same where the next item is known, as wide as `cost`: false if it is another CTA's.
+  __device__ __forceinline__ bool take_next(int cost) {
+    const int at = before[kAt];
+    before[kAt] = at + cost;
+    return at < before[kEnd];
   }
 
   // The first sequence of a thread.

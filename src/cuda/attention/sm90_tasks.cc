@@ -64,6 +64,14 @@ int64_t backward_heads_per_wave(const AttentionPlan& plan, const Sm90BwdParams& 
   return ceil_div(heads, waves);
 }
 
+bool zeroes_dq(const AttentionPlan& plan, const Sm90BwdParams& p) {
+  const Kernel& kernel = main_kernel(plan);
+  const bool has_warp = !kernel.converts_dq && !plan.problem.bias;  // BwdConfig::kZeroesDq
+  const bool masked = p.left < kNoLimit || p.right < kNoLimit;
+  return has_warp && masked && p.dq_accum && !p.deterministic && !plan.problem.ragged &&
+         plan.len_k * p.dim >= 4096 * 96;
+}
+
 int64_t preprocess_rows(const AttentionPlan& plan, int64_t ctas) {
   int64_t rows = plan.block_q;
   const auto launched = [&](int64_t rows) {

@@ -20,6 +20,7 @@ __device__ __forceinline__ void store_dq(const typename C::Smem& shared, uint32_
   int parity = 0;
   for_each_task<C>(shared, smem, [&](const BwdTask& task) {
     if (C::kSmallDim && p.stores_dq) return;  // consumers store it
+    if (zeroes_dq<C>(p)) wait_until_zeroed(task, p);
     for_each_query_tile<C>(task, p, [&](int head, int first) {
       const SumOrder<C> order(task, head, first, p);
       if (p.dq_accum) order.wait();

@@ -103,6 +103,7 @@ struct Sm90BwdParams : AttentionBwdParams {
   // Tiles of queries, of all heads, whose dQ the kernel writes itself; 0: the convert kernel does.
   int32_t converted_tiles;
   int32_t stores_dq;  // whether one tile of keys has all: its dQ is complete
+  int32_t zeroes_dq;  // whether all tiles of keys add: see zero_next_wave()
   int32_t* done;      // (sequences, key heads) of a slice: see parts_done()
   int64_t tokens_q;   // ragged: of all sequences, and of the rows after them
 };

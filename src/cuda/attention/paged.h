@@ -50,6 +50,7 @@ struct PagedParams : AttentionFwdParams {
   // Splits of a sequence's keys follow from its own lengths and from these: see paged_work.cuh.
   int32_t most_splits, least_keys;
   int32_t cost_keys;         // keys that count as one, where work is shared out
+  int32_t head_lanes;        // parts of the key heads that CTAs work on side by side
   int32_t partial_rows;      // queries x splits of one sequence at most
   int32_t chunk_queries;     // from so many on a sequence has a kernel of its own; 0: none has
   PagedSequence* sequences;  // (batch)

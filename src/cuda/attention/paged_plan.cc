@@ -1,6 +1,7 @@
 #include "cuda/attention/paged_plan.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "core/numbers.h"
 #include "core/text.h"
@@ -91,6 +92,16 @@ int64_t cost_keys(const AttentionPlan& plan) {
   };
   while (keys < kNoLimit && sum() > INT32_MAX) keys *= 2;
   return keys;
+}
+
+// As many as divide the key heads and the CTAs alike.
+int32_t head_lanes(const AttentionPlan& plan) {
+  for (const AttentionLaunch& step : plan.launches) {
+    if (kernel_of(step).role == Role::kPaged) {
+      return static_cast<int32_t>(std::gcd(plan.heads_k, int64_t{step.grid[0]}));
+    }
+  }
+  return 1;
 }
 
 Strides token_strides(const TensorSpec& spec) {  // (tokens, heads, ...)
@@ -254,6 +265,7 @@ Status run_paged(const Call& call) {
   p.most_splits = static_cast<int32_t>(splits.most);
   p.least_keys = kLeastKeys;
   p.cost_keys = static_cast<int32_t>(cost_keys(plan));
+  p.head_lanes = head_lanes(plan);
   p.partial_rows = static_cast<int32_t>(splits.rows);
   p.sequences = reinterpret_cast<PagedSequence*>(call.workspace + w.sequences);
   p.partial_out = reinterpret_cast<float*>(call.workspace + w.partial_out);

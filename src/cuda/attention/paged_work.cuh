@@ -4,7 +4,10 @@
 // An item is one tile of rows of one key head over one split of its keys. How many splits a
 // sequence has follows from its own lengths and from the plan, never from its neighbours: a request
 // has the same bits whoever shares its batch. Items lie in a row, sequence by sequence, each as
-// wide as its keys; a CTA takes those that begin in its equal share of that row.
+// wide as its keys; a CTA takes those that begin in its equal share of that row. There is such a
+// row for each of p.head_lanes parts of the key heads, and CTAs that follow each other are at the
+// same place of each: between a head's rows of a page are those of the other heads, and memory is
+// fastest where all are read at about the same time.
 //
 //   sequence   |       0       |1|        2          |
 //   items      |   |   |   |   | | |     |     |     |
@@ -108,15 +111,15 @@ __device__ __forceinline__ int folded_tile(int tile, int tiles) {
   return tile % 2 ? tile / 2 : tiles - 1 - tile / 2;
 }
 
-// Item `item` of a sequence.
+// Item `item` of a sequence, of the heads of `lane`.
 template <int kCacheBytes>
 __device__ __forceinline__ void find_item(PagedTask& task, int sequence, const PagedWork& w,
-                                          int item, const PagedParams& p) {
+                                          int item, int lane, const PagedParams& p) {
   constexpr int kRound = 64;  // keys that shares are multiples of
   const int of_head = w.tiles * w.splits, tile = item % of_head / w.splits;
   task.valid = w.valid;
   task.sequence = sequence;
-  task.head = item / of_head;
+  task.head = item / of_head * p.head_lanes + lane;
   task.tile_rows = w.tile_rows;
   task.first_row = folded_tile(tile, w.tiles) * w.tile_rows;
   task.rows = min(w.len_q * p.group - task.first_row, w.tile_rows);
@@ -142,15 +145,17 @@ __device__ __forceinline__ void find_item(PagedTask& task, int sequence, const P
 template <int kBlockQ, int kCacheBytes>
 struct PairItems {
   using Task = PagedTask;
+  static __device__ __forceinline__ int lanes(const PagedParams& p) { return p.head_lanes; }
   static __device__ __forceinline__ PagedWork find(int i, const PagedParams& p) {
     return find_work<kBlockQ>(i, p);
   }
+  // Of a lane.
   static __device__ __forceinline__ int count(const PagedWork& w, const PagedParams& p) {
-    return w.chunk ? 0 : w.tiles * w.splits * p.heads_k;
+    return w.chunk ? 0 : w.tiles * w.splits * (p.heads_k / p.head_lanes);
   }
   static __device__ __forceinline__ void take(PagedTask& task, int sequence, const PagedWork& w,
                                               int item, const PagedParams& p) {
-    find_item<kCacheBytes>(task, sequence, w, item, p);
+    find_item<kCacheBytes>(task, sequence, w, item, blockIdx.x % p.head_lanes, p);
   }
 };
 
@@ -203,7 +208,7 @@ struct PagedSchedule {
   static_assert(kThreads >= 64);
   bool broken;  // cumulative lengths fall somewhere
 
-  // `ctas` share the work: the first of the grid.
+  // `ctas` share the work: the first of the grid. A multiple of lanes.
   __device__ __forceinline__ PagedSchedule(int* shared, int ctas, const PagedParams& p)
       : before(shared) {
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
@@ -230,8 +235,9 @@ struct PagedSchedule {
     __syncthreads();  // the work of all is there
     const int64_t all = before[kThreads];
     if (thread == 0) {
-      before[kAt] = static_cast<int>(all * blockIdx.x / ctas);
-      before[kEnd] = broken ? 0 : static_cast<int>(all * (blockIdx.x + 1) / ctas);
+      const int share = blockIdx.x / Items::lanes(p), shares = ctas / Items::lanes(p);
+      before[kAt] = static_cast<int>(all * share / shares);
+      before[kEnd] = broken ? 0 : static_cast<int>(all * (share + 1) / shares);
     }
   }
 

@@ -50,9 +50,14 @@ int64_t forward_heads_per_wave(const AttentionPlan& plan, const Sm90FwdParams& p
   return unit > cached ? 1 : cached / unit * unit;
 }
 
+// Of Q, dO and the accumulator of dQ of a head.
+static int64_t backward_head_bytes(const AttentionPlan& plan, const Sm90BwdParams& p) {
+  return plan.len_q * (2 * plan.head_dim + 2 * plan.head_dim_v + 4 * p.dim);
+}
+
 int64_t backward_heads_per_wave(const AttentionPlan& plan, const Sm90BwdParams& p) {
   const Kernel& kernel = main_kernel(plan);
-  const int64_t bytes = plan.len_q * (2 * plan.head_dim + 2 * plan.head_dim_v + 4 * p.dim);
+  const int64_t bytes = backward_head_bytes(plan, p);
   const int64_t cached = kCachedBytes / std::max<int64_t>(bytes, 1);
   const int64_t clusters = persistent_ctas(plan) / kernel.cluster;
   const int64_t busy = ceil_div(clusters, p.key_blocks);
@@ -62,6 +67,12 @@ int64_t backward_heads_per_wave(const AttentionPlan& plan, const Sm90BwdParams& 
   const int64_t heads = plan.heads_k * plan.batch;
   const int64_t waves = std::max<int64_t>(heads / std::max(most, busy), 1);
   return ceil_div(heads, waves);
+}
+
+bool backward_from_first(const AttentionPlan& plan, const Sm90BwdParams& p) {
+  if (p.deterministic || plan.problem.ragged || p.right >= kNoLimit) return false;
+  const int64_t key_heads = ceil_div(persistent_ctas(plan), p.key_blocks);
+  return key_heads * p.group * backward_head_bytes(plan, p) <= kCachedBytes * 5 / 4;
 }
 
 int64_t preprocess_rows(const AttentionPlan& plan, int64_t ctas) {

@@ -2,9 +2,11 @@
 //
 // A Product says how two fragments are multiplied:
 //   ThreeTf32   x = big + small, both TF32; big big + big small + small big has fp32's accuracy
-//   RoundedTf32 the same, four times as exact: for differences of large scores
+//   RoundedTf32 the same, four times as exact
 //   OneTf32     rounded to TF32, which is exact for what came from fp16 or bf16
 //   Fma         ordinary multiplications in fp32, for chips without TF32
+//
+// exp() makes an error of a score's digits one of all digits: a Product names another for scores.
 //
 // Operands lie in shared memory (FloatTile), with the depth along their rows or across them, or are
 // accumulators of a product before. Fragments number the depth so that all three are read without a
@@ -91,6 +93,7 @@ static __constant__ uint32_t hidden_tf32_bits = kTf32Bits;
 // accumulators.
 template <bool kRounds>
 struct ThreeTf32Products {
+  using Scores = ThreeTf32Products<true>;
   static constexpr int kSteps = 2;
   template <int kCount>
   struct Split {
@@ -137,6 +140,7 @@ using RoundedTf32 = ThreeTf32Products<true>;
 
 // The accumulators are those of the instruction: what it cuts off is far below TF32's own error.
 struct OneTf32 {
+  using Scores = OneTf32;
   static constexpr int kSteps = 2;
   template <int kCount>
   struct Rounded {
@@ -167,6 +171,7 @@ struct OneTf32 {
 // The fragments of the instruction, multiplied by FMAs: shuffles bring each lane the two rows of A
 // and the two columns of B that its accumulators are made of.
 struct Fma {
+  using Scores = Fma;
   static constexpr int kSteps = 1;
   struct Left {
     float x[8][2];  // depth, rows r and r + 8

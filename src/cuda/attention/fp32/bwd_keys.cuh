@@ -158,7 +158,8 @@ __device__ __forceinline__ void add_step(KeysState<C>& t, uint32_t smem, int sta
   if (C::kBias) bias = find_bias(p, task.seq, task.batch, step.head);
   float s[1][C::kQueryTiles][4], dp[1][C::kQueryTiles][4];
   start_scores<C::kBias>(s, at, bias, task.seq, p);
-  multiply_floats<Product, C::kDim / 8>(s, Along<Tile>(smem + C::kSmemK, key), Along<Tile>(sQ));
+  multiply_floats<typename Product::Scores, C::kDim / 8>(s, Along<Tile>(smem + C::kSmemK, key),
+                                                         Along<Tile>(sQ));
   set_zero(dp);
   if (task.makes_dk) {
     multiply_floats<Product, C::kDim / 8>(dp, Along<Tile>(smem + C::kSmemV, key), Along<Tile>(sdO));

@@ -99,6 +99,11 @@ struct BwdConfig {
   static constexpr int kDqColumns = kDqByRows ? kDqAccumDim : kDqAccumDim / kDqParts;
   static constexpr uint32_t kDqBytes = 64 * kDqColumns * 4;  // of a warpgroup, on its way out
 
+  // From one tile of queries to the next.
+  static __device__ __forceinline__ int query_step(const Sm90BwdParams& p) {
+    return !kBias && !kTwoCta && p.from_first ? kBlockQ : -kBlockQ;
+  }
+
   // mbarriers, each a tma::Slot with `full` and `empty`. "Producer" is its one thread, whose
   // arrival on `full` also expects the bytes of TMA; "warps" are the four of each consumer named.
   enum Barrier : int {

@@ -40,35 +40,74 @@ __device__ __forceinline__ float* dq_accum_part(int64_t row, uint32_t part,
   return p.dq_accum + row * C::kDqAccumDim + part * (C::kDqBytes / 4);
 }
 
-// The order in which tiles of keys add to the dQ of a tile of queries. The first that it sees
-// stores, so that nothing need be zeroed. Where sums are deterministic the others add one after the
-// other; where not, all wait for the first only. `dq_semaphore` counts the parts that have added.
+// The order in which tiles of keys add to the dQ of a tile of queries. One of them stores, so that
+// nothing need be zeroed.
+//   in order     the first that it sees stores. Where sums are deterministic the others add one
+//                after the other; where not, all wait for the first only. `dq_semaphore` counts the
+//                parts that have added.
+//   first comes  whoever comes first stores, and nobody waits for one that has not begun.
+//                `dq_semaphore` has a bit for each part that somebody stores, and one for each that
+//                is stored.
 template <class C>
 struct SumOrder {
-  int64_t row;  // where the tile's sums begin
-  int* semaphore;
-  int parts_before;     // to wait for
-  bool stores, counts;  // whether it stores its sums; whether anybody waits for them
+  int tile;          // of the accumulator
+  int parts_before;  // in order: to wait for
+  bool stores;       // whether it stores its sums
 
   __device__ __forceinline__ SumOrder(const BwdTask& task, int head, int first,
                                       const Sm90BwdParams& p) {
-    row = head * p.dq_accum_rows + task.slice_row + first;
-    semaphore = p.dq_semaphore + row / C::kBlockQ;
-    // All tiles of keys from the first that a row of the tile sees.
-    const int begin = task.seq.begin(first, p) / C::kBlockK, block = task.first_key / C::kBlockK;
-    parts_before = kPartsOfBlock * (block - begin);
-    stores = parts_before == 0;
-    counts = p.deterministic || stores;
-    if (!p.deterministic) parts_before = min(parts_before, kPartsOfBlock);
-  }
-  __device__ __forceinline__ void wait() const {
-    if (parts_before == 0) return;
-    while (ptx::ld_acquire(semaphore) < parts_before) {
+    tile = static_cast<int>((head * p.dq_accum_rows + task.slice_row + first) / C::kBlockQ);
+    parts_before = 0;
+    stores = false;
+    if (in_order(p)) {
+      // All tiles of keys from the first that a row of the tile sees.
+      const int begin = task.seq.begin(first, p) / C::kBlockK, block = task.first_key / C::kBlockK;
+      parts_before = kPartsOfBlock * (block - begin);
+      stores = parts_before == 0;
+      if (!p.deterministic) parts_before = min(parts_before, kPartsOfBlock);
     }
   }
-  __device__ __forceinline__ void release(int parts = 1) const {
-    if (counts) ptx::red_release_add(semaphore, parts);
+  // Where the tile's sums begin.
+  __device__ __forceinline__ int64_t row() const { return int64_t{tile} * C::kBlockQ; }
+  __device__ __forceinline__ void wait(const Sm90BwdParams& p) const {
+    if (parts_before == 0) return;
+    while (ptx::ld_acquire(semaphore(p)) < parts_before) {
+    }
   }
+  // Whether anybody waits for its sums.
+  __device__ __forceinline__ bool counts(const Sm90BwdParams& p) const {
+    return p.deterministic || stores;
+  }
+  __device__ __forceinline__ void release(int parts, const Sm90BwdParams& p) const {
+    if (counts(p)) ptx::red_release_add(semaphore(p), parts);
+  }
+
+  // The same for one of the C::kDqParts that a tile of keys sends. Before the part is there;
+  // returns whether there are sums to add to:
+  __device__ __forceinline__ bool wait_part(int part, const Sm90BwdParams& p) const {
+    if (!in_order(p)) return ptx::ld_acquire(semaphore(p)) & stored_bit(part);
+    wait(p);
+    return true;
+  }
+  // When it is there, if there were none: decides whether to store it, or waits for who does.
+  __device__ __forceinline__ void claim_part(int part, const Sm90BwdParams& p) {
+    stores = !(atomicOr(semaphore(p), 1 << part) & 1 << part);
+    while (!stores && !(ptx::ld_acquire(semaphore(p)) & stored_bit(part))) {
+    }
+  }
+  __device__ __forceinline__ void release_part(int part, const Sm90BwdParams& p) const {
+    release(in_order(p) ? kPartsOfBlock / C::kDqParts : stored_bit(part), p);
+  }
+
+ private:
+  // Two CTAs are to know early who stores.
+  static __device__ __forceinline__ bool in_order(const Sm90BwdParams& p) {
+    return C::kTwoCta || p.deterministic;
+  }
+  __device__ __forceinline__ int* semaphore(const Sm90BwdParams& p) const {
+    return p.dq_semaphore + tile;
+  }
+  static __device__ __forceinline__ int stored_bit(int part) { return 1 << (kPartsOfBlock + part); }
 };
 
 // How many parts of tiles of keys of a head have added all their dQ.

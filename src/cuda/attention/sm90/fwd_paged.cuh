@@ -75,6 +75,7 @@ struct FwdPagedConfig : FwdConfig<T, kChunkTile> {
 template <class C>
 struct ChunkItems {
   using Task = FwdTask;
+  static __device__ __forceinline__ int lanes(const PagedParams&) { return 1; }
   static __device__ __forceinline__ PagedWork find(int i, const PagedParams& p) {
     PagedWork w = find_work<C::kBlockQ>(i, p);
     w.tiles = ceil_div(w.len_q, C::kBlockQ);

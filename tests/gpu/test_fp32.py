@@ -21,7 +21,7 @@ import test_ragged_bias
 import test_sink_kernels
 import test_strides
 import torch
-from families import COMPLETE
+from families import COMPLETE, dtypes_of
 from helpers import (
     DEVICE,
     check_case,
@@ -252,7 +252,7 @@ def test_other_dtypes_do_not_change(family):
 @on_a_gpu
 def test_families_that_have_it():
     q = torch.empty(1, 1, 64, 64, device=DEVICE)
-    for family in COMPLETE:
+    for family in (f for f in COMPLETE if dtypes_of(f)):  # of those that were built
         chip = {"sm80": "sm_80", "sm75": "sm_75"}[family]
         assert f"{family}_attention_fwd_fp32" in fm.explain(q, q, q, device=chip)
     assert "sm80_attention_fwd_fp32" in fm.explain(q, q, q, device="sm_90")

@@ -138,7 +138,8 @@ def test_nan_reaches_what_depends_on_it(options, shape, dtype):
     clean = case_of((5, 50, 50), shape, dtype=dtype, options=options)
     for name in (*"qkv", "grad_out"):
         for batch, row in ((0, 0), (0, 49), (1, 15), (2, 31), (2, 32), (4, 49)):
-            for value in (nan, inf):
+            # An infinity in q or k makes scores of -inf too, and rows right that are not as before.
+            for value in (nan, inf) if name in ("v", "grad_out") else (nan,):
                 x = put(getattr(clean, name), (batch, 0, row, -1), value)
                 check_containment(clean, replace(clean, **{name: x}))
 

@@ -7,11 +7,13 @@ the same formula as the math backend of F.scaled_dot_product_attention does in t
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 RESULTS = ("out", "lse", "dq", "dk", "dv", "dbias", "dsinks")
 
@@ -217,14 +219,33 @@ def math(case: Case) -> dict[str, torch.Tensor]:
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True) it works as here. The same dtype is
     what we compare with: products of 16-bit numbers are what matrix units have.) Only for lse,
     made of sums that everyone keeps in float32, is the comparison with float32 throughout.
+    Where torch allows TF32, products are of TF32.
     """
-    leaves = {name: x.detach().clone().requires_grad_() for name, x in case.inputs().items()}
-    out, lse = call(case, leaves)
-    grads = differentiate(case, leaves, out, lse)
-    wide = torch.promote_types(case.q.dtype, torch.float32)
-    with torch.no_grad():
-        _, lse = call(case, {name: x.to(wide) for name, x in leaves.items()})
-    return {"out": out.detach(), "lse": lse, **grads}
+    fp32_on_a_gpu = case.q.is_cuda and case.q.dtype == torch.float32
+    allowed = fp32_on_a_gpu and torch.get_float32_matmul_precision() != "highest"
+    with Tf32Products() if allowed else nullcontext():
+        leaves = {name: x.detach().clone().requires_grad_() for name, x in case.inputs().items()}
+        out, lse = call(case, leaves)
+        grads = differentiate(case, leaves, out, lse)
+        wide = torch.promote_types(case.q.dtype, torch.float32)
+        with torch.no_grad():
+            _, lse = call(case, {name: x.to(wide) for name, x in leaves.items()})
+        return {"out": out.detach(), "lse": lse, **grads}
+
+
+class Tf32Products(TorchDispatchMode):
+    """Products of TF32, whatever their shape. Torch's own are of fp32 where it thinks these faster,
+    and then tell nothing about TF32."""
+
+    @staticmethod
+    def round(x: torch.Tensor) -> torch.Tensor:
+        bits = (x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF
+        return bits.view(torch.float32).double()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
+            return func(*(self.round(x) for x in args)).float()
+        return func(*args, **(kwargs or {}))
 
 
 def ours(case: Case) -> dict[str, torch.Tensor]:

@@ -321,7 +321,9 @@ def test_dense_batches_of_short_sequences_are_packed():
     assert "_fwd_packed_" in kernel_of(*(x.contiguous() for x in short(256, 64, 8, 64)))["name"]
     # What it does not do, and what is long or few, has the kernels that it had.
     for tensors, options in (
-        (short(256, 65, 32, 16), {}),
+        (short(256, 65, 32, 64), {}),
+        (short(256, 97, 32, 32), {}),
+        (short(256, 129, 32, 16), {}),
         (short(8, 64, 8, 16), {}),
         (short(256, 64, 32, 24), {}),
         ([x.contiguous() for x in short(256, 64, 32, 16)], {}),
@@ -335,6 +337,10 @@ def test_dense_batches_of_short_sequences_are_packed():
             assert "_packed_" not in name, (tensors[0].shape, options)
     sinks = {"sinks": spec(32, dtype=torch.float32)}
     assert "_fwd_packed_" in kernel_of(*short(256, 64, 32, 16), **sinks)["name"]
+    for length, d in ((65, 16), (128, 16), (65, 32), (96, 32)):
+        tensors = short(256, length, 32, d)
+        assert "_packed_" not in kernel_of(*tensors)["name"]
+        assert "_bwd_packed_" in kernel_of(*tensors, backward=True)["name"]
 
 
 @pytest.mark.parametrize(

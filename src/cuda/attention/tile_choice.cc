@@ -71,8 +71,15 @@ bool many_short_sequences(const AttentionPlan& plan, const Gpu& gpu) {
 }
 
 bool many_packed_sequences(const AttentionPlan& plan, const Gpu& gpu) {
-  return mean_length(plan) <= (plan.problem.ragged ? 48 : 64) &&
-         plan.batch * plan.heads_k >= 4 * gpu.multiprocessors;
+  const int64_t dim = std::max(plan.head_dim, plan.head_dim_v);
+  int64_t longest = plan.problem.ragged ? 48 : 64;
+  // Several heads that share a box share what it costs to find its pairs: H200, fp16, dense, both
+  // passes, tiles of a sequence and packed: (128, 32, 128, 16) 286 and 196 us, (128, 32, 96, 32)
+  // 278 and 207, (64, 32, 128, 64) 228 and 267.
+  if (!plan.problem.ragged && plan.problem.pass == Pass::kBackward && dim <= 32) {
+    longest = dim <= 16 ? 128 : 96;
+  }
+  return mean_length(plan) <= longest && plan.batch * plan.heads_k >= 4 * gpu.multiprocessors;
 }
 
 int64_t mean_length(const AttentionPlan& plan) {

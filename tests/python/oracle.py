@@ -8,7 +8,7 @@ the same formula as the math backend of F.scaled_dot_product_attention does in t
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +16,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 RESULTS = ("out", "lse", "dq", "dk", "dv", "dbias", "dsinks")
+# Multiplications of scores up to which compare() works on the CPU. On a GPU that would be hundreds
+# of launches of next to nothing, and processes that share one wait for each other at every launch.
+SMALL = 1 << 25
 
 
 @dataclass
@@ -40,6 +43,11 @@ class Case:
     dropout: dict[str, Any] = field(default_factory=dict)  # dropout_p and seed, and of these:
     kept: Any = None  # what each weight is multiplied by, (..., Hq, Sq, Sk); ragged: a list of them
     sinks: torch.Tensor | None = None
+    of_gpu: bool | None = None  # whether results come from a GPU; None: as the tensors are
+
+    @property
+    def is_of_gpu(self) -> bool:
+        return self.q.is_cuda if self.of_gpu is None else self.of_gpu
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """What has a gradient."""
@@ -49,6 +57,21 @@ class Case:
 
     def wants(self, name: str) -> bool:
         return name[0] in self.needs
+
+
+def on_the_cpu(case: Case) -> Case:
+    def moved(x):
+        if isinstance(x, list):
+            return [moved(one) for one in x]
+        return x.cpu() if isinstance(x, torch.Tensor) else x
+
+    values = {one.name: moved(getattr(case, one.name)) for one in fields(case)}
+    return replace(case, **values | {"of_gpu": case.is_of_gpu})
+
+
+def is_small(case: Case, most: int = SMALL) -> bool:
+    longest = case.k.shape[-2] if case.cu_q is None else case.max_k or case.k.shape[0]
+    return max(case.q.numel() * longest, case.k.numel()) <= most
 
 
 def is_mask(bias: torch.Tensor | None) -> bool:
@@ -221,7 +244,7 @@ def math(case: Case) -> dict[str, torch.Tensor]:
     made of sums that everyone keeps in float32, is the comparison with float32 throughout.
     Where torch allows TF32, products are of TF32.
     """
-    fp32_on_a_gpu = case.q.is_cuda and case.q.dtype == torch.float32
+    fp32_on_a_gpu = case.is_of_gpu and case.q.dtype == torch.float32
     allowed = fp32_on_a_gpu and torch.get_float32_matmul_precision() != "highest"
     with Tf32Products() if allowed else nullcontext():
         leaves = {name: x.detach().clone().requires_grad_() for name, x in case.inputs().items()}
@@ -293,20 +316,21 @@ def floors(case: Case) -> dict[str, float]:
         gl = g.new_zeros(g.shape[:-1]) if case.grad_lse is None else case.grad_lse.double()
         if case.cu_q is None:
             rest = (g, gl, case.key_lengths, case.kept)
-            return dense_floors(dtype, q, k, v, bias, *rest, **options)
+            return dense_floors(dtype, q, k, v, bias, *rest, case.is_of_gpu, **options)
         most = dict.fromkeys(RESULTS, 0.0)
         gl = gl[..., None]  # with a last dimension, as sequences() wants
         parts = list(sequences(case.cu_q, case.cu_k, q, k, v, bias, g, gl))
         every = [None] * len(parts) if case.kept is None else case.kept
         for (*one, g_one, gl_one), kept in zip(parts, every, strict=True):
-            found = dense_floors(dtype, *one, g_one, gl_one[..., 0], None, kept, **options)
+            rest = (g_one, gl_one[..., 0], None, kept, case.is_of_gpu)
+            found = dense_floors(dtype, *one, *rest, **options)
             shared = most["dsinks"] + found["dsinks"]
             most = {name: max(most[name], found[name]) for name in RESULTS} | {"dsinks": shared}
         return most
 
 
 def dense_floors(
-    dtype, q, k, v, bias, g, gl, key_lengths, kept, *, sinks, **options
+    dtype, q, k, v, bias, g, gl, key_lengths, kept, of_gpu, *, sinks, **options
 ) -> dict[str, float]:
     eps = 4 * torch.finfo(dtype).eps if dtype == torch.float64 else torch.finfo(torch.float32).eps
     if not (q.numel() and k.numel()):
@@ -328,7 +352,7 @@ def dense_floors(
     p_a = p * (1 + 2 * a)
     kept = torch.ones_like(p) if kept is None else kept.double()
     dp = kept * (g.abs() @ v.abs().mT)
-    if q.is_cuda:
+    if of_gpu:
         # Tensor cores add in fp32 but cut off what does not fit, where ordinary adders round: up to
         # one unit for each of the head_dim / 16 steps of a product, always the same way.
         eps *= max(1, q.shape[-1] / 16)
@@ -390,6 +414,9 @@ def compare(case: Case, got: dict[str, torch.Tensor], rounded: Case | None = Non
     `rounded` is the case as plain torch can compute it, where that has inputs of its own.
     """
     rounded = case if rounded is None else rounded
+    if case.q.is_cuda and is_small(case):
+        case, rounded = on_the_cpu(case), on_the_cpu(rounded)
+        got = {name: x.cpu() for name, x in got.items()}
     want, by_math, floor = reference(case), math(rounded), floors(rounded)
     complaints = []
     for name, a in got.items():

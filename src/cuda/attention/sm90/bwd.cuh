@@ -103,6 +103,10 @@ struct BwdConfig {
   static __device__ __forceinline__ int query_step(const Sm90BwdParams& p) {
     return !kBias && !kTwoCta && p.from_first ? kBlockQ : -kBlockQ;
   }
+  static __device__ __forceinline__ int last_query_tile(const BwdTask& task,
+                                                        const Sm90BwdParams& p) {
+    return query_step(p) > 0 ? task.query_end - kBlockQ : task.query_begin;
+  }
 
   // mbarriers, each a tma::Slot with `full` and `empty`. "Producer" is its one thread, whose
   // arrival on `full` also expects the bytes of TMA; "warps" are the four of each consumer named.

@@ -294,7 +294,7 @@ class BwdConsumer {
   // The last dQ, dV and dK.
   __device__ __forceinline__ void finish(const BwdTask& task) {
     if (wg_.needs_guard()) {
-      find_dq_guarded(task, task.query_begin, (task.key_head + 1) * wg_.p.group - 1);
+      find_dq_guarded(task, C::last_query_tile(task, wg_.p), (task.key_head + 1) * wg_.p.group - 1);
     } else {
       wait_previous_ds();
       ptx::wgmma_fence();

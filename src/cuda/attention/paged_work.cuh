@@ -88,6 +88,8 @@ struct PagedTask {
   int token_q, len_q, len_k;
   int split, splits;
   int key_begin, key_end;    // the keys of this split that any row sees
+  int seen_end;              // the end of those of all splits
+  int share, cost;           // keys of a split; how wide the item is
   int full_begin, full_end;  // those of the sequence that every row sees
   const char *key, *value;   // row 0 of block 0 of the head
   int64_t table;             // where the sequence's row of the table begins
@@ -101,6 +103,15 @@ struct PagedTask {
   }
   __device__ __forceinline__ int end(int row, const PagedParams& p) const {
     return min(position(row, p) + p.right + 1, len_k);
+  }
+  // Finding an item takes hundreds of instructions, the next split of the same rows a few.
+  __device__ __forceinline__ bool has_next_split() const {
+    return more && valid && split + 1 < splits;
+  }
+  __device__ __forceinline__ void go_to_next_split() {
+    ++split;
+    key_begin = min(key_begin + share, seen_end);
+    key_end = min(key_begin + share, seen_end);
   }
 };
 static_assert(sizeof(PagedTask) <= kPagedTaskBytes);
@@ -131,6 +142,9 @@ __device__ __forceinline__ void find_item(PagedTask& task, int sequence, const P
   const int last = task.rows - 1;
   const int begin = task.begin(0, p), end = max(task.end(last, p), begin);
   const int share = ceil_div(ceil_div(end - begin, w.splits), kRound) * kRound;
+  task.seen_end = end;
+  task.share = share;
+  task.cost = w.cost;
   task.key_begin = min(begin + task.split * share, end);
   task.key_end = min(task.key_begin + share, end);
   task.full_begin = task.begin(last, p);
@@ -258,6 +272,13 @@ struct PagedSchedule {
       if (place.found) return place.start < end;
     }
     return false;
+  }
+
+  // The same where the next item is known, as wide as `cost`: false if it is another CTA's.
+  __device__ __forceinline__ bool take_next(int cost) {
+    const int at = before[kAt];
+    before[kAt] = at + cost;
+    return at < before[kEnd];
   }
 
   // The first sequence of a thread.

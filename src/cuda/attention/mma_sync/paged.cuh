@@ -265,7 +265,14 @@ struct PagedTasks {
   __device__ __forceinline__ void find(int number, const PagedParams& p) {
     if (threadIdx.x == 0) {
       PagedTask& task = tasks[number % kPagedTasks];
-      task.more = schedule.next(task, p);
+      const PagedTask& last = tasks[(number + kPagedTasks - 1) % kPagedTasks];
+      if (number > 0 && last.has_next_split()) {
+        task = last;
+        task.go_to_next_split();
+        task.more = schedule.take_next(task.cost);
+      } else {
+        task.more = schedule.next(task, p);
+      }
     }
     __syncwarp();
   }

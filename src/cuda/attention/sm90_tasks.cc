@@ -71,7 +71,7 @@ int64_t backward_heads_per_wave(const AttentionPlan& plan, const Sm90BwdParams& 
 
 bool backward_from_first(const AttentionPlan& plan, const Sm90BwdParams& p) {
   const AttentionProblem& problem = plan.problem;
-  if (problem.deterministic || problem.ragged || p.right >= kNoLimit) return false;
+  if (problem.options.deterministic || problem.ragged || p.right >= kNoLimit) return false;
   const int64_t key_heads = ceil_div(persistent_ctas(plan), p.key_blocks);
   return key_heads * p.group * backward_head_bytes(plan, p) <= kCachedBytes * 5 / 4;
 }

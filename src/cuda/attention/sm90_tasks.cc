@@ -50,14 +50,9 @@ int64_t forward_heads_per_wave(const AttentionPlan& plan, const Sm90FwdParams& p
   return unit > cached ? 1 : cached / unit * unit;
 }
 
-// Of Q, dO and the accumulator of dQ of a head.
-static int64_t backward_head_bytes(const AttentionPlan& plan, const Sm90BwdParams& p) {
-  return plan.len_q * (2 * plan.head_dim + 2 * plan.head_dim_v + 4 * p.dim);
-}
-
 int64_t backward_heads_per_wave(const AttentionPlan& plan, const Sm90BwdParams& p) {
   const Kernel& kernel = main_kernel(plan);
-  const int64_t bytes = backward_head_bytes(plan, p);
+  const int64_t bytes = plan.len_q * (2 * plan.head_dim + 2 * plan.head_dim_v + 4 * p.dim);
   const int64_t cached = kCachedBytes / std::max<int64_t>(bytes, 1);
   const int64_t clusters = persistent_ctas(plan) / kernel.cluster;
   const int64_t busy = ceil_div(clusters, p.key_blocks);
@@ -69,11 +64,12 @@ int64_t backward_heads_per_wave(const AttentionPlan& plan, const Sm90BwdParams& 
   return ceil_div(heads, waves);
 }
 
-bool backward_from_first(const AttentionPlan& plan, const Sm90BwdParams& p) {
-  const AttentionProblem& problem = plan.problem;
-  if (problem.options.deterministic || problem.ragged || p.right >= kNoLimit) return false;
-  const int64_t key_heads = ceil_div(persistent_ctas(plan), p.key_blocks);
-  return key_heads * p.group * backward_head_bytes(plan, p) <= kCachedBytes * 5 / 4;
+bool zeroes_dq(const AttentionPlan& plan, const Sm90BwdParams& p) {
+  constexpr int64_t kLeastBlocks = 8;
+  const Kernel& kernel = main_kernel(plan);
+  const bool has_warp = !kernel.converts_dq && !plan.problem.bias;  // BwdConfig::kZeroesDq
+  return has_warp && p.dq_accum && !p.deterministic && !plan.problem.ragged &&
+         p.key_blocks >= kLeastBlocks;
 }
 
 int64_t preprocess_rows(const AttentionPlan& plan, int64_t ctas) {

@@ -33,9 +33,9 @@ int64_t forward_heads_per_wave(const AttentionPlan& plan, const Sm90FwdParams& p
 // soon begin. No wave is smaller than that: the last would end with the long tasks of few heads.
 int64_t backward_heads_per_wave(const AttentionPlan& plan, const Sm90BwdParams& p);
 
-// Whether tiles of queries come from the first row on: see for_each_query_tile(). Under a causal
-// mask, where L2 holds all rows of the heads that CTAs are busy with at once.
-bool backward_from_first(const AttentionPlan& plan, const Sm90BwdParams& p);
+// Whether the accumulator of dQ begins with zeros: see zero_next_wave(). That costs as much as the
+// first of the tiles of keys, which would store, so there are to be many.
+bool zeroes_dq(const AttentionPlan& plan, const Sm90BwdParams& p);
 
 // Rows that a CTA of the preprocess kernel has: as many as leave enough CTAs, since finding out
 // where the rows are takes a while.

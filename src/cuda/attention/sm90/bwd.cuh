@@ -25,7 +25,7 @@
 // dK read them. dQ takes dS from shared memory; the consumers share its rows, or where there are 64
 // only, its columns. Warpgroup 0 gives its registers away. Its warp 0 is the producer; one thread
 // each of warps 1 and 2 adds a consumer's dQ to the accumulator by TMA, in the order of the
-// accumulators (bwd_dq.cuh has the order of tiles).
+// accumulators (bwd_dq.cuh has the order of tiles), and warp 3 zeroes what they will add to.
 //
 // A bias comes by TMA, and S begins with it; dS leaves as its gradient by warp 3 of warpgroup 0
 // (bwd_grad_bias.cuh). A bias in rows that begin anywhere, or in fp32, is brought by that warp
@@ -98,15 +98,8 @@ struct BwdConfig {
   static constexpr int kDqParts = kSmallDim ? 1 : kWarpgroups;
   static constexpr int kDqColumns = kDqByRows ? kDqAccumDim : kDqAccumDim / kDqParts;
   static constexpr uint32_t kDqBytes = 64 * kDqColumns * 4;  // of a warpgroup, on its way out
-
-  // From one tile of queries to the next.
-  static __device__ __forceinline__ int query_step(const Sm90BwdParams& p) {
-    return !kBias && !kTwoCta && p.from_first ? kBlockQ : -kBlockQ;
-  }
-  static __device__ __forceinline__ int last_query_tile(const BwdTask& task,
-                                                        const Sm90BwdParams& p) {
-    return query_step(p) > 0 ? task.query_end - kBlockQ : task.query_begin;
-  }
+  // Whether there is a warp to zero its sums.
+  static constexpr bool kZeroesDq = !kTwoCta && !kBias;
 
   // mbarriers, each a tma::Slot with `full` and `empty`. "Producer" is its one thread, whose
   // arrival on `full` also expects the bytes of TMA; "warps" are the four of each consumer named.
@@ -231,7 +224,7 @@ struct BwdConfig {
     return tma::Slot(smem + offsetof(Smem, barriers) + barrier * sizeof(tma::Slot::Barriers));
   }
   // Threads beside the producer's that look at tasks.
-  static constexpr int kHelpers = kSmallDim ? 1 + 32 : kBias ? 2 + 32 : 2;
+  static constexpr int kHelpers = kSmallDim ? 1 + 32 : kTwoCta ? 2 : 2 + 32;
   static __device__ __forceinline__ void init_barriers(uint32_t smem) {
     constexpr int kOne = kWarpgroupWarps, kBoth = kWarpgroups * kWarpgroupWarps;
     for (int i = 0; i < 2; ++i) {
@@ -290,6 +283,8 @@ __device__ __forceinline__ void attention_bwd(const Sm90BwdParams& p) {
       if (warp == 3) load_bias_rows<C>(shared, smem, p);
     } else if constexpr (C::kBias) {
       if (warp == 3) store_grad_bias<C>(shared, smem, p);
+    } else if constexpr (C::kZeroesDq) {
+      if (warp == 3) zero_next_wave<C>(shared, smem, p);
     }
     if (threadIdx.x % 32 == 0) {
       if (warp == 0) produce<C>(shared, smem, p);

@@ -16,18 +16,19 @@ __device__ __forceinline__ void store_dq(const typename C::Smem& shared, uint32_
                                          int warpgroup, const Sm90BwdParams& p) {
   const uint32_t from = smem + offsetof(typename C::Smem, sdQ) + warpgroup * C::kDqBytes;
   const tma::Slot dq = C::slot(smem, C::kDqBarrier + warpgroup);
+  constexpr int kParts = kPartsOfBlock / C::kDqParts;  // of one that is sent
   int parity = 0;
   for_each_task<C>(shared, smem, [&](const BwdTask& task) {
     if (C::kSmallDim && p.stores_dq) return;  // consumers store it
+    if (zeroes_dq<C>(p)) wait_until_zeroed(task, p);
     for_each_query_tile<C>(task, p, [&](int head, int first) {
-      SumOrder<C> order(task, head, first, p);
-      const bool adds = p.dq_accum && order.wait_part(warpgroup, p);
+      const SumOrder<C> order(task, head, first, p);
+      if (p.dq_accum) order.wait();
       ptx::mbarrier_wait(dq.full, parity);
       parity ^= 1;
       if (p.dq_accum) {
-        float* const to = dq_accum_part<C>(order.row(), warpgroup, p);
-        if (!adds) order.claim_part(warpgroup, p);
-        ptx::fence_proxy_async();  // after the sums of others, which it has seen
+        float* const to = dq_accum_part<C>(order.row, warpgroup, p);
+        ptx::fence_proxy_async();  // after the sums of others, which wait() has seen
         if (order.stores) {
           ptx::cp_async_bulk_store_evict_last(to, from, C::kDqBytes);
         } else {
@@ -37,16 +38,16 @@ __device__ __forceinline__ void store_dq(const typename C::Smem& shared, uint32_
         ptx::cp_async_bulk_wait_group_read();
       }
       ptx::mbarrier_arrive(dq.empty);
-      if (p.dq_accum && order.counts(p)) {
+      if (p.dq_accum && order.counts) {
         ptx::cp_async_bulk_wait_group();
         ptx::fence_proxy_async();
-        order.release_part(warpgroup, p);
+        order.release(kParts);
       }
     });
     if (!p.dq_accum) return;
     ptx::cp_async_bulk_wait_group();  // all dQ of the task is in the accumulator
     ptx::fence_proxy_async();
-    ptx::red_release_add(parts_done(p, task.sequence, task.key_head), kPartsOfBlock / C::kDqParts);
+    ptx::red_release_add(parts_done(p, task.sequence, task.key_head), kParts);
   });
 }
 
@@ -294,7 +295,7 @@ class BwdConsumer {
   // The last dQ, dV and dK.
   __device__ __forceinline__ void finish(const BwdTask& task) {
     if (wg_.needs_guard()) {
-      find_dq_guarded(task, C::last_query_tile(task, wg_.p), (task.key_head + 1) * wg_.p.group - 1);
+      find_dq_guarded(task, task.query_begin, (task.key_head + 1) * wg_.p.group - 1);
     } else {
       wait_previous_ds();
       ptx::wgmma_fence();

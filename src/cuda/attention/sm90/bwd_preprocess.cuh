@@ -69,8 +69,8 @@ __device__ __forceinline__ void row_products(float (&sums)[kRows], const char* c
 }
 
 // lse in base 2 and delta = out.dO - grad_lse of every row; mma_sync/bwd_preprocess.cuh has the
-// same for the other families. The dQ accumulator needs no zeros, as the first tile of keys stores;
-// its semaphores do.
+// same for the other families. And zeros: for the semaphores of the dQ accumulator, and for its
+// sums where no tile of keys stores the first.
 template <class T>
 __device__ __forceinline__ void attention_bwd_preprocess(const Sm90BwdParams& p) {
   ptx::griddepcontrol_launch_dependents();
@@ -92,6 +92,9 @@ __device__ __forceinline__ void attention_bwd_preprocess(const Sm90BwdParams& p)
     p.dq_semaphore[(head * p.dq_accum_rows + sequence_row + block - rows_before_slice(p)) /
                    p.block_q] = 0;
     if (block == 0 && head % p.group == 0) *parts_done(p, batch, head / p.group) = 0;
+  }
+  if (p.zeroes_dq && head_index(batch, head / p.group, p) < p.heads_per_wave) {
+    zero_dq_rows<kRowThreads>(batch, head, first, min(first + rows, end), threadIdx.x, p);
   }
 
   // Adjacent heads share out their rows, so that a CTA reads contiguous memory.

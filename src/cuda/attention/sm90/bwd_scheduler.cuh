@@ -136,19 +136,16 @@ class BwdScheduler {
 };
 
 // f(head, first query) for the tiles of queries of a task, in their order: those of all heads of
-// the group, then the rows next to them. So tasks of a key head stay side by side. (Head by head, a
+// the group, then the rows before. So tasks of a key head stay side by side. (Head by head, a
 // causal mask makes later tiles of keys done with a head sooner, and they wait for the first at the
 // next one: each task took as long as the longest, and 8 heads of a group at 8,192 keys had 0.49 of
-// FlashAttention-3's speed.) From the last row on, tasks of a key head are at the same rows at
-// once, which L2 then reads once; from the first on, a causal mask makes each begin elsewhere, and
-// none adds to the dQ that another adds to.
+// FlashAttention-3's speed.)
 template <class C, class F>
 __device__ __forceinline__ void for_each_query_tile(const BwdTask& task, const Sm90BwdParams& p,
                                                     const F& f) {
-  const int step = C::query_step(p), begin = task.query_begin, end = task.query_end;
 #pragma unroll 1
-  for (int first = step > 0 ? begin : end - C::kBlockQ; begin <= first && first < end;
-       first += step) {
+  for (int first = task.query_end; first > task.query_begin;) {
+    first -= C::kBlockQ;
 #pragma unroll 1
     for (int head = task.key_head * p.group; head < (task.key_head + 1) * p.group; ++head) {
       f(head, first);

@@ -235,7 +235,7 @@ class BwdSmallDimConsumer {
   // The last dQ, dV and dK.
   __device__ __forceinline__ void finish(const BwdTask& task) {
     if (has_dq(wg_.ring.count() - 1)) {
-      add_dq(task, wg_.nonfinite & wg_.kInTile, C::last_query_tile(task, wg_.p),
+      add_dq(task, wg_.nonfinite & wg_.kInTile, task.query_begin,
              (task.key_head + 1) * wg_.p.group - 1);
     }
     warp_arrive(wg_.slot(C::kKBarrier).empty);

@@ -38,11 +38,11 @@ __device__ __forceinline__ void keep_dq_order(const typename C::Smem& shared, ui
     if (!p.dq_accum) return;
     for_each_query_tile<C>(task, p, [&](int head, int first) {
       const SumOrder<C> order(task, head, first, p);
-      order.wait(p);
+      order.wait();
       ptx::mbarrier_arrive(turn.empty);
       ptx::mbarrier_wait(turn.full, parity);
       parity ^= 1;
-      order.release(1, p);
+      order.release();
     });
     ptx::red_release_add(parts_done(p, task.sequence, task.key_head), 1);
   });

@@ -130,7 +130,7 @@ struct BwdWarpgroup {
   __device__ __forceinline__ TileBefore tile_before() const {
     const bool first_head = query_tile().flags & QueryTileInfo::kFirstHead;
     return {head() + (first_head ? p.group - 1 : -1),
-            first_query() - (first_head ? C::query_step(p) : 0)};
+            first_query() + (first_head ? C::kBlockQ : 0)};
   }
   // Looks at the tile of queries that is next: returns whether it needs a mask for the warpgroup's
   // keys, and sets kInTile where a mask for any of the keys hides something not finite. All warps

@@ -177,7 +177,8 @@ def test_few_queries_over_many_keys(dtype):
     assert got["out"][hit].isnan().all() and unchanged(got["out"][~hit], want["out"][~hit])
     assert unchanged(got["lse"], want["lse"])
     rows = hit.any(-1)
-    assert got["dq"][rows].isnan().all() and unchanged(got["dq"][~rows], want["dq"][~rows])
+    assert got["dq"][rows].isnan().all()
+    assert unchanged(got["dq"][~rows], want["dq"][~rows], gradient=True)
 
 
 # Ragged: the neighbours' tokens lie next door in memory, and in the same tile.

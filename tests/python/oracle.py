@@ -329,10 +329,21 @@ def floors(case: Case) -> dict[str, float]:
         return most
 
 
+def unit(dtype: torch.dtype, head_dim: int, of_gpu: bool) -> float:
+    """Of the precision that sums are kept in.
+
+    Tensor cores add in fp32 but cut off what does not fit, where ordinary adders round: up to one
+    unit for each of the head_dim / 16 steps of a product, always the same way.
+    """
+    if dtype == torch.float64:
+        return 4 * torch.finfo(dtype).eps
+    return torch.finfo(torch.float32).eps * (max(1, head_dim / 16) if of_gpu else 1)
+
+
 def dense_floors(
     dtype, q, k, v, bias, g, gl, key_lengths, kept, of_gpu, *, sinks, **options
 ) -> dict[str, float]:
-    eps = 4 * torch.finfo(dtype).eps if dtype == torch.float64 else torch.finfo(torch.float32).eps
+    eps = unit(dtype, q.shape[-1], of_gpu)
     if not (q.numel() and k.numel()):
         none = dict.fromkeys(RESULTS, 0.0)
         if sinks is None or not q.numel():
@@ -352,10 +363,6 @@ def dense_floors(
     p_a = p * (1 + 2 * a)
     kept = torch.ones_like(p) if kept is None else kept.double()
     dp = kept * (g.abs() @ v.abs().mT)
-    if of_gpu:
-        # Tensor cores add in fp32 but cut off what does not fit, where ordinary adders round: up to
-        # one unit for each of the head_dim / 16 steps of a product, always the same way.
-        eps *= max(1, q.shape[-1] / 16)
     mean = (p * dp).sum(-1, keepdim=True) + gl.abs()[..., None]
     ds = eps * p_a * (dp + mean)
     rounded = torch.zeros_like(mean)

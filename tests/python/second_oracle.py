@@ -101,7 +101,7 @@ def floors(case: Case, tangents) -> dict[str, float]:
         g = case.grad_out.double() if case.use_out else torch.zeros_like(case.grad_out).double()
         gl = g.new_zeros(g.shape[:-1]) if case.grad_lse is None else case.grad_lse.double()
         a, b, c, beta = (moves.get(name) for name in ("q", "k", "v", "bias"))
-        dtype, options = case.q.dtype, dict(case.options)
+        dtype, options = case.q.dtype, {**case.options, "of_gpu": case.is_of_gpu}
         if case.sinks is not None:
             options |= {"sinks": case.sinks.double(), "sink_moves": moves["sinks"]}
         if case.cu_q is None:
@@ -123,10 +123,6 @@ def floors(case: Case, tangents) -> dict[str, float]:
         return most
 
 
-def eps_of(dtype) -> float:
-    return 4 * torch.finfo(dtype).eps if dtype == torch.float64 else torch.finfo(torch.float32).eps
-
-
 def product(a, b):
     """What a matrix product would be if the signs of its terms were random, as rounding errors'."""
     return (a.square() @ b.square()).sqrt()
@@ -137,7 +133,7 @@ def total(x):
 
 
 def dense_floors(
-    dtype, x, moves, g, gl, key_lengths=None, sinks=None, sink_moves=None, **options
+    dtype, x, moves, g, gl, of_gpu, key_lengths=None, sinks=None, sink_moves=None, **options
 ) -> dict[str, float]:
     """The formulas over terms of random signs, times some units of the accumulator.
 
@@ -145,13 +141,14 @@ def dense_floors(
     each term of delta = out . dO and of mean = out' . dO, by which dS and Z are off.
     """
     (q, k, v, bias), (a, b, c, beta) = x, moves
+    eps = oracle.unit(dtype, q.shape[-1], of_gpu)
     if not (q.numel() and k.numel()):
         none = dict.fromkeys(RESULTS, 0.0)
         if sinks is None or not q.numel():
             return none
         # The weight of a sink alone is 1, and its gradient 0: a difference of two numbers.
         there = sinks != -torch.inf
-        move = UNITS * eps_of(dtype) * ((1 + sinks.abs()) * sink_moves.abs()).where(there, 0)
+        move = UNITS * eps * ((1 + sinks.abs()) * sink_moves.abs()).where(there, 0)
         rows = gl.abs().flatten(0, -3).sum(0).sum(-1)
         return none | {"lse'": move.max().item(), "ddsinks": (move * rows).max().item()}
     group = q.shape[-3] // k.shape[-3]
@@ -181,10 +178,9 @@ def dense_floors(
     by_sink = mean_slope * sink_move
     mean_by_weight = total(p * by_weight) + sink * by_sink
     z = p_a * (by_weight + mean_by_weight)
-    z_sink = UNITS * eps_of(dtype) * sink * (by_sink + mean_by_weight)
+    z_sink = UNITS * eps * sink * (by_sink + mean_by_weight)
     # tanh'' is below 0.77.
     z_raw = z + ds * raw / options["softcap"] if options.get("softcap") else z
-    eps = eps_of(dtype)
     ds, z, z_raw, y = (UNITS * eps * tile for tile in (ds, z, z_raw, y))
     lse = UNITS * eps * (total(p_a * move) + sink * sink_move)
     out = UNITS * eps * (product(p_a * move, v) + product(p_a, c)) + lse * (p @ v).abs()

@@ -65,11 +65,11 @@ int64_t backward_heads_per_wave(const AttentionPlan& plan, const Sm90BwdParams& 
 }
 
 bool zeroes_dq(const AttentionPlan& plan, const Sm90BwdParams& p) {
-  constexpr int64_t kLeastBlocks = 8;
   const Kernel& kernel = main_kernel(plan);
   const bool has_warp = !kernel.converts_dq && !plan.problem.bias;  // BwdConfig::kZeroesDq
-  return has_warp && p.dq_accum && !p.deterministic && !plan.problem.ragged &&
-         p.key_blocks >= kLeastBlocks;
+  const bool masked = p.left < kNoLimit || p.right < kNoLimit;
+  return has_warp && masked && p.dq_accum && !p.deterministic && !plan.problem.ragged &&
+         plan.len_k * p.dim >= 4096 * 96;
 }
 
 int64_t preprocess_rows(const AttentionPlan& plan, int64_t ctas) {

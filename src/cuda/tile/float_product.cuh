@@ -2,11 +2,8 @@
 //
 // A Product says how two fragments are multiplied:
 //   ThreeTf32   x = big + small, both TF32; big big + big small + small big has fp32's accuracy
-//   RoundedTf32 the same, four times as exact
 //   OneTf32     rounded to TF32, which is exact for what came from fp16 or bf16
 //   Fma         ordinary multiplications in fp32, for chips without TF32
-//
-// exp() makes an error of a score's digits one of all digits: a Product names another for scores.
 //
 // Operands lie in shared memory (FloatTile), with the depth along their rows or across them, or are
 // accumulators of a product before. Fragments number the depth so that all three are read without a
@@ -91,21 +88,20 @@ static __constant__ uint32_t hidden_tf32_bits = kTf32Bits;
 // adders round: over thousands of keys that would cost a digit. So the sum over kSteps steps of
 // the depth begins at 0, the small products first, and an ordinary addition adds it to the
 // accumulators.
-template <bool kRounds>
-struct ThreeTf32Products {
-  using Scores = ThreeTf32Products<true>;
+struct ThreeTf32 {
   static constexpr int kSteps = 2;
   template <int kCount>
   struct Split {
     uint32_t big[kCount], small[kCount];
 
-    // Where big is cut off and not rounded, it is one instruction less, and x - big is exact all
-    // the same; what the tensor core cuts off of small is below 2^-21 of x. Rounded, small is half
-    // as large. (A NaN may be lost in big then, and is in small.)
+    // big is rounded, so that small is half as large and of either sign, and so is what the tensor
+    // core cuts off of it, 2^-22 of x. (Cut off, big would take one instruction less, and errors
+    // of gradients of short sequences were three times those of fp32: they add up. A NaN may be
+    // lost in big, and is in small.)
     __device__ __forceinline__ explicit Split(const float (&x)[kCount], uint32_t bits = kTf32Bits) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        big[i] = (__float_as_uint(x[i]) + (kRounds ? 0x1000u : 0u)) & bits;
+        big[i] = (__float_as_uint(x[i]) + 0x1000u) & bits;
         small[i] = __float_as_uint(x[i] - __uint_as_float(big[i]));
       }
     }
@@ -135,12 +131,8 @@ struct ThreeTf32Products {
   }
 };
 
-using ThreeTf32 = ThreeTf32Products<false>;
-using RoundedTf32 = ThreeTf32Products<true>;
-
 // The accumulators are those of the instruction: what it cuts off is far below TF32's own error.
 struct OneTf32 {
-  using Scores = OneTf32;
   static constexpr int kSteps = 2;
   template <int kCount>
   struct Rounded {
@@ -171,7 +163,6 @@ struct OneTf32 {
 // The fragments of the instruction, multiplied by FMAs: shuffles bring each lane the two rows of A
 // and the two columns of B that its accumulators are made of.
 struct Fma {
-  using Scores = Fma;
   static constexpr int kSteps = 1;
   struct Left {
     float x[8][2];  // depth, rows r and r + 8

@@ -114,8 +114,8 @@ __device__ __forceinline__ void add_step(BiasSums<C>& sums, uint32_t smem, const
                                         task.seed, step.place.batch, step.place.head, p);
   float s[1][C::kN][4], dp[1][C::kN][4];
   start_scores<true>(s, at, task.bias, step.seq, p);
-  multiply_floats<typename Product::Scores, C::kDim / 8>(s, Along<Tile>(smem + C::kSmemQ, row),
-                                                         Along<Tile>(smem + C::kSmemK));
+  multiply_floats<Product, C::kDim / 8>(s, Along<Tile>(smem + C::kSmemQ, row),
+                                        Along<Tile>(smem + C::kSmemK));
   set_zero(dp);
   multiply_floats<Product, C::kDim / 8>(dp, Along<Tile>(smem + C::kSmemdO, row),
                                         Along<Tile>(smem + C::kSmemV));

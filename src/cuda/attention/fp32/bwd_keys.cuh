@@ -158,8 +158,7 @@ __device__ __forceinline__ void add_step(KeysState<C>& t, uint32_t smem, int sta
   if (C::kBias) bias = find_bias(p, task.seq, task.batch, step.head);
   float s[1][C::kQueryTiles][4], dp[1][C::kQueryTiles][4];
   start_scores<C::kBias>(s, at, bias, task.seq, p);
-  multiply_floats<typename Product::Scores, C::kDim / 8>(s, Along<Tile>(smem + C::kSmemK, key),
-                                                         Along<Tile>(sQ));
+  multiply_floats<Product, C::kDim / 8>(s, Along<Tile>(smem + C::kSmemK, key), Along<Tile>(sQ));
   set_zero(dp);
   if (task.makes_dk) {
     multiply_floats<Product, C::kDim / 8>(dp, Along<Tile>(smem + C::kSmemV, key), Along<Tile>(sdO));
@@ -298,13 +297,15 @@ __device__ __forceinline__ void attention_fp32_bwd_keys(const AttentionBwdParams
   }
   if (task.first_key >= task.stored_keys || !(task.makes_dk || task.makes_dv)) return;
 
+  // Keys past their sequence's end have gradients too, which are 0.
+  const bool hides = may_hide<C::kBias>(p) || p.key_lengths;
   KeysState<C> t;
   while (true) {
     add_queries<C>(t, smem, task, p);
     // K and V arrived, even if there was no query to wait for, and no warp reads them any more.
     C::Chip::template wait<0>();
     const bool finite = all_finite(t.dv()) && all_finite(t.dk());
-    if (!__syncthreads_or(may_hide<C::kBias>(p) && !finite) || task.guarded) break;
+    if (!__syncthreads_or(hides && !finite) || task.guarded) break;
     __syncthreads();  // everyone has looked
     if (threadIdx.x == 0) task.guarded = true;
     __syncthreads();  // everyone knows

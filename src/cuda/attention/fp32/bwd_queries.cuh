@@ -70,8 +70,7 @@ __device__ __forceinline__ void add_step(QueriesState<C>& t, uint32_t smem, int 
   const Pairs<false> at(task.first_row + row, tile * C::kBlockK);
   float s[1][C::kKeyTiles][4], dp[1][C::kKeyTiles][4];
   start_scores<C::kBias>(s, at, task.bias, task.seq, p);
-  multiply_floats<typename Product::Scores, C::kDim / 8>(s, Along<Tile>(smem + C::kSmemQ, row),
-                                                         Along<Tile>(sK));
+  multiply_floats<Product, C::kDim / 8>(s, Along<Tile>(smem + C::kSmemQ, row), Along<Tile>(sK));
   set_zero(dp);
   multiply_floats<Product, C::kDim / 8>(dp, Along<Tile>(smem + C::kSmemdO, row), Along<Tile>(sV));
   const KeptPairs<1, C::kKeyTiles, false> kept(task.first_row + row, tile * C::kBlockK, task.seed,

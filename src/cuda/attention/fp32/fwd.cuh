@@ -133,8 +133,8 @@ __device__ __forceinline__ void fp32_fwd_step(FwdState<C>& t, uint32_t smem, int
   }
   float s[C::kRowTiles][C::kKeyTiles][4];
   start_scores<C::kBias>(s, Pairs<false>(row, first_key), task.bias, task.seq, p);
-  multiply_floats<typename C::Product::Scores, C::kDim / 8>(
-      s, Along<Tile>(smem + C::kSmemQ, warp_row<C>()), Along<Tile>(sK));
+  multiply_floats<typename C::Product, C::kDim / 8>(s, Along<Tile>(smem + C::kSmemQ, warp_row<C>()),
+                                                    Along<Tile>(sK));
   if (C::kStages == 1) {
     after_scores();
     if (task.guarded) drop_nonfinite<Tile, C::kBlockK>(sV);

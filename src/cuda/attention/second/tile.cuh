@@ -56,7 +56,7 @@ struct Config {
   static constexpr bool kFp32 = kElement == Element::kFp32;
   static constexpr int kBytes = kFp32 ? 4 : 2;
   static constexpr bool kFma = !kTf32;
-  using Product = std::conditional_t<kFp32, RoundedTf32, HalfTf32>;
+  using Product = std::conditional_t<kFp32, ThreeTf32, HalfTf32>;
 };
 
 // A number of a tensor that is fp32, or of the inputs' dtype.

@@ -12,11 +12,11 @@ namespace flashmoe::cuda::sm90 {
 template <class Type, bool kKeys>
 class PackedRowGuard {
   static constexpr int kColumns = 2;  // of a lane, 32 apart
-  // A tensor, how many columns it has, and the pitch of its side.
+  // A tensor, and how many columns it has.
   struct Tensor {
     const void* data;
     const Strides& strides;
-    int dim, pitch;
+    int dim;
   };
   using Row = float[kColumns];
 
@@ -26,16 +26,18 @@ class PackedRowGuard {
   // Row `token` of a head of queries, or of keys, by the whole warp.
   __device__ __forceinline__ void recompute(int token, int head, const RowBounds& bounds) const {
     const int heads = kKeys ? p_.heads_q / p_.group : p_.heads_q;
-    const int pitch = kKeys ? p_.pitch_k : p_.pitch_q, length = kKeys ? p_.len_k : p_.len_q;
-    const int64_t tokens = kKeys ? p_.ragged.key.tokens : p_.ragged.query.tokens;
-    if (!is_token(token, pitch, tokens, length, p_) || head >= heads) return;
-    const Tensor q{p_.query, p_.query_strides, p_.head_dim, p_.pitch_q};
-    const Tensor k{p_.key, p_.key_strides, p_.head_dim, p_.pitch_k};
-    const Tensor v{p_.value, p_.value_strides, p_.head_dim_v, p_.pitch_k};
-    const Tensor dO{p_.grad_out, p_.grad_out_strides, p_.head_dim_v, p_.pitch_q};
+    const int pitch = kKeys ? p_.pitch_k : p_.pitch_q,
+              other_pitch = kKeys ? p_.pitch_q : p_.pitch_k;
+    const int tokens = static_cast<int>(kKeys ? p_.ragged.key.tokens : p_.ragged.query.tokens);
+    const TokenPlace at(token, pitch);
+    if (!is_token(at, pitch ? (kKeys ? p_.len_k : p_.len_q) : tokens, p_) || head >= heads) return;
+    const Tensor q{p_.query, p_.query_strides, p_.head_dim};
+    const Tensor k{p_.key, p_.key_strides, p_.head_dim};
+    const Tensor v{p_.value, p_.value_strides, p_.head_dim_v};
+    const Tensor dO{p_.grad_out, p_.grad_out_strides, p_.head_dim_v};
     Row x1, x2, dx1 = {}, dx2 = {};
-    read(x1, kKeys ? k : q, token, head);
-    read(x2, kKeys ? v : dO, token, head);
+    read(x1, kKeys ? k : q, at, head);
+    read(x2, kKeys ? v : dO, at, head);
     const int rounds = kKeys ? p_.group : 1;
 #pragma unroll 1
     for (int round = 0; round < rounds; ++round) {
@@ -46,8 +48,9 @@ class PackedRowGuard {
       for (int other = bounds.begin(); other < bounds.end; ++other) {
         const float2 row = lse_delta[kKeys ? other : token];
         Row y1, y2;
-        read(y1, kKeys ? q : k, other, other_head);
-        read(y2, kKeys ? dO : v, other, other_head);
+        const TokenPlace of_other(other, other_pitch);
+        read(y1, kKeys ? q : k, of_other, other_head);
+        read(y2, kKeys ? dO : v, of_other, other_head);
         float s = 0, dp = 0;
 #pragma unroll
         for (int j = 0; j < kColumns; ++j) {
@@ -65,18 +68,19 @@ class PackedRowGuard {
       }
     }
     if constexpr (kKeys) {
-      write(p_.grad_key, p_.grad_key_strides, p_.head_dim, dx1, p_.scale, token, head);
-      write(p_.grad_value, p_.grad_value_strides, p_.head_dim_v, dx2, 1, token, head);
+      write(p_.grad_key, p_.grad_key_strides, p_.head_dim, dx1, p_.scale, at, head);
+      write(p_.grad_value, p_.grad_value_strides, p_.head_dim_v, dx2, 1, at, head);
     } else {
-      write(p_.grad_query, p_.grad_query_strides, p_.head_dim, dx1, p_.scale, token, head);
+      write(p_.grad_query, p_.grad_query_strides, p_.head_dim, dx1, p_.scale, at, head);
     }
   }
 
  private:
   // Zeros beyond the last column, and where there is no tensor.
-  __device__ __forceinline__ void read(Row& x, const Tensor& tensor, int token, int head) const {
-    const uint16_t* row = static_cast<const uint16_t*>(tensor.data) +
-                          token_offset(tensor.strides, token, tensor.pitch, head, p_);
+  __device__ __forceinline__ void read(Row& x, const Tensor& tensor, const TokenPlace& at,
+                                       int head) const {
+    const uint16_t* row =
+        static_cast<const uint16_t*>(tensor.data) + mapped_offset(tensor.strides, at, head, p_);
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
       const int column = lane() + 32 * j;
@@ -84,10 +88,9 @@ class PackedRowGuard {
     }
   }
   __device__ __forceinline__ void write(void* data, const Strides& strides, int dim, const Row& x,
-                                        float scale, int token, int head) const {
+                                        float scale, const TokenPlace& at, int head) const {
     if (!data) return;
-    uint16_t* row = static_cast<uint16_t*>(data) +
-                    token_offset(strides, token, kKeys ? p_.pitch_k : p_.pitch_q, head, p_);
+    uint16_t* row = static_cast<uint16_t*>(data) + mapped_offset(strides, at, head, p_);
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
       const int column = lane() + 32 * j;

@@ -27,9 +27,9 @@ __device__ __forceinline__ void find_lse_delta(int64_t warp, int64_t warps,
   // The last token of all: where there is none, its rows are read and thrown away.
   const int last =
       kDense ? (p.batch - 1) * pitch + p.len_q - 1 : static_cast<int>(p.ragged.query.tokens) - 1;
-  const auto at = [&](const void* tensor, const Strides& strides, int token, int head) {
-    return static_cast<const char*>(tensor) +
-           token_offset(strides, token, pitch, head, p) * T::kBytes;
+  const auto row_of = [&](const void* tensor, const Strides& strides, const TokenPlace& at,
+                          int head) {
+    return static_cast<const char*>(tensor) + mapped_offset(strides, at, head, p) * T::kBytes;
   };
   // Which group is next: its tokens, and its heads, which are the faster index. Dividing 64 bits
   // takes a hundred instructions, so it is done once.
@@ -47,18 +47,19 @@ __device__ __forceinline__ void find_lse_delta(int64_t warp, int64_t warps,
     for (int i = 0; i < kAtOnce; ++i) {
       head[i] = of_quad * heads + row % heads;
       token[i] = static_cast<int>(quad) * kTokens + row / heads;
-      exists[i] = is_token(token[i], pitch, last + 1, p.len_q, p) && head[i] < p.heads_q;
+      const int length = kDense ? p.len_q : last + 1;
+      exists[i] = is_token(TokenPlace(token[i], pitch), length, p) && head[i] < p.heads_q;
       quad += quad_step;
       of_quad += of_quad_step;
       if (of_quad >= head_groups) {
         of_quad -= head_groups;
         ++quad;
       }
-      const int from = kDense ? (exists[i] ? token[i] : last) : min(token[i], last);
+      const TokenPlace from(kDense ? (exists[i] ? token[i] : last) : min(token[i], last), pitch);
       const int from_head = min(head[i], p.heads_q - 1);
-      out[i] = at(p.out, p.out_strides, from, from_head);
-      grad_out[i] = at(p.grad_out, p.grad_out_strides, from, from_head);
-      lse[i] = p.lse[token_offset(p.lse_strides, from, pitch, from_head, p)];
+      out[i] = row_of(p.out, p.out_strides, from, from_head);
+      grad_out[i] = row_of(p.grad_out, p.grad_out_strides, from, from_head);
+      lse[i] = p.lse[token_offset(p.lse_strides, from, from_head, p)];
     }
     if (p.grad_out) row_products<T>(delta, out, grad_out, p.head_dim_v, lane, lanes);
 #pragma unroll
@@ -67,7 +68,8 @@ __device__ __forceinline__ void find_lse_delta(int64_t warp, int64_t warps,
       if (exists[i]) {
         result.y = -delta[i];
         if (p.grad_lse) {
-          result.y += p.grad_lse[token_offset(p.grad_lse_strides, token[i], pitch, head[i], p)];
+          const TokenPlace from(token[i], pitch);
+          result.y += p.grad_lse[token_offset(p.grad_lse_strides, from, head[i], p)];
         }
         // A row that sees no key has probabilities 2^(s - inf) = 0.
         if (lse[i] != -INFINITY) result.x = lse[i] == INFINITY ? NAN : lse[i] * kLog2e;

@@ -259,11 +259,11 @@ class PackedConsumer {
     }
     // lse after the fence, which would wait for its stores.
 #pragma unroll
-    for (int h = 0; h < C::kHeads; ++h) {
+    for (int half = 0; half < 2; ++half) {
+      float* const to = lane() % 4 ? nullptr : find_lse(token + lane() / 4 + 8 * half, box);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        if (lane() % 4 == 0)
-          write_lse(token + lane() / 4 + 8 * half, head_of(box, h), lse[h][half]);
+      for (int h = 0; h < C::kHeads; ++h) {
+        if (to && head_of(box, h) < p_.heads) to[h * p_.lse_strides.head] = lse[h][half];
       }
     }
     guard_rows(box, token);
@@ -275,12 +275,14 @@ class PackedConsumer {
     if (!p_.sinks || bounds.is_rest() || head >= p_.heads) return -INFINITY;
     return sink_of<Type>(p_, head);
   }
-  __device__ __forceinline__ bool exists(int token, int head) const {
-    return is_token(token, p_.pitch_q, p_.ragged.query.tokens, p_.len_q, p_) && head < p_.heads;
+  __device__ __forceinline__ bool exists(const TokenPlace& at) const {
+    return is_token(at, p_.pitch_q ? p_.len_q : static_cast<int>(p_.ragged.query.tokens), p_);
   }
-  __device__ __forceinline__ void write_lse(int token, int head, float lse) const {
-    if (!p_.lse || !exists(token, head)) return;
-    p_.lse[token_offset(p_.lse_strides, token, p_.pitch_q, head, p_)] = lse;
+  // Where lse of a token and of the first head of a box goes; null: nowhere.
+  __device__ __forceinline__ float* find_lse(int token, int box) const {
+    const TokenPlace at(token, p_.pitch_q);
+    if (!p_.lse || !exists(at)) return nullptr;
+    return p_.lse + token_offset(p_.lse_strides, at, head_of(box, 0), p_);
   }
 
   // A probability of 0 times a hidden NaN is NaN, and so is -inf plus a hidden infinity: rows of O
@@ -308,30 +310,32 @@ class PackedConsumer {
     for (int i = 0; i < kRows * C::kHeads; ++i) {
       const int row = i / C::kHeads, h = i % C::kHeads;
       const uint32_t of_row = __shfl_sync(0xffffffffu, bad, row % 8 * 4) >> (row / 8 * 8);
-      if ((of_row >> h & 1) && exists(token + row, head_of(box, h))) {
-        recompute_row(token + row, head_of(box, h), bounds_of(row));
+      const TokenPlace at(token + row, p_.pitch_q);
+      if ((of_row >> h & 1) && exists(at) && head_of(box, h) < p_.heads) {
+        recompute_row(at, head_of(box, h), bounds_of(row));
       }
     }
   }
 
   // A row key by key, from the keys that it sees. Slow, and rarely needed.
-  __device__ __forceinline__ void recompute_row(int token, int head,
+  __device__ __forceinline__ void recompute_row(const TokenPlace& at, int head,
                                                 const RowBounds& bounds) const {
     constexpr int kColumns = (C::kDim + 31) / 32;  // of a lane
-    const auto row_of = [&](const void* tensor, const Strides& strides, int token, int pitch,
+    const auto row_of = [&](const void* tensor, const Strides& strides, const TokenPlace& at,
                             int head) {
-      return static_cast<const uint16_t*>(tensor) + token_offset(strides, token, pitch, head, p_);
+      return static_cast<const uint16_t*>(tensor) + mapped_offset(strides, at, head, p_);
     };
     const auto number = [](const uint16_t* row, int column, int dim) {
       return column < dim ? Type::unpack(row[column]) : 0.f;
     };
     const int key_head = head / p_.group;
-    const uint16_t* q = row_of(p_.query, p_.query_strides, token, p_.pitch_q, head);
+    const uint16_t* q = row_of(p_.query, p_.query_strides, at, head);
     float o[kColumns] = {}, reference = -INFINITY, sum = 0;
 #pragma unroll 1
     for (int key = bounds.begin(); key < bounds.end; ++key) {
-      const uint16_t* k = row_of(p_.key, p_.key_strides, key, p_.pitch_k, key_head);
-      const uint16_t* v = row_of(p_.value, p_.value_strides, key, p_.pitch_k, key_head);
+      const TokenPlace of_key(key, p_.pitch_k);
+      const uint16_t* k = row_of(p_.key, p_.key_strides, of_key, key_head);
+      const uint16_t* v = row_of(p_.value, p_.value_strides, of_key, key_head);
       float s = 0;
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {
@@ -352,9 +356,8 @@ class PackedConsumer {
     }
     const RowEnd end = end_row(sum, reference, sink_of_row(bounds, head));
     const float inverse = __fdividef(end.share, end.sum);
-    if (lane() == 0) write_lse(token, head, end.lse);
-    uint16_t* const out =
-        const_cast<uint16_t*>(row_of(p_.out, p_.out_strides, token, p_.pitch_q, head));
+    if (lane() == 0 && p_.lse) p_.lse[token_offset(p_.lse_strides, at, head, p_)] = end.lse;
+    uint16_t* const out = const_cast<uint16_t*>(row_of(p_.out, p_.out_strides, at, head));
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
       const int column = lane() + 32 * j;

@@ -254,11 +254,12 @@ class Section:
 
 def sections_of(files: list[ResultsFile], workloads: list[str]) -> list[Section]:
     """GPUs first, workloads in the order of the benchmark. Forced families are for engineers."""
-    newest: dict[tuple[str, str, str, str], ResultsFile] = {}
+    measured: dict[tuple[str, str, str, str], list[tuple[ResultsFile, Row]]] = {}
     for file in files:
         for row in file.rows if not file.about.get("forced_family") else ():
             key = (file.machine, row["workload"], row["pass"], row["dtype"])
-            newest[key] = max(newest.get(key, file), file, key=lambda f: f.about["date"])
+            measured.setdefault(key, []).append((file, row))
+    newest = {key: newest_of(of_key) for key, of_key in measured.items()}
     machines = {file.machine: file.about.get("device") == "cuda" for file in newest.values()}
     found = []
     for machine in sorted(machines, key=lambda m: (not machines[m], m)):
@@ -277,6 +278,21 @@ def sections_of(files: list[ResultsFile], workloads: list[str]) -> list[Section]
             used = list({file.path: file for file in chosen.values()}.values())
             found.append(Section(workload, machine, machines[machine], rows, used))
     return [section for section in found if section.rows and section.shown]
+
+
+def newest_of(measured: list[tuple[ResultsFile, Row]]) -> ResultsFile:
+    """The newest file, but none that left out a peer that was the best of another one's."""
+    ran: dict[Path, set[str]] = {}
+    best = set()
+    for file, row in measured:
+        times = {n: x["ms"] for n, x in row["implementations"].items() if x.get("ms")}
+        times.pop("ours", None)
+        ran.setdefault(file.path, set()).update(times)
+        if times:
+            best.add(min(times, key=times.__getitem__))
+    files = [file for file, _ in measured]
+    complete = [file for file in files if best <= ran[file.path]]
+    return max(complete or files, key=lambda file: file.about["date"])
 
 
 Chosen = dict[tuple[str, str], ResultsFile]  # by pass and dtype

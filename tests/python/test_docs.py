@@ -237,6 +237,20 @@ def test_users_see_the_newest_rows_beside_the_best_peer(house):
     assert "| forward | 256: 2.00 (20,000, PyTorch math 10,000) |" in cpu
 
 
+def test_a_newer_file_without_the_best_peer_does_not_replace_one_that_has_it(house):
+    folder = house / "bench" / "results"
+    results = json.loads((folder / "gpu-h100-2026-09-09-dense.json").read_text())
+    times = {"ours": 1.0, "cudnn": 2.0, "flex": 1.25}
+    for day, left_out in (("09", None), ("10", "flex"), ("11", "cudnn")):
+        implementations = {name: ms for name, ms in times.items() if name != left_out}
+        row = row_of("small", "1,8,512,64", "bf16", "fwd", implementations)
+        about = results["about"] | {"date": f"2026-09-{day}T00:00:00+00:00"}
+        path = folder / f"gpu-h100-2026-09-{day}-{'dense' if day == '09' else 'small'}.json"
+        path.write_text(json.dumps(results | {"rows": [row], "about": about}))
+        small = read(house, "docs/speed.md").split("## Small")[1]
+        assert f"2026-09-{'11' if day == '11' else '09'}, commit" in small.replace("\n", " ")
+
+
 def test_users_read_what_was_timed_as_cuda_graphs(house):
     path = house / "bench" / "results" / "gpu-h100-2026-09-09-dense.json"
     results = json.loads(path.read_text())

@@ -8,6 +8,7 @@ the best peer. bench/results/README.md has every row of every file bench/results
 from __future__ import annotations
 
 import json
+import math
 import re
 import textwrap
 from dataclasses import dataclass
@@ -281,17 +282,18 @@ def sections_of(files: list[ResultsFile], workloads: list[str]) -> list[Section]
 
 
 def newest_of(measured: list[tuple[ResultsFile, Row]]) -> ResultsFile:
-    """The newest file, but none that left out a peer that was the best of another one's."""
+    """The newest file, but none that left out the best peer of a row that another one has."""
     ran: dict[Path, set[str]] = {}
-    best = set()
+    best: dict[str, tuple[float, str]] = {}  # of each shape
     for file, row in measured:
         times = {n: x["ms"] for n, x in row["implementations"].items() if x.get("ms")}
         times.pop("ours", None)
         ran.setdefault(file.path, set()).update(times)
-        if times:
-            best.add(min(times, key=times.__getitem__))
+        before = best.get(row["label"], (math.inf, ""))
+        best[row["label"]] = min([before, *((ms, name) for name, ms in times.items())])
+    wanted = {name for ms, name in best.values() if ms < math.inf}
     files = [file for file, _ in measured]
-    complete = [file for file in files if best <= ran[file.path]]
+    complete = [file for file in files if wanted <= ran[file.path]]
     return max(complete or files, key=lambda file: file.about["date"])
 
 

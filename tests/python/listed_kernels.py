@@ -250,7 +250,7 @@ def listed_fp32(family: str) -> dict[str, Listed]:
                     f"attention_{name}",
                     (d, q, k),
                     warps,
-                    numbers[-1],
+                    numbers[-2] if table == "kBwd" and "bias" not in name else numbers[-1],
                 )
     for role in FP32_ROWS if found else ():
         image = f"{family}_attention_small_fp32"

@@ -174,6 +174,9 @@ class Lister {
                   tile.threads(),
                   shared_bytes(role, tile),
                   tile.ctas};
+    if constexpr (requires { tile.bias_ctas; }) {
+      if (has_bias(role)) kernel.ctas = tile.bias_ctas;
+    }
     if constexpr (requires { tile.for_short(); }) kernel.for_short = tile.for_short();
     if constexpr (requires { tile.general_score; }) kernel.general_score = tile.general_score;
     if constexpr (requires { tile.cluster(); }) kernel.cluster = tile.cluster();

@@ -25,8 +25,8 @@ struct Fp32BwdTile {
   int head_dim;
   int block_q, block_k;
   int step;
-  int stages;  // of the steps' rows in shared memory
-  int ctas;
+  int stages;           // of the steps' rows in shared memory
+  int ctas, bias_ctas;  // without a bias, and with one, which takes registers
 
   constexpr int threads() const { return block_q * 2; }  // a warp for 16 rows
   // CTAs that share a tile of keys: dK and dV of 16 keys together take as many registers as D.

@@ -20,17 +20,17 @@ inline constexpr Fp32FwdTile kFwd[] = {
 };
 
 inline constexpr Fp32BwdTile kBwd[] = {
-    // head_dim, block_q, block_k, step, stages, ctas
-    {32, 64, 64, 32, 2, 4},
-    {64, 64, 64, 32, 2, 3},
-    {128, 64, 64, 16, 2, 2},
-    {256, 32, 32, 8, 2, 2},
+    // head_dim, block_q, block_k, step, stages, ctas, bias_ctas
+    {32, 64, 64, 32, 2, 4, 3},
+    {64, 64, 64, 32, 2, 3, 2},
+    {128, 64, 64, 16, 2, 2, 2},
+    {256, 32, 32, 8, 2, 2, 2},
 };
 
 inline constexpr Fp32BiasSumTile kBiasSum[] = {
     // head_dim, block_q, block_k, ctas
-    {32, 64, 64, 3},
-    {64, 64, 64, 3},
+    {32, 64, 64, 2},
+    {64, 64, 64, 2},
     {128, 64, 32, 2},
     {256, 32, 16, 2},
 };
@@ -50,11 +50,11 @@ inline constexpr Fp32FwdTile kFwd[] = {
 };
 
 inline constexpr Fp32BwdTile kBwd[] = {
-    // head_dim, block_q, block_k, step, stages, ctas
-    {32, 64, 64, 32, 2, 4},
-    {64, 64, 64, 32, 2, 3},
-    {128, 64, 64, 16, 2, 2},
-    {256, 32, 32, 8, 2, 2},
+    // head_dim, block_q, block_k, step, stages, ctas, bias_ctas
+    {32, 64, 64, 32, 2, 4, 4},
+    {64, 64, 64, 32, 2, 3, 3},
+    {128, 64, 64, 16, 2, 2, 2},
+    {256, 32, 32, 8, 2, 2, 2},
 };
 
 inline constexpr Fp32BiasSumTile kBiasSum[] = {
@@ -80,11 +80,11 @@ inline constexpr Fp32FwdTile kFwd[] = {
 };
 
 inline constexpr Fp32BwdTile kBwd[] = {
-    // head_dim, block_q, block_k, step, stages, ctas
-    {32, 64, 64, 16, 1, 2},
-    {64, 64, 64, 16, 1, 1},
-    {128, 32, 32, 8, 1, 1},
-    {256, 16, 16, 8, 1, 1},
+    // head_dim, block_q, block_k, step, stages, ctas, bias_ctas
+    {32, 64, 64, 16, 1, 2, 2},
+    {64, 64, 64, 16, 1, 1, 1},
+    {128, 32, 32, 8, 1, 1, 1},
+    {256, 16, 16, 8, 1, 1, 1},
 };
 
 inline constexpr Fp32BiasSumTile kBiasSum[] = {

@@ -12,14 +12,16 @@ template <int kBlockQ, int kBlockK>
 constexpr Fp32BwdTile kTile = find_row(kBwd, kBlockQ, kBlockK);
 
 template <int kHeadDim, int kBlockQ, int kBlockK>
-__global__ void __launch_bounds__(kTile<kBlockQ, kBlockK>.threads(), kTile<kBlockQ, kBlockK>.ctas)
+__global__ void __launch_bounds__(kTile<kBlockQ, kBlockK>.threads(),
+                                  kTile<kBlockQ, kBlockK>.bias_ctas)
     FLASHMOE_KERNEL(attention_bwd_bias)(const __grid_constant__ AttentionBwdParams p) {
   attention_fp32_bwd_keys<
       Fp32KeysConfig<family::Chip, KernelProduct, kTile<kBlockQ, kBlockK>, true>>(p);
 }
 
 template <int kHeadDim, int kBlockQ, int kBlockK>
-__global__ void __launch_bounds__(kTile<kBlockQ, kBlockK>.threads(), kTile<kBlockQ, kBlockK>.ctas)
+__global__ void __launch_bounds__(kTile<kBlockQ, kBlockK>.threads(),
+                                  kTile<kBlockQ, kBlockK>.bias_ctas)
     FLASHMOE_KERNEL(attention_bwd_bias_dq)(const __grid_constant__ AttentionBwdParams p) {
   attention_fp32_bwd_queries<
       Fp32QueriesConfig<family::Chip, KernelProduct, kTile<kBlockQ, kBlockK>, true>>(p);

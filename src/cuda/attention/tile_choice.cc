@@ -73,7 +73,7 @@ bool many_short_sequences(const AttentionPlan& plan, const Gpu& gpu) {
 bool many_packed_sequences(const AttentionPlan& plan, const Gpu& gpu) {
   const int64_t dim = std::max(plan.head_dim, plan.head_dim_v);
   int64_t longest = plan.problem.ragged ? 48 : 64;
-  // Several heads that share a box share what it costs to find its pairs: H200, fp16, dense, both
+  // Several heads that share a box share what it costs to find its pairs: H200, bf16, dense, both
   // passes, tiles of a sequence and packed: (128, 32, 128, 16) 286 and 196 us, (128, 32, 96, 32)
   // 278 and 207, (64, 32, 128, 64) 228 and 267.
   if (!plan.problem.ragged && plan.problem.pass == Pass::kBackward && dim <= 32) {

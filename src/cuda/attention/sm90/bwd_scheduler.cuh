@@ -38,9 +38,10 @@ struct alignas(16) BwdTask {
 // Fills in task `number` of all.
 //
 // The order of tasks decides who waits for whom. Tiles of keys add to the dQ of a tile of queries
-// in ascending order where sums are deterministic, and otherwise after the first, which stores. So
-// a task waits only for tasks with lower numbers, which some CTA already has, and the lowest
-// unfinished task waits for nobody.
+// in ascending order where sums are deterministic, and otherwise after the first, which stores, or
+// after zeros that tasks of the wave before have written (bwd_dq.cuh). So a task waits only for
+// tasks with lower numbers, which some CTA already has, and the lowest unfinished task waits for
+// nobody.
 //
 // Three things keep the waits short:
 // - Tasks go through their tiles of queries from the last to the first. With causal masks and

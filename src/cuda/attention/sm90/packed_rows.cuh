@@ -30,7 +30,7 @@ __device__ __forceinline__ int64_t token_offset(const Strides& strides, const To
 }
 // The same in a tensor that has a map, whose leading dimensions are as good as one. (A division is
 // 20 instructions: with those of batch_offset() in all places the forward kernel with heads of 16
-// had 4,280, of which a task of some chunks waits for more than it has to compute.)
+// had 4,280.)
 __device__ __forceinline__ int64_t mapped_offset(const Strides& strides, const TokenPlace& at,
                                                  int head, const AttentionParams& p) {
   return at.batch * strides.batch[p.batch_dims - 1] + at.row * strides.row + head * strides.head;

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -220,6 +221,19 @@ def test_edges(shape, dtype):
         assert all((x == 0).all() for x in got.values())
 
 
+@on_a_gpu
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_family_for_each_pass(k):
+    """Few rows an expert and nothing forced: Hopper has sm80's forward pass and its own backward
+    pass."""
+    case = on_device(make(40, 72, 136, 16, k, dtype=torch.float16, biases=BOTH))
+    if {"sm90", "sm80"} <= FAMILIES.keys():
+        for backward, family in ((False, "sm80"), (True, "sm90")):
+            text = fm.explain_moe(**case.inputs(), ids=case.ids, backward=backward)
+            assert re.search(rf"^  kernel +{family}_", text, re.M), text
+    check(case)
+
+
 def test_all_to_one_expert(dtype):
     """So many that the gradients of weights are summed in slices."""
     case = make(6000, 136, 72, 5, 1, dtype=dtype, ids=torch.full((6000, 1), 3), biases=BOTH)
@@ -391,8 +405,11 @@ def test_pairs_past_two_to_the_31_elements(part, roomy):
     assert not found, found
 
 
-def test_weights_past_two_to_the_31_elements(roomy):
+@pytest.mark.parametrize("name", [f for f, dtypes in FAMILIES.items() if "bf16" in dtypes])
+def test_weights_past_two_to_the_31_elements(name, roomy, monkeypatch):
+    """So few rows an expert that Hopper would leave the forward pass to sm80."""
     roomy(60 << 30)
+    monkeypatch.setenv("FLASHMOE_FAMILY", name)
     T, d, n, E, k = 300, 2048, 1032, 520, 2
     used = torch.tensor([0, 1, 300, E - 2, E - 1], device=DEVICE)
     assert E * 2 * n * d > 2**31

@@ -63,9 +63,11 @@ def test_every_chip_has_code_for_its_plans(chip, backward):
         text = fm.explain_moe(**given, device=chip, backward=backward)
         for name in check_code(text, chip):
             assert CATALOGUE[name]["shared_bytes"] <= shared * 1024, name
-        T, d, n, _, k = shape
+        T, d, n, E, k = shape
         whole = d % 8 == n % 8 == 0 and T * k > 0  # what TMA takes
-        family = {"sm_75": "sm75", "sm_90": "sm90" if whole else "sm80"}.get(chip, "sm80")
+        few = not backward and E <= T * k < 16 * E  # sm80 is faster
+        hopper = "sm90" if whole and not few else "sm80"
+        family = {"sm_75": "sm75", "sm_90": hopper}.get(chip, "sm80")
         assert kernel_of(text)["family"] == family
 
 
@@ -77,7 +79,8 @@ def test_launches_in_their_order():
     sort, products = ["moe_count", "moe_scan", "moe_place"], ["moe_up", "moe_down", "moe_combine"]
     assert roles((30000, 64, 48, 5, 2)) == [*sort, *products]
     assert roles((300, 64, 48, 5, 2)) == ["moe_sort", *products]
-    assert roles((8, 64, 48, 5, 2)) == ["moe_sort", "moe_few_up", "moe_few_down"]
+    assert roles((8, 64, 48, 5, 2)) == ["moe_sort", *products]
+    assert roles((2, 64, 48, 5, 2)) == ["moe_sort", "moe_few_up", "moe_few_down"]
     assert roles((8, 64, 48, 500, 2)) == [*sort, "moe_few_up", "moe_few_down"]
     backward = roles((300, 64, 48, 5, 2), backward=True)
     first = ["moe_bwd_prepare", "moe_bwd_act", "moe_down", "moe_combine"]
@@ -132,9 +135,34 @@ def test_tiles_follow_the_rows_of_an_expert(shape, rows, monkeypatch):
     ],
     ids=str,
 )
-def test_tiles_of_hopper(shape, tile):
+def test_tiles_of_hopper(shape, tile, monkeypatch):
+    monkeypatch.setenv("FLASHMOE_FAMILY", "sm90")
     kernel = kernel_of(fm.explain_moe(**arguments(shape), device="sm_90"))
     assert (kernel["family"], kernel["block_q"], kernel["block_k"]) == ("sm90", *tile)
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("pairs, rows", [(127, 0), (128, 1), (300, 2), (2047, 15), (2048, 16)])
+def test_few_rows_an_expert_are_for_sm80(pairs, rows, dtype, transposed, monkeypatch):
+    """From 1 to 15 of 128 experts, forward, unless a family or a tile is forced."""
+
+    def plan(**options) -> tuple[str, str]:
+        text = fm.explain_moe(**given, device="sm_90", **options)
+        return kernel_of(text)["family"], text
+
+    given = arguments((pairs, 2048, 768, 128, 1), dtype, transposed)
+    family, text = plan()
+    assert family == ("sm80" if 1 <= rows < 16 else "sm90")
+    number = "1 row" if rows == 1 else f"{rows} rows"
+    said = f"sm80's tiles of few rows stream the weights faster for {number} an expert"
+    assert (f"sm90: passed over: {said}" in text) == (family == "sm80")
+    assert plan(backward=True)[0] == "sm90"
+    with monkeypatch.context() as patch:
+        patch.setenv("FLASHMOE_TILE", "128x128")
+        assert plan()[0] == "sm90"
+    monkeypatch.setenv("FLASHMOE_FAMILY", "sm90")
+    assert plan()[0] == "sm90"
 
 
 def test_few_rows_need_weights_in_rows():
@@ -200,7 +228,8 @@ def test_workspace_is_linear():
 
 
 def test_every_product_is_planned():
-    """Nothing in the catalogue that no plan launches, the tile that is to be forced aside."""
+    """Nothing in the catalogue that no plan launches, aside from a tile that is to be forced and
+    one for builds without sm80."""
     seen = set()
     for chip, shape, transposed, dtype in itertools.product(
         CHIPS, SHAPES, (False, True), (torch.float16, torch.bfloat16)
@@ -212,5 +241,5 @@ def test_every_product_is_planned():
             seen |= set(launched(fm.explain_moe(**given, device=chip, backward=backward)))
     roles = {*sum(MOE_PRODUCTS.values(), ()), "moe_few_up", "moe_few_down"}
     products = {name for name, k in CATALOGUE.items() if k["role"] in roles}
-    left = {name for name in products - seen if not re.match("sm80.*_128x256", name)}
-    assert not left
+    aside = "sm80.*_128x256|sm90_moe_few.*_16x16"
+    assert not {name for name in products - seen if not re.match(aside, name)}

@@ -82,7 +82,8 @@ std::string lacks(const ChipFamily& family, DType dtype) {
   return text("has no ", dtype_name(dtype));
 }
 
-// Goes through the families, best first; take(family, gpu, why) plans with one, or says why not.
+// Goes through the families, best first; take(family, gpu, is_forced, why) plans with one, or says
+// why not.
 template <class Plan, class Take>
 Status choose_family(Plan& plan, const char* argument, const Take& take) {
   const ChipFamily* forced = nullptr;
@@ -100,7 +101,7 @@ Status choose_family(Plan& plan, const char* argument, const Take& take) {
       why = missing.empty() ? lacks(family, kernel_dtype(plan)) : missing;
       if (why.empty()) {
         plan.family = family.name;
-        Status status = take(family, gpu, why);
+        Status status = take(family, gpu, forced != nullptr, why);
         if (!status.ok() || why.empty()) return status;
       }
     }
@@ -146,6 +147,16 @@ bool lies_along(const MoePlan& plan, const TensorSpec& weights) {
   return (order_of(weights) == Order::kRows) == (plan.problem.pass == Pass::kForward);
 }
 
+// Whether the sm80 family of this build can run a forward pass on the chip.
+bool runs_on_sm80(const MoePlan& plan, const Gpu& gpu) {
+  if (!other_chip(*find_chip_family("sm80"), gpu).empty()) return false;
+  const bool along = lies_along(plan, plan.problem.gate_up);
+  return std::any_of(kernels().begin(), kernels().end(), [&](const Kernel& k) {
+    return k.family == std::string_view("sm80") && k.dtype == plan.problem.x.dtype &&
+           k.role == Role::kUp && k.along == along && does_not_fit(k, gpu).empty();
+  });
+}
+
 // The kernel that stands for the plan, up or dA, with the best tile that the family has for the
 // problem; or null and why there is none.
 const Kernel* choose_tile(MoePlan& plan, const ChipFamily& family, const Gpu& gpu,
@@ -153,8 +164,6 @@ const Kernel* choose_tile(MoePlan& plan, const ChipFamily& family, const Gpu& gp
   const bool forward = plan.problem.pass == Pass::kForward;
   const bool along = lies_along(plan, forward ? plan.problem.gate_up : plan.problem.down);
   if (is_persistent(plan)) {
-    why = sm90::missing(plan);
-    if (!why.empty()) return nullptr;
     if (const Kernel* few = sm90::choose_few(plan, forced)) return few;
     return sm90::choose_product(plan, forward ? Role::kUp : Role::kBwdAct, along, plan.width,
                                 forward ? halves(plan) * plan.inner : plan.inner, forced, why);
@@ -344,8 +353,14 @@ bool in_place(const TensorSpec& spec) {
 Status plan_call(MoePlan& plan) {
   std::optional<ForcedTile> forced;
   if (Status status = read_forced_tile(plan.problem.pass, forced); !status.ok()) return status;
-  return choose_family(plan, "x", [&](const ChipFamily& family, const Gpu& gpu, std::string& why) {
-    const Kernel* kernel = choose_tile(plan, family, gpu, forced, why);
+  const auto take = [&](const ChipFamily& family, const Gpu& gpu, bool is_forced,
+                        std::string& why) {
+    if (is_persistent(plan)) {
+      why = sm90::missing(plan);
+      const bool may_leave = !is_forced && !forced && runs_on_sm80(plan, gpu);
+      if (why.empty() && may_leave) why = sm90::slower(plan);
+    }
+    const Kernel* kernel = why.empty() ? choose_tile(plan, family, gpu, forced, why) : nullptr;
     if (!kernel) return Status();
     plan.kernel = kernel->id.name;
     plan.handle = kernel;
@@ -358,11 +373,12 @@ Status plan_call(MoePlan& plan) {
                ? lay_out_forward(plan, *kernel, gpu, forced)
                : lay_out_backward(plan, *kernel, *choose_token_tile(plan, gpu, forced), gpu,
                                   forced);
-  });
+  };
+  return choose_family(plan, "x", take);
 }
 
 Status plan_call(RoutePlan& plan) {
-  return choose_family(plan, "logits", [&](const ChipFamily& family, const Gpu&, std::string&) {
+  const auto take = [&](const ChipFamily& family, const Gpu&, bool, std::string&) {
     const bool forward = plan.problem.pass == Pass::kForward;
     const Kernel& kernel =
         *find_kernel(forward ? Role::kRoute : Role::kRouteBwd, family.name, kernel_dtype(plan));
@@ -378,7 +394,8 @@ Status plan_call(RoutePlan& plan) {
     plan.work_items = step.grid[0];
     plan.candidates.push_back({kernel.id.name, "chosen: a warp for each token"});
     return Status();
-  });
+  };
+  return choose_family(plan, "logits", take);
 }
 
 }  // namespace flashmoe::cuda::moe

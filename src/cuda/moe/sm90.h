@@ -15,6 +15,9 @@ namespace flashmoe::cuda::moe::sm90 {
 // Why the kernels cannot do the problem; empty: they can.
 std::string missing(const MoePlan& plan);
 
+// Why the sm80 family is faster; empty: it is not.
+std::string slower(const MoePlan& plan);
+
 // The first kernel of a forward pass with few rows an expert, or null where there are many, or
 // where another tile is forced.
 const Kernel* choose_few(const MoePlan& plan, const std::optional<ForcedTile>& forced);

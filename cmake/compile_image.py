@@ -5,9 +5,9 @@
 
 The cache is in $FLASHMOE_CACHE, else $XDG_CACHE_HOME/flashmoe, else ~/.cache/flashmoe. An image is
 found by the hash of what goes into it: the compiler's version, the flags, the source and every
-project header that it includes. No path of the machine is in the hash, so another clone finds it
-too. One file holds an entry, and it appears under its name only when it is complete: builds that
-run at the same time share the cache, and at worst compile the same image twice. Beyond
+project header that it includes, without comments. No path of the machine is in the hash, so another
+clone finds it too. One file holds an entry, and it appears under its name only when it is complete:
+builds that run at the same time share the cache, and at worst compile the same image twice. Beyond
 $FLASHMOE_CACHE_MB (default 2048) the entries that were not used for longest go.
 
 Beside IMAGE.fatbin: IMAGE.log, what the compiler said (registers, spills, warnings); IMAGE.seconds,
@@ -29,6 +29,9 @@ from pathlib import Path
 SUFFIX = ".image"
 # "header", or MACRO where a flag -DMACRO="header" says which.
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:"([^"]+)"|([A-Za-z_]\w*))', re.M)
+
+# A comment, or something that may have // in it: a string or a character.
+CODE = re.compile(r'("(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\')|//[^\n]*|/\*.*?\*/', re.S)
 
 
 def cache_folder() -> Path:
@@ -58,12 +61,18 @@ def included_files(source: Path, root: Path, flags: list[str]) -> list[Path]:
     return sorted(found)
 
 
+def code_of(file: Path) -> bytes:
+    """A file without its comments, without indentation and empty lines: what changes the image."""
+    text = CODE.sub(lambda found: found[1] or " ", file.read_text())
+    return "\n".join(line for x in text.splitlines() if (line := x.strip())).encode()
+
+
 def key_of(compiler: list[str], source: Path, root: Path, files: list[Path]) -> str:
     version = subprocess.run([compiler[0], "--version"], check=True, capture_output=True)
-    parts = [b"1", version.stdout, *(flag.encode() for flag in compiler[1:])]
+    parts = [b"2", version.stdout, *(flag.encode() for flag in compiler[1:])]
     parts.append(os.path.relpath(source, root).encode())
     for file in files:
-        parts += [os.path.relpath(file, root).encode(), file.read_bytes()]
+        parts += [os.path.relpath(file, root).encode(), code_of(file)]
     digest = hashlib.sha256()
     for part in parts:  # lengths, so that no two lists of parts run into the same bytes
         digest.update(b"%d\n" % len(part) + part)

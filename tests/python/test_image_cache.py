@@ -115,7 +115,7 @@ def test_whatever_goes_into_it_is_a_miss(clone):
     for number, name in enumerate(("kernel.cu", "a.h", "b.h", "table.h"), start=4):
         path = clone.home / "src/room" / name
         before = path.read_text()
-        path.write_text(before + "// changed\n")
+        path.write_text(before + "changed\n")
         clone.compile("-O3")
         assert clone.compiled == number, name
         path.write_text(before)
@@ -124,6 +124,19 @@ def test_whatever_goes_into_it_is_a_miss(clone):
     (clone.home / "src/room/other.h").write_text("changed\n")
     clone.compile("-O3")
     assert clone.compiled == 7
+
+
+def test_comments_do_not_go_into_it(clone):
+    path = clone.home / "src/room/a.h"
+    path.write_text(before := path.read_text() + 'const char* a = "/* b // c"; char d = \'"\';\n')
+    clone.compile()
+    path.write_text("// one\n\n" + before.replace("\n", " // two\n") + "  /* three\nfour */\n")
+    clone.compile()
+    assert clone.compiled == 1
+    for changed in ("/* b // C", "/* b // c d"):
+        path.write_text(before.replace("/* b // c", changed))
+        clone.compile()
+    assert clone.compiled == 3
 
 
 def test_ninja_learns_of_every_header(clone):

@@ -6,14 +6,15 @@
 A report that is the tool's own error is named in KNOWN, with the reason. How many such reports a
 kernel has, told apart by the instruction they name first, is written down in
 tests/gpu/sanitize_known.json: a kernel that is not in the list, or has more of them, is new.
-Prints a line for each tool, and exits with 1 where a report is new, a call failed or its results
-are far off. --record writes the numbers of this run to
-the list; commit it when you have looked at every new report.
+Prints each call as it ends and a line for each tool, and exits with 1 where a report is new, a call
+failed or its results are far off. --record writes the numbers of this run to the list; commit it
+when you have looked at every new report.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -23,6 +24,7 @@ import sys
 import sysconfig
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +44,7 @@ class Known:
 KNOWN = {
     "racecheck": [
         Known(
-            r"sm90_attention_(bwd_(?!preprocess|dq)|fwd_packed_|fwd_bias_rows_)",
+            r"sm90_attention_(bwd_(?!preprocess|dq)|fwd_(packed|bias_rows|mask)_)",
             "one lane arrives at an mbarrier for its warp after __syncwarp(); the tool does not "
             "follow an order made of the two",
             counted=True,
@@ -135,7 +137,20 @@ def run_tool(
         )
         for i in range(jobs)
     ]
-    texts = [process.communicate()[0] for process in running]
+    start, done = time.monotonic(), itertools.count(1)
+
+    def read(process: subprocess.Popen) -> str:
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if VERDICT.search(line):  # a call has ended
+                seconds = time.monotonic() - start
+                print(f"{next(done)} calls, {seconds:.0f} s: {line.strip()}", file=sys.stderr)
+        process.wait()
+        return "".join(lines)
+
+    with ThreadPoolExecutor(jobs) as readers:
+        texts = list(readers.map(read, running))
     failed = [
         f"{text}\nexit status {process.returncode}"
         for text, process in zip(texts, running, strict=True)

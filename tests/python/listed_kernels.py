@@ -118,7 +118,9 @@ TABLES = {
     "kFwdDropout": ("fwd_dropout", "fwd_dropout"),
     "kFwdGeneral": ("fwd_general", "fwd"),
     "kFwdPacked": ("fwd_packed", "fwd_packed"),
+    "kFwdPackedBias": ("fwd_packed_bias", "fwd_packed_bias"),
     "kBwdPacked": ("bwd_packed", "bwd_packed"),
+    "kBwdPackedBias": ("bwd_packed_bias", "bwd_packed_bias"),
     "kBwd": ("bwd", "bwd"),
     "kBwdBias": ("bwd_bias", "bwd_bias"),
     "kBwdBiasRows": ("bwd_bias_rows", "bwd_bias_rows"),
@@ -284,7 +286,7 @@ def listed_kernels() -> dict[str, Listed]:
                     ctas = numbers[4] if kind == "Sm90FwdTile" and len(numbers) > 4 else 1
                 image = f"{family}_attention_{image}_{dtype}_d{d}"
                 role = "attention_" + re.sub("_(?:general|packed|rows|float)$", "", name)
-                role = role.replace("_mask", "_bias")
+                role = role.replace("_mask", "_bias").replace("_packed", "")
                 tile = f"{dtype}_d{d}_{q}x{k}"
                 found[f"{family}_attention_{name}_{tile}"] = Listed(
                     image, role, (d, q, k), warps, ctas

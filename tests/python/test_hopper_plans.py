@@ -271,7 +271,11 @@ def test_many_short_sequences_are_packed(monkeypatch):
     for tensors, options, more in (
         (*crystals(4096, 8, 8, 64), {"softcap": 3.0}),
         (*crystals(4096, 8, 8, 64), {"scale": -0.1}),
-        (*crystals(4096, 8, 8, 64), {"bias": spec(31 * 31 * 4096, 8)}),
+        (*crystals(4096, 8, 8, 64), {"bias": spec(31 * 31 * 4096, 8), "causal": True}),
+        (*crystals(4096, 8, 8, 64), {"bias": spec(31 * 31 * 4096, 1)}),
+        (*crystals(4096, 8, 8, 64), {"bias": spec(31 * 31 * 4096, 8, dtype=torch.float32)}),
+        (*crystals(4096, 8, 2, 64), {"bias": spec(31 * 31 * 4096, 8)}),
+        (*crystals(65, 8, 8, 64), {"bias": spec(31 * 31 * 65, 8)}),
         (*crystals(4096, 8, 4, 16), {}),
         (*crystals(4096, 8, 8, 24), {}),
         (*crystals(4096, 8, 8, 32, 16), {}),
@@ -294,6 +298,26 @@ def test_many_short_sequences_are_packed(monkeypatch):
                 assert name in kernel["name"] and kernel["head_dim"] == d
     with pytest.raises(RuntimeError, match=r"FLASHMOE_TILE asks for 128x32"):
         fm.explain(*problem(), softcap=3.0, **H200)
+
+
+def test_many_short_sequences_with_a_bias_are_packed():
+    for heads, d, bucket, boxes in (
+        (48, 16, 16, 12),
+        (3, 32, 32, 2),
+        (8, 64, 64, 8),
+        (8, 40, 64, 8),
+    ):
+        tensors, options = crystals(4096, heads, heads, d)
+        bias = spec(31 * 31 * 4096, heads)
+        plan = told(fm.explain(*tensors, **options, bias=bias, **H200))
+        assert plan["kernel"] == f"sm90_attention_fwd_packed_bias_fp16_d{bucket}_128x32"
+        assert plan["before"] == ["sm90_attention_row_bounds_fp16"]
+        assert plan["grid"] == (min(math.ceil(4096 * 31 / 128) * boxes, 2 * 132), 1, 1)
+        text = fm.explain(*tensors, **options, bias=bias, **H200, backward=True)
+        plan = told(text)
+        assert plan["kernel"] == f"sm90_attention_bwd_packed_bias_fp16_d{bucket}_192x32"
+        assert plan["before"] == ["sm90_attention_bwd_packed_preprocess_fp16"]
+        assert "bitwise reproducible" in text and "bias_transpose" not in text
 
 
 def short(batch: int, length: int, heads: int, d: int, heads_k: int = 0) -> list[torch.Tensor]:

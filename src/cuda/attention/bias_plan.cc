@@ -79,6 +79,7 @@ static bool many_share_bias(const AttentionPlan& plan) {
 
 BiasInput bias_input(const AttentionPlan& plan) {
   if (!plan.problem.bias) return kNoBias;
+  if (plan.problem.ragged) return kBiasByPairs;
   if (plan.problem.bias->dtype == DType::kFloat32) return kFloatsByRows;
   if (plan.problem.bias->dtype == DType::kBool) return kBytesByRows;
   const bool in_place = !has_bias_chunks(plan, 0) && has_neighbouring_keys(plan);
@@ -114,6 +115,7 @@ int64_t aligned_bias_bytes(const AttentionPlan& plan) {
 
 bool transposes_bias(const AttentionPlan& plan) {
   if (!plan.problem.bias || !plan.problem.ragged || has_tangents(plan.problem.pass)) return false;
+  if (main_kernel(plan).packed) return false;   // reads it where it is
   const TensorSpec& bias = *plan.problem.bias;  // (pairs, heads)
   return dtype_bytes(bias.dtype) == 2 && bias.shape[0] > 1 && bias.shape[1] > 1 &&
          bias.stride[0] != 1;

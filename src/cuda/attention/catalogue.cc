@@ -217,6 +217,8 @@ std::vector<Kernel> list_kernels() {
   const std::initializer_list<DType> both = {DType::kFloat16, DType::kBFloat16};
   Lister list;
   list.add("sm90", both, Role::kForward, "fwd_packed", "fwd_packed", sm90::kFwdPacked);
+  list.add("sm90", both, Role::kForwardBias, "fwd_packed_bias", "fwd_packed_bias",
+           sm90::kFwdPackedBias);
   list.add("sm90", both, Role::kForward, "fwd", "fwd", sm90::kFwd);
   list.add("sm90", both, Role::kForward, "fwd_general", "fwd", sm90::kFwdGeneral);
   list.add("sm90", both, Role::kForwardBias, "fwd_bias", "fwd_bias", sm90::kFwdBias);
@@ -225,6 +227,8 @@ std::vector<Kernel> list_kernels() {
            sm90::kFwdBiasFloat);
   list.add("sm90", both, Role::kForwardBias, "fwd_mask", "fwd_mask", sm90::kFwdMask);
   list.add("sm90", both, Role::kBackward, "bwd_packed", "bwd_packed", sm90::kBwdPacked);
+  list.add("sm90", both, Role::kBackwardBias, "bwd_packed_bias", "bwd_packed_bias",
+           sm90::kBwdPackedBias);
   list.add("sm90", both, Role::kBackward, "bwd", "bwd", sm90::kBwd);
   list.add("sm90", both, Role::kBackward, "bwd_general", "bwd", sm90::kBwdGeneral);
   list.add("sm90", both, Role::kBackwardBias, "bwd_bias", "bwd_bias", sm90::kBwdBias);

@@ -115,12 +115,32 @@ void lay_out_backward(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu)
   add_sink_sum(plan);
 }
 
+// What the kernels for packed tokens, the only ones with a packed bias, cannot do.
+std::string lacks_for_packed_bias(const AttentionPlan& plan) {
+  constexpr int64_t kMostDim = 64;
+  const AttentionProblem& p = plan.problem;
+  const Geometry g = geometry(p);
+  const TensorSpec& bias = *p.bias;  // (pairs, heads)
+  if (bias.dtype != p.query.dtype) return "takes a packed bias in the dtype of the query alone";
+  if (shares_bias(plan)) return "takes a packed bias with numbers of its own for each head";
+  if (g.left >= 0 || g.right >= 0) return "takes a packed bias without a mask";
+  if (g.softcap > 0 || !(g.scale > 1e-6)) return "adds a bias before softcap and scale";
+  if (plan.heads_q != plan.heads_k) return "takes a packed bias of heads with keys of their own";
+  if (std::max(plan.head_dim, plan.head_dim_v) > kMostDim) {
+    return text("takes a packed bias up to head dim ", kMostDim);
+  }
+  if (bias.shape[0] > INT32_MAX || bias.stride[0] > INT32_MAX) {
+    return "takes a packed bias of less than 2^31 pairs, less than 2^31 numbers apart";
+  }
+  return {};
+}
+
 // What no kernel with a bias can do; the mma.sync kernels can.
 std::string lacks_for_bias(const AttentionPlan& plan) {
   constexpr int64_t kMostDim = 128, kMostFloatDim = 64;
   const AttentionProblem& p = plan.problem;
   const Geometry g = geometry(p);
-  if (p.ragged) return "takes no packed bias";
+  if (p.ragged) return lacks_for_packed_bias(plan);
   if (plan.len_q == 1) return "takes no bias of one query";
   // A mask may be the same for all queries: rows that come one by one may have a stride of 0.
   const TensorSpec& bias = *p.bias;
@@ -240,8 +260,10 @@ std::string cannot_pack(const AttentionPlan& plan, const Kernel& kernel) {
 static bool can_pack(const AttentionPlan& plan) {
   const AttentionProblem& p = plan.problem;
   const Geometry g = geometry(p);
-  if (p.bias || g.softcap > 0 || !(g.scale > 0)) return false;
-  const Role role = p.pass == Pass::kBackward ? Role::kBackward : Role::kForward;
+  if ((p.bias && !p.ragged) || g.softcap > 0 || !(g.scale > 0)) return false;
+  const bool backward = p.pass == Pass::kBackward;
+  const Role role = p.bias ? (backward ? Role::kBackwardBias : Role::kForwardBias)
+                           : (backward ? Role::kBackward : Role::kForward);
   return std::any_of(kernels().begin(), kernels().end(), [&](const Kernel& k) {
     return k.packed && k.role == role && k.dtype == p.query.dtype &&
            k.head_dim >= std::max(plan.head_dim, plan.head_dim_v) && cannot_pack(plan, k).empty();
@@ -255,6 +277,7 @@ std::string slower(const AttentionPlan& plan, const Gpu& gpu) {
   const bool ragged = plan.problem.ragged.has_value();
   const bool backward = plan.problem.pass == Pass::kBackward;
   if (many_packed_sequences(plan, gpu) && can_pack(plan)) return {};
+  if (ragged && plan.problem.bias) return "a packed bias of longer sequences is faster in sm80";
   if (dim <= kDim && !plan.problem.bias && (backward || mean_length(plan) > kDimShort)) {
     return text("head dims up to ", kDim, " have tiles of their own in sm80");
   }

@@ -123,6 +123,13 @@ class PackedMaps {
   Status status_;
 };
 
+// Whether what a pair has for the heads of a box is one aligned word of the bias.
+bool is_of_box(const AttentionPlan& plan, const TensorSpec& bias, const void* data) {
+  const int heads = main_kernel(plan).heads_of_box;
+  return bias.stride[1] == 1 && bias.shape[1] % heads == 0 && bias.stride[0] % heads == 0 &&
+         reinterpret_cast<uintptr_t>(data) % (heads * dtype_bytes(bias.dtype)) == 0;
+}
+
 Status fill_maps(Sm90PackedParams& p, const Call& call) {
   const AttentionProblem& problem = call.plan.problem;
   const AttentionTensors& t = call.tensors;
@@ -142,6 +149,10 @@ Status run_packed(const Call& call) {
   p.boxes = static_cast<int32_t>(packed_boxes(plan));
   p.num_tasks = static_cast<int32_t>(plan.work_items);
   p.bounds = reinterpret_cast<RowBounds*>(call.workspace + call.forward.row_bounds);
+  if (p.bias) {
+    p.pairs = reinterpret_cast<PairRow*>(call.workspace + call.forward.row_pairs);
+    p.bias_of_box = is_of_box(plan, *plan.problem.bias, p.bias);
+  }
   p.rows = static_cast<int32_t>(round_up(packed_tokens(plan, false), plan.block_q));
   p.pitch_q = static_cast<int32_t>(packed_pitch(plan, false));
   p.pitch_k = static_cast<int32_t>(packed_pitch(plan, true));
@@ -180,6 +191,12 @@ Status run_packed_backward(const Call& call) {
   p.lse_delta = reinterpret_cast<float*>(call.workspace + call.backward.lse_delta);
   p.query_bounds = bounds(call.backward.query_bounds);
   p.key_bounds = bounds(call.backward.key_bounds);
+  if (p.bias) {
+    p.query_pairs = reinterpret_cast<PairRow*>(call.workspace + call.backward.query_pairs);
+    p.key_pairs = reinterpret_cast<PairRow*>(call.workspace + call.backward.key_pairs);
+    p.bias_of_box = is_of_box(plan, *plan.problem.bias, p.bias);
+  }
+  if (p.grad_bias) p.grad_bias_of_box = is_of_box(plan, *plan.problem.grad_bias, p.grad_bias);
   p.query_side = packed_side(plan, false);
   p.key_side = packed_side(plan, true);
   p.stored_heads = static_cast<int32_t>(round_up(plan.heads_q, main_kernel(plan).heads_of_box));

@@ -95,7 +95,7 @@ Sm90PackedBwdParams::Side packed_side(const AttentionPlan& plan, bool keys) {
   const int64_t tiles = ceil_div(packed_tokens(plan, keys), plan.block_q);
   const int64_t boxes =
       ceil_div(keys ? plan.heads_k : plan.heads_q, main_kernel(plan).heads_of_box);
-  const bool wanted = keys ? p.grad_key || p.grad_value : p.grad_query.has_value();
+  const bool wanted = keys ? p.grad_key || p.grad_value : p.grad_query || p.grad_bias;
   return {.rows = static_cast<int32_t>(tiles * plan.block_q),
           .tiles = static_cast<int32_t>(tiles),
           .boxes = static_cast<int32_t>(wanted ? boxes : 0)};

@@ -120,7 +120,8 @@ const Kernel* choose_tile(AttentionPlan& plan, const Family& family, const Gpu& 
       const bool matches = forced && k.block_q == forced->rows && k.block_k == forced->columns;
       if (forced && !matches) continue;
       std::string reason = family.cannot_pack(plan, k);
-      if (reason.empty() && !forced && !packs) reason = kForShort;
+      // With a bias there are no others: slower() says for whom these are.
+      if (reason.empty() && !forced && !packs && k.bias_input == kNoBias) reason = kForShort;
       if (reason.empty()) {
         chosen = &k;
       } else {

@@ -7,6 +7,7 @@ namespace flashmoe::cuda {
 // How a kernel reads its bias, where that is said of it.
 enum BiasInput : int {
   kNoBias,        // there is none; mma.sync kernels find out for themselves
+  kBiasByPairs,   // 16 bits, of a ragged batch: see fwd_packed.cuh
   kBiasByTma,     // 16 bits, rows of whole chunks of 16 bytes
   kBiasByRows,    // 16 bits, rows of neighbouring keys that begin anywhere
   kFloatsByRows,  // the same in fp32

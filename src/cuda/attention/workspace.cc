@@ -92,6 +92,8 @@ ForwardWorkspace forward_workspace(const AttentionPlan& plan) {
   w.blocks = place(slots * static_cast<int64_t>(sizeof(RaggedBlock)));
   w.row_bounds =
       place(packed ? round_up(packed_tokens(plan, false), plan.block_q) * 2 * sizeof(int32_t) : 0);
+  w.row_pairs = place(
+      packed && p.bias ? round_up(packed_tokens(plan, false), plan.block_q) * kPairRowBytes : 0);
   w.transposed_bias = place(transposed_bias_bytes(plan));
   w.tile_counter = place(counts_tasks(plan) ? kAlignment : 0);
   const int64_t rows =
@@ -121,8 +123,11 @@ BackwardWorkspace backward_workspace(const AttentionPlan& plan, const Kernel* bi
     w.rows = rows_q + plan.block_k;
     w.lse_delta = place(round_up(heads, kernel.heads_of_box) * w.rows * 2 * sizeof(float));
     w.query_bounds = place(rows_q * 2 * sizeof(int32_t));
-    w.key_bounds = place(round_up(packed_tokens(plan, true), block) * 2 * sizeof(int32_t));
+    const int64_t rows_k = round_up(packed_tokens(plan, true), block);
+    w.key_bounds = place(rows_k * 2 * sizeof(int32_t));
     w.tile_counter = place(sizeof(int32_t));
+    w.query_pairs = place(p.bias ? rows_q * kPairRowBytes : 0);
+    w.key_pairs = place(p.bias ? rows_k * kPairRowBytes : 0);
     return w;
   }
   if (p.ragged) {

@@ -57,6 +57,7 @@ struct ForwardWorkspace {
   size_t aligned_bias = 0;     // (batch, heads, len_q, pitch), as the bias has them
   size_t blocks = 0;           // ragged: RaggedBlock (slots)
   size_t row_bounds = 0;       // packed: RowBounds (queries in whole tiles)
+  size_t row_pairs = 0;        // packed, with a bias: PairRow (the same)
   size_t transposed_bias = 0;  // ragged: (heads of a slice, pairs)
   size_t tile_counter = 0;     // int32
   size_t partial_out = 0;      // splits: float (splits, batch, heads, rows, dim)
@@ -78,6 +79,7 @@ struct BackwardWorkspace {
   size_t tile_counter = 0;                  // int32 (2)
   size_t done = 0;                          // int32 (batch + 1, heads_k)
   size_t query_bounds = 0, key_bounds = 0;  // packed: RowBounds (tokens in whole tiles)
+  size_t query_pairs = 0, key_pairs = 0;    // packed, with a bias: PairRow (the same)
   size_t key_blocks = 0, query_blocks = 0, sum_blocks = 0;  // ragged: RaggedBlock (slots)
   size_t aligned_bias = 0, transposed_bias = 0;
   size_t sink_sums = 0;    // float (heads_q, sink_parts)

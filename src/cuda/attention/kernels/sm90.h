@@ -72,12 +72,25 @@ inline constexpr Sm90PackedTile kFwdPacked[] = {
     {64, 128, 32, 8, 2},
 };
 
+inline constexpr Sm90PackedTile kFwdPackedBias[] = {
+    // head_dim, block_q, block_k, stages, ctas, general_score, bias
+    {16, 128, 32, 8, 2, false, kBiasByPairs},
+    {32, 128, 32, 8, 2, false, kBiasByPairs},
+    {64, 128, 32, 8, 2, false, kBiasByPairs},
+};
+
 // Their backward pass.
 inline constexpr Sm90PackedBwdTile kBwdPacked[] = {
     // head_dim, block_q, block_k, stages, ctas
     {16, 192, 32, 8, 1},
     {32, 192, 32, 8, 1},
     {64, 192, 32, 8, 1},
+};
+inline constexpr Sm90PackedBwdTile kBwdPackedBias[] = {
+    // head_dim, block_q, block_k, stages, ctas, general_score, bias
+    {16, 192, 32, 8, 1, false, kBiasByPairs},
+    {32, 192, 32, 8, 1, false, kBiasByPairs},
+    {64, 192, 32, 8, 1, false, kBiasByPairs},
 };
 
 // As many queries as registers allow beside dK and dV of 64 keys; above D = 128 a warpgroup has one

@@ -28,6 +28,9 @@
 // by what its rows do not see, so it may be in the next task before the others are done with this
 // one. Gradients leave through the tile's place, by TMA.
 //
+// A bias is read where it is, from both sides, and tasks of queries store dS as its gradient, also
+// one head after the other: each pair is one query's.
+//
 // Why mma.sync and not wgmma: fwd_packed.cuh. Shared memory's rate is what limits it: of 16 rows
 // and 16 tokens, Y is read twice by ldmatrix, along and across. X is not, which takes 152 registers
 // (X and two gradients are 96), and so 12 warps; 16 warps of 96 registers would read X each time.
@@ -48,6 +51,7 @@ struct PackedBwdConfig {
   using Type = T;
   static constexpr Sm90PackedBwdTile kTile = kTile_;
   static constexpr int kDim = kTile.head_dim, kHeads = kTile.heads();
+  static constexpr bool kBias = kTile.bias == kBiasByPairs;
   static constexpr int kBlockQ = kTile.block_q, kBlockK = kTile.block_k;
   static constexpr int kStages = kTile.stages, kWarps = kTile.warps();
   // Tokens of the other side that a warp takes at a time.
@@ -74,6 +78,7 @@ struct PackedBwdConfig {
     float2 row_lse_delta[2][kHeads][kBlockQ];          // [task] of queries: LSE, -delta
     float2 stage_lse_delta[kStages][kHeads][kBlockK];  // of a task of keys
     RowBounds bounds[2][kBlockQ];
+    PairRow pairs[kBias ? 2 : 0][kBlockQ];
     PackedBwdTask tasks[2];
     tma::Slot::Barriers barriers[kBarriers];
   };

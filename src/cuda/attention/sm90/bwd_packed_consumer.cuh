@@ -20,12 +20,14 @@ class PackedBwdConsumer {
   static constexpr int kRows = kPackedRows;
   static constexpr int kSteps = C::kDim / 16;       // of the depth of a head
   static constexpr int kFragments = C::kChunk / 8;  // of S and dP
-  // Whether X stays in registers: of queries, which have one gradient, it does.
+  // Whether X stays in registers. Beside two gradients and the bias of several heads it does not.
   template <bool kKeys>
-  static constexpr bool kHolds = true;
+  static constexpr bool kHolds = !(C::kBias && kKeys && C::kHeads > 1);
 
   // S or dP, then P or dS: rows x kChunk tokens of the other side.
   using Scores = float[kFragments][4];
+  // The bias of such a chunk, or its gradient.
+  using ChunkBias = HeadsOfPair<C::kHeads>[C::kBias ? kFragments : 1][4];
   // What a warp has of one task.
   template <bool kKeys>
   struct State {
@@ -68,6 +70,9 @@ class PackedBwdConsumer {
   }
   __device__ __forceinline__ RowBounds fragment_bounds(int half) const {
     return bounds_of(lane() / 4 + 8 * half);
+  }
+  __device__ __forceinline__ PairRow pairs_of(int row) const {
+    return shared_.pairs[tasks_.at()][warp_ * kRows + row];
   }
   // The warp's rows of X1 or X2, and then of their gradients.
   __device__ __forceinline__ uint32_t row_address(int which) const {
@@ -140,23 +145,49 @@ class PackedBwdConsumer {
   __device__ __forceinline__ void take_chunk(State<kKeys>& state, int token, int at) const {
     const uint32_t sY = smem_ + offsetof(Smem, sY) + stages_.at() * 2 * C::Stage::kBytes + at * 128;
     const uint32_t along = sY + packed_right_offset(), across = sY + packed_lane_offset();
-    // 0, or -inf where a row does not see the token: what S begins with.
-    Scores mask;
+    uint32_t seen[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint32_t seen = seen_tokens<C::kChunk>(fragment_bounds(half), token);
+      seen[half] = seen_tokens<C::kChunk>(fragment_bounds(half), token);
+    }
+    const auto sees = [&](int half, int n, int i) { return seen[half] >> (n * 8 + i) & 1; };
+    // f(where in S, number of the pair), where a row sees the token.
+    struct InFragment {
+      int n, i;
+    };
+    const auto for_each_pair = [&](const auto& f) {
 #pragma unroll
-      for (int i = 0; i < kFragments * 2; ++i) {
-        mask[i / 2][2 * half + i % 2] = seen >> (i / 2 * 8 + i % 2) & 1 ? 0.f : -INFINITY;
+      for (int half = 0; half < 2; ++half) {
+        const PairsOfRow pairs(pairs_of(lane() / 4 + 8 * half), token);
+#pragma unroll
+        for (int i = 0; i < kFragments * 2; ++i) {
+          if (!sees(half, i / 2, i % 2)) continue;
+          f(InFragment{i / 2, 2 * half + i % 2}, pairs.at(i / 2, i % 2));
+        }
       }
+    };
+    ChunkBias bias, gradient;
+    if constexpr (C::kBias) {
+      const BoxOfBias from = bias_of(task().box * C::kHeads, p_);
+#pragma unroll
+      for (int i = 0; i < kFragments * 4; ++i) bias[i / 4][i % 4].template hide<Type>();
+      for_each_pair([&](auto at, uint32_t pair) { bias[at.n][at.i].load(from, pair); });
     }
 #pragma unroll
     for (int h = 0; h < C::kHeads; ++h) {
       Scores s, dp;
       float lse[kFragments][4];
       find_lse_delta<kKeys>(lse, dp, at, h);
+      // What S begins with: the bias, or 0, and -inf where a row does not see the token.
 #pragma unroll
-      for (int i = 0; i < kFragments * 4; ++i) s[i / 4][i % 4] = mask[i / 4][i % 4];
+      for (int i = 0; i < kFragments * 4; ++i) {
+        float& x = s[i / 4][i % 4];
+        if constexpr (C::kBias) {
+          x = Type::unpack(bias[i / 4][i % 4].get(h)) * p_.bias_scale;
+        } else {
+          x = sees(i % 4 / 2, i / 4, i % 2) ? 0.f : -INFINITY;
+        }
+      }
 #pragma unroll
       for (int step = h * kSteps; step < (h + 1) * kSteps; ++step) {
         multiply(s, state, 0, step, along);
@@ -167,8 +198,18 @@ class PackedBwdConsumer {
       for (int i = 0; i < kFragments * 4; ++i) {
         rule.differentiate(s[i / 4][i % 4], dp[i / 4][i % 4], lse[i / 4][i % 4]);
       }
+      if constexpr (C::kBias && !kKeys) {
+#pragma unroll
+        for (int i = 0; i < kFragments * 4; ++i) {
+          gradient[i / 4][i % 4].set(h, Type::pack(dp[i / 4][i % 4], 0) & 0xffff);
+        }
+      }
       if constexpr (kKeys) accumulate(state.gradients[1], s, across + C::Stage::kBytes, h);
       accumulate(state.gradients[0], dp, across, h);
+    }
+    if (C::kBias && !kKeys && p_.grad_bias) {
+      const BoxOfBias to = grad_bias_of(task().box * C::kHeads, p_);
+      for_each_pair([&](auto at, uint32_t pair) { gradient[at.n][at.i].store(to, pair); });
     }
   }
 
@@ -261,7 +302,7 @@ class PackedBwdConsumer {
     __syncwarp();  // the warp's rows are in shared memory
     if (lane() == 0) {
       const TokenBox<C> tokens(box * C::kHeads, token, kKeys ? p_.pitch_k : p_.pitch_q);
-      if (!kKeys || p_.grad_key) {
+      if (kKeys ? p_.grad_key : p_.grad_query) {
         tokens.store(row_address(0), kKeys ? p_.grad_key_map : p_.grad_query_map);
       }
       if (kKeys && p_.grad_value) tokens.store(row_address(1), p_.grad_value_map);
@@ -295,12 +336,16 @@ class PackedBwdConsumer {
     bad |= __shfl_xor_sync(0xffffffffu, bad, 2);
     if (lane() == 0) ptx::cp_async_bulk_wait_group();
     __syncwarp();  // TMA has written the gradients
-    const PackedRowGuard<Type, kKeys> guard(p_);
+    const PackedRowGuard<Type, kKeys, C::kBias> guard(p_);
 #pragma unroll 1
     for (int i = 0; i < kRows * C::kHeads; ++i) {
       const int row = i / C::kHeads, h = i % C::kHeads;
       const uint32_t of_row = __shfl_sync(0xffffffffu, bad, row % 8 * 4) >> (row / 8 * 8);
-      if (of_row >> h & 1) guard.recompute(token + row, box * C::kHeads + h, bounds_of(row));
+      if (of_row >> h & 1) {
+        PairRow pairs{};
+        if constexpr (C::kBias) pairs = pairs_of(row);
+        guard.recompute(token + row, box * C::kHeads + h, bounds_of(row), pairs);
+      }
     }
   }
 

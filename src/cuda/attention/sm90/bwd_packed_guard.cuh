@@ -9,7 +9,19 @@
 
 namespace flashmoe::cuda::sm90 {
 
-template <class Type, bool kKeys>
+// The bias and its gradient from a head on.
+__device__ __forceinline__ BoxOfBias bias_of(int head, const Sm90PackedBwdParams& p) {
+  uint16_t* const data = static_cast<uint16_t*>(const_cast<void*>(p.bias));
+  return {data + head * p.bias_strides.head, static_cast<int>(p.bias_column), p.bias_strides.head,
+          p.heads_q - head, p.bias_of_box != 0};
+}
+__device__ __forceinline__ BoxOfBias grad_bias_of(int head, const Sm90PackedBwdParams& p) {
+  return {static_cast<uint16_t*>(p.grad_bias) + head * p.grad_bias_strides.head,
+          static_cast<int>(p.grad_bias_column), p.grad_bias_strides.head, p.heads_q - head,
+          p.grad_bias_of_box != 0};
+}
+
+template <class Type, bool kKeys, bool kBias>
 class PackedRowGuard {
   static constexpr int kColumns = 2;  // of a lane, 32 apart
   // A tensor, and how many columns it has.
@@ -24,7 +36,8 @@ class PackedRowGuard {
   __device__ __forceinline__ explicit PackedRowGuard(const Sm90PackedBwdParams& p) : p_(p) {}
 
   // Row `token` of a head of queries, or of keys, by the whole warp.
-  __device__ __forceinline__ void recompute(int token, int head, const RowBounds& bounds) const {
+  __device__ __forceinline__ void recompute(int token, int head, const RowBounds& bounds,
+                                            const PairRow& pairs) const {
     const int heads = kKeys ? p_.heads_q / p_.group : p_.heads_q;
     const int pitch = kKeys ? p_.pitch_k : p_.pitch_q,
               other_pitch = kKeys ? p_.pitch_q : p_.pitch_k;
@@ -59,7 +72,20 @@ class PackedRowGuard {
         }
         s = warp_sum(s);
         dp = warp_sum(dp) + row.y;
-        ScoreRule<Sm90PackedBwdParams>(p_).differentiate(s, dp, row.x);
+        const ScoreRule<Sm90PackedBwdParams> rule(p_);
+        if constexpr (kBias) {
+          const uint32_t pair = pairs.first + other * pairs.step;
+          const float bias = Type::unpack(*bias_of(head, p_).at(pair));
+          // -inf hides the token.
+          s = bias == -INFINITY ? 0.f : ptx::ex2_approx_ftz(rule.score(s, bias) - row.x);
+          dp = bias == -INFINITY ? 0.f : dp * s;
+          if (!kKeys && p_.grad_bias && lane() == 0) {
+            *grad_bias_of(head, p_).at(pair) = static_cast<uint16_t>(Type::pack(dp, 0) & 0xffff);
+          }
+          if (bias == -INFINITY) continue;
+        } else {
+          rule.differentiate(s, dp, row.x);
+        }
 #pragma unroll
         for (int j = 0; j < kColumns; ++j) {
           dx1[j] += dp * y1[j];

@@ -15,15 +15,14 @@ namespace flashmoe::cuda::sm90 {
 // By warp `warp` of `warps`. Rows after the last token, and heads of a box that there are not, have
 // an LSE of infinity: no probability.
 template <class T, bool kDense>
-__device__ __forceinline__ void find_lse_delta(int64_t warp, int64_t warps,
-                                               const Sm90PackedBwdParams& p) {
+__device__ __forceinline__ void find_lse_delta(int warp, int warps, const Sm90PackedBwdParams& p) {
   // Groups of rows of a warp, and how many at once: registers are few.
-  constexpr int kTokens = 4, kAtOnce = kDense ? 2 : 4;
+  constexpr int kTokens = 4, kAtOnce = kDense ? 2 : 3;
   const int pitch = kDense ? p.pitch_q : 0;
   const int lanes = row_lanes(p.head_dim_v), heads = 8 / lanes;  // of a group
   const int lane = threadIdx.x % lanes, row = threadIdx.x % 32 / lanes;
   const int head_groups = (p.stored_heads + heads - 1) / heads;
-  const int64_t quads = p.rows / kTokens;  // of tokens
+  const int quads = static_cast<int>(p.rows) / kTokens;  // of tokens
   // The last token of all: where there is none, its rows are read and thrown away.
   const int last =
       kDense ? (p.batch - 1) * pitch + p.len_q - 1 : static_cast<int>(p.ragged.query.tokens) - 1;
@@ -31,12 +30,9 @@ __device__ __forceinline__ void find_lse_delta(int64_t warp, int64_t warps,
                           int head) {
     return static_cast<const char*>(tensor) + mapped_offset(strides, at, head, p) * T::kBytes;
   };
-  // Which group is next: its tokens, and its heads, which are the faster index. Dividing 64 bits
-  // takes a hundred instructions, so it is done once.
-  int64_t quad = warp / head_groups;
-  int of_quad = static_cast<int>(warp % head_groups);
-  const int64_t quad_step = warps / head_groups;
-  const int of_quad_step = static_cast<int>(warps % head_groups);
+  // Which group is next: its tokens, and its heads, which are the faster index.
+  int quad = warp / head_groups, of_quad = warp % head_groups;
+  const int quad_step = warps / head_groups, of_quad_step = warps % head_groups;
 #pragma unroll 1
   while (quad < quads) {
     int token[kAtOnce], head[kAtOnce];
@@ -46,7 +42,7 @@ __device__ __forceinline__ void find_lse_delta(int64_t warp, int64_t warps,
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       head[i] = of_quad * heads + row % heads;
-      token[i] = static_cast<int>(quad) * kTokens + row / heads;
+      token[i] = quad * kTokens + row / heads;
       const int length = kDense ? p.len_q : last + 1;
       exists[i] = is_token(TokenPlace(token[i], pitch), length, p) && head[i] < p.heads_q;
       quad += quad_step;
@@ -87,15 +83,29 @@ __device__ __forceinline__ void attention_bwd_packed_preprocess(const Sm90Packed
   if (blockIdx.x + threadIdx.x == 0) *p.tile_counter = 0;
   const int number = blockIdx.x - 2 * p.bounds_ctas;
   if (number < 0) {
-    const bool keys = blockIdx.x % 2;
-    const BoundsOf of = {.keys = keys,
-                         .bounds = keys ? p.key_bounds : p.query_bounds,
-                         .rows = keys ? p.key_side.rows : p.query_side.rows};
-    find_bounds(of, blockIdx.x / 2, p.bounds_ctas, p);
+    // Which side is told at compile time: a kernel of so many threads has few registers.
+    if (blockIdx.x % 2) {
+      const BoundsOf keys = {.keys = true,
+                             .bounds = p.key_bounds,
+                             .rows = p.key_side.rows,
+                             .pairs = p.key_pairs,
+                             .grad_bias = static_cast<uint16_t*>(p.grad_bias),
+                             .grad_bias_pair = p.grad_bias_column,
+                             .grad_bias_head = p.grad_bias_strides.head,
+                             .heads = p.heads_q,
+                             .nan = T::kNan};
+      find_bounds(keys, blockIdx.x / 2, p.bounds_ctas, p);
+    } else {
+      const BoundsOf queries = {.keys = false,
+                                .bounds = p.query_bounds,
+                                .rows = p.query_side.rows,
+                                .pairs = p.query_pairs};
+      find_bounds(queries, blockIdx.x / 2, p.bounds_ctas, p);
+    }
   } else {
     constexpr int kWarps = kRaggedThreads / 32;
-    const int64_t warp = int64_t{number} * kWarps + threadIdx.x / 32;
-    const int64_t warps = int64_t{gridDim.x - 2 * p.bounds_ctas} * kWarps;
+    const int warp = number * kWarps + static_cast<int>(threadIdx.x) / 32;
+    const int warps = (static_cast<int>(gridDim.x) - 2 * p.bounds_ctas) * kWarps;
     if (p.pitch_q) {
       find_lse_delta<T, true>(warp, warps, p);
     } else {

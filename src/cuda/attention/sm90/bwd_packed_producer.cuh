@@ -60,7 +60,7 @@ class PackedBwdProducer {
     for (const TensorMap* map : {&p_.query_map, &p_.key_map, &p_.value_map, &p_.grad_out_map}) {
       ptx::prefetch_tensormap(map);
     }
-    PackedBwdTask task = find_packed_task(take(), C::kBlockQ, p_);
+    PackedBwdTask task = find(take());
     tma::Ring<2> tasks;
 #pragma unroll 1
     for (;; tasks.advance()) {
@@ -84,17 +84,27 @@ class PackedBwdProducer {
 #pragma unroll 1
         for (int token = task.begin; token < task.end; token += C::kBlockK) {
           load_stage(token, round, task);
-          if (!found) next = find_packed_task(number, C::kBlockQ, p_);
+          if (!found) next = find(number);
           found = true;
         }
       }
-      if (!found) next = find_packed_task(number, C::kBlockQ, p_);
+      if (!found) next = find(number);
       task = next;
     }
   }
 
  private:
   __device__ __forceinline__ int take() const { return atomicAdd(p_.tile_counter, 1); }
+
+  __device__ __forceinline__ PackedBwdTask find(int number) const {
+    const PackedBwdTask task = find_packed_task(number, C::kBlockQ, p_);
+    if (C::kBias && task.more && task.box == 0) {
+      const RowBounds* const bounds = task.keys ? p_.key_bounds : p_.query_bounds;
+      const PairRow* const pairs = task.keys ? p_.key_pairs : p_.query_pairs;
+      prefetch_pairs(bounds + task.first_row, pairs + task.first_row, C::kBlockQ, p_);
+    }
+    return task;
+  }
 
   // Without grad_out zeros are loaded: what is beyond the end of a tensor.
   __device__ __forceinline__ int grad_out_token(int token) const {
@@ -116,10 +126,16 @@ class PackedBwdProducer {
                                             const PackedBwdTask& task) const {
     constexpr int kBoundsBytes = C::kBlockQ * sizeof(RowBounds);
     constexpr int kLseDeltaBytes = C::kHeads * C::kBlockQ * 8;
+    constexpr int kPairsBytes = C::kBias ? C::kBlockQ * sizeof(PairRow) : 0;
     const int head = task.box * C::kHeads, row = task.first_row;
     const uint32_t to = smem_ + offsetof(Smem, sX) + at * 2 * C::Rows::kBytes;
-    ptx::mbarrier_arrive_expect_tx(
-        slot.full, 2 * C::Rows::kBytes + kBoundsBytes + (task.keys ? 0 : kLseDeltaBytes));
+    ptx::mbarrier_arrive_expect_tx(slot.full, 2 * C::Rows::kBytes + kBoundsBytes + kPairsBytes +
+                                                  (task.keys ? 0 : kLseDeltaBytes));
+    if constexpr (C::kBias) {
+      ptx::cp_async_bulk_load(smem_ + offsetof(Smem, pairs) + at * kPairsBytes,
+                              (task.keys ? p_.key_pairs : p_.query_pairs) + row, kPairsBytes,
+                              slot.full);
+    }
     const TensorMap& first = task.keys ? p_.key_map : p_.query_map;
     const TensorMap& second = task.keys ? p_.value_map : p_.grad_out_map;
     const int pitch = task.keys ? p_.pitch_k : p_.pitch_q;

@@ -25,6 +25,9 @@
 // four heads in a box a warp has as many accumulators as with one of D = 64: the steps of the depth
 // are heads then.
 //
+// A bias is read where it is, by the lanes that hold S, which begins with it: a pair has the heads
+// of a box side by side, one load for all of them.
+//
 // Registers of a thread: 96, of which an SM has enough for five warps in each quarter. Shared
 // memory: 98.5 KB.
 #pragma once
@@ -43,6 +46,7 @@ struct PackedConfig {
   using Type = T;
   static constexpr Sm90PackedTile kTile = kTile_;
   static constexpr int kDim = kTile.head_dim, kHeads = kTile.heads();
+  static constexpr bool kBias = kTile.bias == kBiasByPairs;
   static constexpr int kBlockQ = kTile.block_q, kBlockK = kTile.block_k;
   static constexpr int kStages = kTile.stages, kWarps = kTile.warps();
   // Keys that a warp takes at a time. There are no registers for 32.
@@ -63,6 +67,7 @@ struct PackedConfig {
     Rows sQ[2];  // then O
     Keys sK[kStages], sV[kStages];
     RowBounds bounds[2][kBlockQ];
+    PairRow pairs[kBias ? 2 : 0][kBlockQ];
     PackedTask tasks[2];
     tma::Slot::Barriers barriers[kBarriers];
   };

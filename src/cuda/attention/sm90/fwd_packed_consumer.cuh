@@ -17,10 +17,12 @@ class PackedConsumer {
   using Type = typename C::Type;
   using Smem = typename C::Smem;
   static constexpr int kRows = kPackedRows;
-  static constexpr int kSteps = C::kDim / 16;            // of the depth of a head
-  static constexpr int kFragments = C::kChunk / 8;       // of S
-  static constexpr bool kHoldsQueries = C::kHeads == 1;  // in registers, if there are enough
+  static constexpr int kSteps = C::kDim / 16;                         // of the depth of a head
+  static constexpr int kFragments = C::kChunk / 8;                    // of S
+  static constexpr bool kHoldsQueries = C::kHeads == 1 && !C::kBias;  // if there are registers
   static constexpr float kHidden = -INFINITY;
+  // The bias of 16 rows x kChunk keys, as mma.sync lays out S.
+  using ChunkBias = HeadsOfPair<C::kHeads>[C::kBias ? kFragments : 1][4];
 
  public:
   __device__ __forceinline__ PackedConsumer(Smem& shared, uint32_t smem, int warp,
@@ -116,24 +118,65 @@ class PackedConsumer {
       begins |= static_cast<uint32_t>(bounds.begin() - key) < C::kChunk;
     }
     begins = __any_sync(0xffffffffu, begins);
+    ChunkBias bias;
+    if constexpr (C::kBias) load_bias(bias, seen, key);
 #pragma unroll
     for (int h = 0; h < C::kHeads; ++h) {
       float s[kFragments][4];
-      if (begins || !guess(s, where, seen, h)) {
-        scores(s, where + offsetof(Smem, sK), seen, h);
+      if (begins || !guess(s, where, seen, bias, h)) {
+        scores(s, where + offsetof(Smem, sK), seen, bias, h);
         softmax(s, h);
       }
       values(s, where + offsetof(Smem, sV), h);
     }
   }
 
-  // S = Q K^T, and -inf where a row does not see the key.
-  __device__ __forceinline__ void scores(float (&s)[kFragments][4], uint32_t sK,
-                                         const uint32_t (&seen)[2], int h) const {
+  // The bias of a chunk, -inf where a row does not see the key.
+  __device__ __forceinline__ void load_bias(ChunkBias& bias, const uint32_t (&seen)[2],
+                                            int key) const {
+    const BoxOfBias from = bias_of(head_of(task().box, 0));
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const PairsOfRow pairs(pairs_of(lane() / 4 + 8 * half), key);
+#pragma unroll
+      for (int i = 0; i < kFragments * 2; ++i) {
+        HeadsOfPair<C::kHeads>& x = bias[i / 2][2 * half + i % 2];
+        if (seen[half] >> (i / 2 * 8 + i % 2) & 1) {
+          x.load(from, pairs.at(i / 2, i % 2));
+        } else {
+          x.template hide<Type>();
+        }
+      }
+    }
+  }
+  // What S begins with: the bias, or 0, and -inf where a row does not see the key.
+  __device__ __forceinline__ void start_scores(float (&s)[kFragments][4], const uint32_t (&seen)[2],
+                                               const ChunkBias& bias, int h) const {
 #pragma unroll
     for (int i = 0; i < kFragments * 4; ++i) {
-      s[i / 4][i % 4] = seen[i % 4 / 2] >> (i / 4 * 8 + i % 2) & 1 ? 0.f : kHidden;
+      float& x = s[i / 4][i % 4];
+      if constexpr (C::kBias) {
+        x = Type::unpack(bias[i / 4][i % 4].get(h)) * p_.bias_scale;
+      } else {
+        x = seen[i % 4 / 2] >> (i / 4 * 8 + i % 2) & 1 ? 0.f : kHidden;
+      }
     }
+  }
+  // From a head on.
+  __device__ __forceinline__ BoxOfBias bias_of(int head) const {
+    uint16_t* const data = static_cast<uint16_t*>(const_cast<void*>(p_.bias));
+    return {data + head * p_.bias_strides.head, static_cast<int>(p_.bias_column),
+            p_.bias_strides.head, p_.heads - head, p_.bias_of_box != 0};
+  }
+  __device__ __forceinline__ PairRow pairs_of(int row) const {
+    return shared_.pairs[tasks_.at()][warp_ * kRows + row];
+  }
+
+  // S = Q K^T.
+  __device__ __forceinline__ void scores(float (&s)[kFragments][4], uint32_t sK,
+                                         const uint32_t (&seen)[2], const ChunkBias& bias,
+                                         int h) const {
+    start_scores(s, seen, bias, h);
 #pragma unroll
     for (int step = h * kSteps; step < (h + 1) * kSteps; ++step) {
       uint32_t a[4];
@@ -158,14 +201,14 @@ class PackedConsumer {
   // large, no row sees its first key, and there is no NaN. Each shows in `sum`, except for the
   // second.
   __device__ __forceinline__ bool guess(float (&s)[kFragments][4], uint32_t where,
-                                        const uint32_t (&seen)[2], int h) {
+                                        const uint32_t (&seen)[2], const ChunkBias& bias, int h) {
     constexpr float kMost = 1 << 14;  // of a thread's sum; fp16 holds its terms
     const ScoreRule<Sm90PackedParams> rule(p_);
     RowState& rows = rows_[h];
     float sum[2] = {0, 0};
     bool right = true;
     const float reference[2] = {rows.finite_reference(0), rows.finite_reference(1)};
-    scores(s, where + offsetof(Smem, sK), seen, h);
+    scores(s, where + offsetof(Smem, sK), seen, bias, h);
 #pragma unroll
     for (int n = 0; n < kFragments; n += 2) probabilities(s[n], s[n + 1], sum, rule, reference);
 #pragma unroll
@@ -312,14 +355,14 @@ class PackedConsumer {
       const uint32_t of_row = __shfl_sync(0xffffffffu, bad, row % 8 * 4) >> (row / 8 * 8);
       const TokenPlace at(token + row, p_.pitch_q);
       if ((of_row >> h & 1) && exists(at) && head_of(box, h) < p_.heads) {
-        recompute_row(at, head_of(box, h), bounds_of(row));
+        recompute_row(at, head_of(box, h), bounds_of(row), row);
       }
     }
   }
 
   // A row key by key, from the keys that it sees. Slow, and rarely needed.
   __device__ __forceinline__ void recompute_row(const TokenPlace& at, int head,
-                                                const RowBounds& bounds) const {
+                                                const RowBounds& bounds, int row) const {
     constexpr int kColumns = (C::kDim + 31) / 32;  // of a lane
     const auto row_of = [&](const void* tensor, const Strides& strides, const TokenPlace& at,
                             int head) {
@@ -342,7 +385,15 @@ class PackedConsumer {
         const int c = lane() + 32 * j;
         s += number(q, c, p_.head_dim) * number(k, c, p_.head_dim);
       }
-      s = ScoreRule<Sm90PackedParams>(p_).score(warp_sum(s));
+      const ScoreRule<Sm90PackedParams> rule(p_);
+      if constexpr (C::kBias) {
+        const PairRow pairs = pairs_of(row);
+        const float bias = Type::unpack(*bias_of(head).at(pairs.first + key * pairs.step));
+        if (bias == -INFINITY) continue;  // hides the key
+        s = rule.score(warp_sum(s), bias);
+      } else {
+        s = rule.score(warp_sum(s));
+      }
       const float raised = fmaxf(reference, s);
       const float finite = raised == -INFINITY ? 0.f : raised;
       const float correction = ptx::ex2_approx_ftz(reference - finite);

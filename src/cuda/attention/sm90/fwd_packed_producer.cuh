@@ -71,14 +71,23 @@ class PackedProducer {
   // The keys that the rows of a task see: see RowBounds.
   __device__ __forceinline__ Range find_range(int number) const {
     if (number >= p_.num_tasks) return {};
-    const RowBounds* rows = p_.bounds + number / p_.boxes * C::kBlockQ;
+    const int row = number / p_.boxes * C::kBlockQ;
+    const RowBounds* rows = p_.bounds + row;
+    if constexpr (C::kBias) {
+      if (number % p_.boxes == 0) prefetch_pairs(rows, p_.pairs + row, C::kBlockQ, p_);
+    }
     return {stage_begin(rows[0].begin(), p_.pitch_k), rows[C::kBlockQ - 1].end};
   }
 
   __device__ __forceinline__ void load_queries(const tma::Slot& slot, int at, int row,
                                                int box) const {
     constexpr int kBoundsBytes = C::kBlockQ * sizeof(RowBounds);
-    ptx::mbarrier_arrive_expect_tx(slot.full, C::Rows::kBytes + kBoundsBytes);
+    constexpr int kPairsBytes = C::kBias ? C::kBlockQ * sizeof(PairRow) : 0;
+    ptx::mbarrier_arrive_expect_tx(slot.full, C::Rows::kBytes + kBoundsBytes + kPairsBytes);
+    if constexpr (C::kBias) {
+      ptx::cp_async_bulk_load(smem_ + offsetof(Smem, pairs) + at * kPairsBytes, p_.pairs + row,
+                              kPairsBytes, slot.full);
+    }
 #pragma unroll 1
     for (int i = 0; i < C::kBlockQ; i += kPackedChunk) {
       TokenBox<C>(box * C::kHeads, row + i, p_.pitch_q)

@@ -6,6 +6,7 @@
 #include "cuda/attention/sm90/params.h"
 #include "cuda/attention/sm90/tiles.h"
 #include "cuda/attention/sm90/warpgroup.cuh"
+#include "cuda/ptx/cache.cuh"
 #include "cuda/ptx/tma.cuh"
 
 namespace flashmoe::cuda::sm90 {
@@ -26,7 +27,8 @@ __device__ __forceinline__ bool is_token(const TokenPlace& at, int length,
 // Where a token's row of a head begins in a tensor, in elements.
 __device__ __forceinline__ int64_t token_offset(const Strides& strides, const TokenPlace& at,
                                                 int head, const AttentionParams& p) {
-  return batch_offset(p, strides.batch, at.batch) + at.row * strides.row + head * strides.head;
+  const int64_t batch = at.batch ? batch_offset(p, strides.batch, at.batch) : 0;
+  return batch + at.row * strides.row + head * strides.head;
 }
 // The same in a tensor that has a map, whose leading dimensions are as good as one. (A division is
 // 20 instructions: with those of batch_offset() in all places the forward kernel with heads of 16
@@ -34,6 +36,96 @@ __device__ __forceinline__ int64_t token_offset(const Strides& strides, const To
 __device__ __forceinline__ int64_t mapped_offset(const Strides& strides, const TokenPlace& at,
                                                  int head, const AttentionParams& p) {
   return at.batch * strides.batch[p.batch_dims - 1] + at.row * strides.row + head * strides.head;
+}
+
+// Which pairs a lane's numbers of a 16 x 16 fragment of S are of: those of one of its rows, from
+// column lane % 4 * 2 on, `step` apart.
+struct PairsOfRow {
+  uint32_t first, step;
+  __device__ __forceinline__ PairsOfRow(const PairRow& row, int token)
+      : first(row.first + (token + lane() % 4 * 2) * row.step), step(row.step) {}
+  // Number i of two in fragment n.
+  __device__ __forceinline__ uint32_t at(int n, int i) const { return first + (8 * n + i) * step; }
+};
+
+// A packed bias, or its gradient, from the first head of a box on.
+struct BoxOfBias {
+  uint16_t* data;
+  int pair;  // strides
+  int64_t head;
+  int heads;   // that there are
+  bool whole;  // whether those of the box are one aligned word
+
+  __device__ __forceinline__ uint16_t* at(uint32_t number) const {
+    return data + int64_t{static_cast<int>(number)} * pair;
+  }
+};
+// What a pair has of it, for the heads of a box.
+template <int kHeads>
+struct HeadsOfPair {
+  uint32_t words[(kHeads + 1) / 2] = {};
+
+  __device__ __forceinline__ uint16_t get(int h) const { return words[h / 2] >> (h % 2 * 16); }
+  // Only where nothing was set before.
+  __device__ __forceinline__ void set(int h, uint32_t x) { words[h / 2] |= x << (h % 2 * 16); }
+
+  // -inf for all of them.
+  template <class Type>
+  __device__ __forceinline__ void hide() {
+#pragma unroll
+    for (uint32_t& two : words) two = (0x8000u | Type::kExponent) * 0x10001u;
+  }
+
+  __device__ __forceinline__ void load(const BoxOfBias& bias, uint32_t pair) {
+    const uint16_t* from = bias.at(pair);
+    if (kHeads > 1 && bias.whole) {
+      if constexpr (kHeads == 4) {
+        const uint2 four = *reinterpret_cast<const uint2*>(from);
+        words[0] = four.x, words[1] = four.y;
+      } else {
+        words[0] = *reinterpret_cast<const uint32_t*>(from);
+      }
+      return;
+    }
+    *this = {};
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) {
+      if (h < bias.heads) set(h, from[h * bias.head]);
+    }
+  }
+  __device__ __forceinline__ void store(const BoxOfBias& gradient, uint32_t pair) const {
+    uint16_t* to = gradient.at(pair);
+    if (kHeads > 1 && gradient.whole) {
+      if constexpr (kHeads == 4) {
+        *reinterpret_cast<uint2*>(to) = {words[0], words[1]};
+      } else {
+        *reinterpret_cast<uint32_t*>(to) = words[0];
+      }
+      return;
+    }
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) {
+      if (h < gradient.heads) to[h * gradient.head] = get(h);
+    }
+  }
+};
+
+// Brings the bias of all heads of a tile's rows to L2, where the pairs of tokens that follow each
+// other are side by side: the tasks of its heads, which come next, wait for memory less.
+template <class Params>
+__device__ __forceinline__ void prefetch_pairs(const RowBounds* bounds, const PairRow* pairs,
+                                               int rows, const Params& p) {
+  constexpr int64_t kMostBytes = 2 << 20;  // L2 has 50 MB for all SMs
+  const auto has_pairs = [](const RowBounds& row) { return row.valid() && row.begin() < row.end; };
+  const RowBounds first = bounds[0], last = bounds[rows - 1];
+  if (!has_pairs(first) || !has_pairs(last) || p.bias_strides.head != 1) return;
+  const uint32_t begin = pairs[0].first + first.begin() * pairs[0].step;
+  const uint32_t end = pairs[rows - 1].first + (last.end - 1) * pairs[rows - 1].step;
+  const char* const data = static_cast<const char*>(p.bias) + begin * p.bias_column * 2;
+  const int64_t bytes = (int64_t{end} - begin) * p.bias_column * 2;
+  if (bytes < 32 || bytes > kMostBytes) return;
+  const int shift = reinterpret_cast<uintptr_t>(data) % 16;
+  ptx::cp_async_bulk_prefetch_l2(data - shift, static_cast<int>(bytes) / 16 * 16);
 }
 
 // The coordinates of a box of tokens from `token` on and of the heads from `head` on: see

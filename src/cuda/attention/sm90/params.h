@@ -43,6 +43,12 @@ struct alignas(8) RowBounds {
 #endif
 };
 
+// Where the pairs of a row are in the bias of a ragged batch, of one head: that with token y of the
+// other side is number first + y * step. There are fewer than 2^31; sums on the way may go around.
+struct alignas(8) PairRow {
+  uint32_t first, step;
+};
+
 // A forward pass over tiles of tokens, whatever sequences these are of: see fwd_packed.cuh. The
 // grid has as many CTAs as the chip holds at once; ragged.tile_counter gives out `num_tasks`.
 //
@@ -55,6 +61,8 @@ struct Sm90PackedParams : AttentionFwdParams {
   TensorMap query_map, key_map, value_map, out_map;
   RaggedParams ragged;       // for the kernel that finds the bounds
   RowBounds* bounds;         // (rows)
+  PairRow* pairs;            // (rows), with a bias
+  int32_t bias_of_box;       // whether a pair's bias of the heads of a box is one aligned word
   int32_t pitch_q, pitch_k;  // dense: from one sequence to the next; ragged: 0
   int32_t rows;              // queries, in whole tiles
   int32_t boxes;             // of heads: the heads of a box share a task
@@ -68,9 +76,11 @@ struct Sm90PackedBwdParams : AttentionBwdParams {
   // beyond their end. Maps of gradients that are not wanted are never read.
   TensorMap query_map, key_map, value_map, grad_out_map;
   TensorMap grad_query_map, grad_key_map, grad_value_map;
-  RaggedParams ragged;                   // for the kernel before
-  RowBounds *query_bounds, *key_bounds;  // (rows of that side)
-  int32_t pitch_q, pitch_k;              // as in Sm90PackedParams
+  RaggedParams ragged;                    // for the kernel before
+  RowBounds *query_bounds, *key_bounds;   // (rows of that side)
+  PairRow *query_pairs, *key_pairs;       // the same, with a bias
+  int32_t bias_of_box, grad_bias_of_box;  // as in Sm90PackedParams
+  int32_t pitch_q, pitch_k;               // as in Sm90PackedParams
   // One side of the problem: queries or keys.
   struct Side {
     int32_t rows;   // tokens, in whole tiles

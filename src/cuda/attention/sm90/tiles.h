@@ -64,12 +64,14 @@ struct Sm90FwdTile {
 // Tiles of tokens, whatever sequences these are of. TMA copies chunks of kPackedChunk: sequences of
 // a dense batch begin with one.
 inline constexpr int kPackedChunk = 32;
+inline constexpr int kPairRowBytes = 8;  // sizeof(PairRow)
 struct Sm90PackedTile {
   int head_dim;
   int block_q, block_k;
   int stages;                  // of K and V in shared memory
   int ctas;                    // per SM
   bool general_score = false;  // whether there may be a softcap, or a scale that is not positive
+  BiasInput bias = kNoBias;
   static constexpr bool kCountsTasks = true, kPacked = true;
 
   constexpr bool for_short() const { return true; }
@@ -77,9 +79,11 @@ struct Sm90PackedTile {
   constexpr int heads() const { return head_dim <= 32 ? 64 / head_dim : 1; }
   constexpr int warps() const { return block_q / 16; }          // consumers
   constexpr int threads() const { return (warps() + 1) * 32; }  // and the producer
-  // Two stages of Q, which O leaves through, with the bounds of its rows; the stages of K and V.
+  // Two stages of Q, which O leaves through, with the bounds of its rows, and with a bias where
+  // their pairs are; the stages of K and V.
   constexpr int shared_bytes() const {
-    return 2 * block_q * (128 + 8) + 2 * stages * block_k * 128 + kBarrierBytes;
+    const int row = 128 + 8 + (bias ? kPairRowBytes : 0);
+    return 2 * block_q * row + 2 * stages * block_k * 128 + kBarrierBytes;
   }
 };
 
@@ -91,23 +95,26 @@ struct Sm90PackedBwdTile {
   int stages;                  // of the other side in shared memory
   int ctas;                    // per SM
   bool general_score = false;  // whether there may be a softcap, or a scale that is not positive
+  BiasInput bias = kNoBias;
   static constexpr bool kCountsTasks = true, kPacked = true;
 
   constexpr bool for_short() const { return true; }
   constexpr int heads() const { return head_dim <= 32 ? 64 / head_dim : 1; }
   constexpr int warps() const { return block_q / 16; }          // consumers
   constexpr int threads() const { return warps() * 32 + 128; }  // and the producer's warpgroup
-  // Two stages of a task: two tiles, which gradients leave through, the bounds of their rows, and
-  // LSE and delta of these. The stages of the other side, with LSE and delta as well.
+  // Two stages of a task: two tiles, which gradients leave through, the bounds of their rows, LSE
+  // and delta of these, and with a bias where their pairs are. The stages of the other side, with
+  // LSE and delta as well.
   constexpr int shared_bytes() const {
     const int rows = 2 * block_q + stages * block_k;
-    return rows * (2 * 128 + heads() * 8) + 2 * block_q * 8 + kBarrierBytes;
+    const int bounds = 8 + (bias ? kPairRowBytes : 0);
+    return rows * (2 * 128 + heads() * 8) + 2 * block_q * bounds + kBarrierBytes;
   }
 };
 
 // The kernel that finds the bounds of rows: shared memory for kRaggedThreads sequences, and for the
 // sums that it shares with the kernel that lists blocks.
-inline constexpr int kRowBoundsSharedBytes = 1024 * (16 + 1);
+inline constexpr int kRowBoundsSharedBytes = 1024 * (32 + 1);
 
 // Shared memory of the kernel that converts dQ after a backward pass: 64 rows x 64 columns.
 inline constexpr int kConvertDqSharedBytes = 64 * 64 * 2;

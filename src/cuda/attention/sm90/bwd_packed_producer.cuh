@@ -60,7 +60,7 @@ class PackedBwdProducer {
     for (const TensorMap* map : {&p_.query_map, &p_.key_map, &p_.value_map, &p_.grad_out_map}) {
       ptx::prefetch_tensormap(map);
     }
-    PackedBwdTask task = find(take());
+    PackedBwdTask task = find_packed_task(take(), C::kBlockQ, p_);
     tma::Ring<2> tasks;
 #pragma unroll 1
     for (;; tasks.advance()) {
@@ -84,27 +84,17 @@ class PackedBwdProducer {
 #pragma unroll 1
         for (int token = task.begin; token < task.end; token += C::kBlockK) {
           load_stage(token, round, task);
-          if (!found) next = find(number);
+          if (!found) next = find_packed_task(number, C::kBlockQ, p_);
           found = true;
         }
       }
-      if (!found) next = find(number);
+      if (!found) next = find_packed_task(number, C::kBlockQ, p_);
       task = next;
     }
   }
 
  private:
   __device__ __forceinline__ int take() const { return atomicAdd(p_.tile_counter, 1); }
-
-  __device__ __forceinline__ PackedBwdTask find(int number) const {
-    const PackedBwdTask task = find_packed_task(number, C::kBlockQ, p_);
-    if (C::kBias && task.more && task.box == 0) {
-      const RowBounds* const bounds = task.keys ? p_.key_bounds : p_.query_bounds;
-      const PairRow* const pairs = task.keys ? p_.key_pairs : p_.query_pairs;
-      prefetch_pairs(bounds + task.first_row, pairs + task.first_row, C::kBlockQ, p_);
-    }
-    return task;
-  }
 
   // Without grad_out zeros are loaded: what is beyond the end of a tensor.
   __device__ __forceinline__ int grad_out_token(int token) const {

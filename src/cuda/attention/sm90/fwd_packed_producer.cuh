@@ -71,11 +71,7 @@ class PackedProducer {
   // The keys that the rows of a task see: see RowBounds.
   __device__ __forceinline__ Range find_range(int number) const {
     if (number >= p_.num_tasks) return {};
-    const int row = number / p_.boxes * C::kBlockQ;
-    const RowBounds* rows = p_.bounds + row;
-    if constexpr (C::kBias) {
-      if (number % p_.boxes == 0) prefetch_pairs(rows, p_.pairs + row, C::kBlockQ, p_);
-    }
+    const RowBounds* rows = p_.bounds + number / p_.boxes * C::kBlockQ;
     return {stage_begin(rows[0].begin(), p_.pitch_k), rows[C::kBlockQ - 1].end};
   }
 

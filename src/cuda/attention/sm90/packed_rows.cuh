@@ -6,7 +6,6 @@
 #include "cuda/attention/sm90/params.h"
 #include "cuda/attention/sm90/tiles.h"
 #include "cuda/attention/sm90/warpgroup.cuh"
-#include "cuda/ptx/cache.cuh"
 #include "cuda/ptx/tma.cuh"
 
 namespace flashmoe::cuda::sm90 {
@@ -109,24 +108,6 @@ struct HeadsOfPair {
     }
   }
 };
-
-// Brings the bias of all heads of a tile's rows to L2, where the pairs of tokens that follow each
-// other are side by side: the tasks of its heads, which come next, wait for memory less.
-template <class Params>
-__device__ __forceinline__ void prefetch_pairs(const RowBounds* bounds, const PairRow* pairs,
-                                               int rows, const Params& p) {
-  constexpr int64_t kMostBytes = 2 << 20;  // L2 has 50 MB for all SMs
-  const auto has_pairs = [](const RowBounds& row) { return row.valid() && row.begin() < row.end; };
-  const RowBounds first = bounds[0], last = bounds[rows - 1];
-  if (!has_pairs(first) || !has_pairs(last) || p.bias_strides.head != 1) return;
-  const uint32_t begin = pairs[0].first + first.begin() * pairs[0].step;
-  const uint32_t end = pairs[rows - 1].first + (last.end - 1) * pairs[rows - 1].step;
-  const char* const data = static_cast<const char*>(p.bias) + begin * p.bias_column * 2;
-  const int64_t bytes = (int64_t{end} - begin) * p.bias_column * 2;
-  if (bytes < 32 || bytes > kMostBytes) return;
-  const int shift = reinterpret_cast<uintptr_t>(data) % 16;
-  ptx::cp_async_bulk_prefetch_l2(data - shift, static_cast<int>(bytes) / 16 * 16);
-}
 
 // The coordinates of a box of tokens from `token` on and of the heads from `head` on: see
 // Sm90PackedParams.

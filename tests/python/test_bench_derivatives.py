@@ -170,6 +170,15 @@ def test_tf32_is_for_everyone_and_for_no_other_row(tmp_path):
     assert torch.get_float32_matmul_precision() == before
 
 
+def test_the_largest_error_of_tf32_may_be_a_step_more():
+    oracle = accuracy.Oracle(make("fp32", "1,2,9,8"), backward=False)
+    allowed = [dataclasses.replace(oracle.case.ours, tf32=tf32) for tf32 in (False, True)]
+    plain, tf32 = (oracle.verdict(ours).deviations for ours in allowed)
+    more = tf32["out max"].limit - plain["out max"].limit
+    assert more == pytest.approx(oracle.exact["out"].abs().max().item() * 2**-10)
+    assert tf32["out rms"].limit == plain["out rms"].limit
+
+
 def test_fp32_has_one_dtype(capsys):
     assert WORKLOADS["fp32"].dtypes_for(None, "cuda") == ["fp32"]
     assert main(["bench", "--workload", "fp32", "--dtype", "bf16", "--device", "cpu"]) == 2

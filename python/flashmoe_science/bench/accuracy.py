@@ -40,6 +40,10 @@ STEPS = {
     torch.float16: (1, 0.25),
     torch.bfloat16: (1, 0.25),
 }
+# TF32 has as many bits as fp16, so the largest error may be off a step of that. (SDPA's math
+# backend scales Q and K before they are rounded, others S: with the same root mean square error
+# the largest of a million was 2.2 times math's.)
+TF32_STEP = torch.finfo(torch.float16).eps
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,10 @@ class Oracle:
             )
             kinds = zip(("max", "rms"), (largest, root_mean_square), STEPS[dtype], strict=True)
             for kind, size, steps in kinds:
-                limit = 2 * size(theirs) + steps * torch.finfo(dtype).eps * size(truth)
+                besides = steps * torch.finfo(dtype).eps
+                if implementation.tf32 and kind == "max":
+                    besides += TF32_STEP
+                limit = 2 * size(theirs) + besides * size(truth)
                 deviations[f"{name} {kind}"] = Deviation(size(mine), size(theirs), limit)
         if reproducible:
             again = compute(implementation, self.case, self.backward)

@@ -466,6 +466,7 @@ TEST(every_tile_can_be_forced) {
     const bool floats = k.name.find("_bias_float_") != std::string::npos;
     const DType wide = k.family == "sm90" && !floats ? k.dtype : DType::kFloat32;
     if (bias) p.bias = contiguous(wide, {sizes.len_q, sizes.len_k});
+    if (bias && packed) p.bias = contiguous(wide, {1000, sizes.heads_q});
     if (rows) p.bias = contiguous(wide, {sizes.batch, sizes.heads_q, sizes.len_q, sizes.len_k});
     if (k.name.find("_mask_") != std::string::npos) p.bias->dtype = DType::kBool;
     if (k.name.find("_general_") != std::string::npos) p.options.softcap = 3;

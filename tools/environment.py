@@ -105,8 +105,10 @@ def main() -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     text = f"PYTHON := {python}\nexport PATH := {python.parent}:$(PATH)\n"
     # Whole files, each in one process: their fixtures (a wheel, disassembled images) are made once.
-    if subprocess.run([python, "-c", "import xdist"], stderr=subprocess.DEVNULL).returncode == 0:
-        text += "PYTEST_PARALLEL := -n $(JOBS) --dist loadfile\n"
+    # In the order of tests/python/conftest.py, which an older xdist cannot keep.
+    newer = "import xdist; assert [int(x) for x in xdist.__version__.split('.')[:2]] >= [3, 8]"
+    if subprocess.run([python, "-c", newer], stderr=subprocess.DEVNULL).returncode == 0:
+        text += "PYTEST_PARALLEL := -n $(JOBS) --dist loadfile --no-loadscope-reorder\n"
     output.write_text(text)
     print(f"using {python}", file=sys.stderr)
 

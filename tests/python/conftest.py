@@ -14,6 +14,8 @@ sys.path.insert(0, str(ROOT / "python"))
 # takes other arguments than it did then.
 torch.compiler.config.force_disable_caches = True
 
+# What takes longest comes first: at the end of a run no process waits for another.
+LONGEST = "test_wheel.py"
 # Files that look at the checkout and not at the library.
 WITHOUT_LIBRARY = {"test_house.py", "test_image_cache.py"}
 
@@ -23,6 +25,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: item.path.name != LONGEST)
     if any((PACKAGE / "lib").glob("*.so*")):
         return
     if any(item.path.name not in WITHOUT_LIBRARY for item in items):

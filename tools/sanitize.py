@@ -1,7 +1,7 @@
 """Runs tests/gpu/sanitize.py under compute-sanitizer and judges what it reports.
 
     python3 tools/sanitize.py memcheck racecheck initcheck synccheck --jobs 6
-    python3 tools/sanitize.py racecheck --family sm90
+    python3 tools/sanitize.py racecheck --family sm90 --limit 200
 
 A report that is the tool's own error is named in KNOWN, with the reason. How many such reports a
 kernel has, told apart by the instruction they name first, is written down in
@@ -19,9 +19,11 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -119,9 +121,9 @@ def find_sanitizer() -> str | None:
 
 
 def run_tool(
-    sanitizer: str, tool: str, families: list[str], jobs: int
+    sanitizer: str, tool: str, families: list[str], jobs: int, limit_s: float | None
 ) -> tuple[list[str], list[str]]:
-    """What each process printed, and what those printed that failed."""
+    """What each process printed, and what those printed that failed or were ended at the limit."""
     command = [sanitizer, "--tool", tool, "--print-limit", "100000"]
     # Errors that torch provokes and handles itself are none of ours; those of our calls are raised.
     command += ["--report-api-errors", "no"] if tool == "memcheck" else []
@@ -134,9 +136,19 @@ def run_tool(
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=True,  # to end it with what it has started
         )
         for i in range(jobs)
     ]
+
+    def end_all() -> None:
+        for process in running:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+    timer = threading.Timer(limit_s or 0, end_all)
+    if limit_s:
+        timer.start()
     start, done = time.monotonic(), itertools.count(1)
 
     def read(process: subprocess.Popen) -> str:
@@ -151,6 +163,7 @@ def run_tool(
 
     with ThreadPoolExecutor(jobs) as readers:
         texts = list(readers.map(read, running))
+    timer.cancel()
     failed = [
         f"{text}\nexit status {process.returncode}"
         for text, process in zip(texts, running, strict=True)
@@ -194,6 +207,7 @@ def main() -> int:
     parser.add_argument("tools", nargs="+", choices=TOOLS, metavar="TOOL", help=", ".join(TOOLS))
     parser.add_argument("--family", action="append", default=[], help="only this one; repeatable")
     parser.add_argument("--jobs", type=int, default=4, help="processes at once (default: 4)")
+    parser.add_argument("--limit", type=float, metavar="SECONDS", help="of a tool; then it fails")
     parser.add_argument("--record", action="store_true", help="write the numbers of this run down")
     given = parser.parse_args()
     sanitizer = find_sanitizer()
@@ -204,7 +218,7 @@ def main() -> int:
     bad = False
     for tool in given.tools:
         start = time.monotonic()
-        texts, failed = run_tool(sanitizer, tool, given.family, given.jobs)
+        texts, failed = run_tool(sanitizer, tool, given.family, given.jobs, given.limit)
         reports = [report for text in texts for report in reports_in(text)]
         if given.record:
             counts[tool] = record(tool, reports)

@@ -109,10 +109,10 @@ def say(tmp_path, monkeypatch, capsys):
     counts.write_text("{}")
     monkeypatch.setattr(sanitize, "COUNTS", counts)
 
-    def run(text: str, *arguments: str, status: int = 0) -> tuple[int, str]:
+    def run(text: str, *arguments: str, status: int = 0, then: str = "") -> tuple[int, str]:
         tool = tmp_path / "compute-sanitizer"
         (tmp_path / "said").write_text(text)
-        tool.write_text(f"#!/bin/sh\ncat {tmp_path / 'said'}\nexit {status}\n")
+        tool.write_text(f"#!/bin/sh\ncat {tmp_path / 'said'}\n{then}\nexit {status}\n")
         tool.chmod(0o755)
         monkeypatch.setattr(sanitize, "find_sanitizer", lambda: str(tool))
         monkeypatch.setattr(sys, "argv", ["sanitize.py", *arguments])
@@ -127,6 +127,13 @@ def test_a_line_for_each_tool(say):
     assert status == 0
     assert [line.split(":")[0] for line in words.splitlines()] == ["memcheck", "synccheck"]
     assert "2 calls, 0 new" in words
+
+
+def test_what_hangs_is_ended_and_what_it_said_is_judged(say):
+    # Its child has the pipe as well.
+    status, words = say(RACE, "racecheck", "--jobs", "2", "--limit", "1", then="sleep 60 & wait")
+    assert status == 1
+    assert "2 of 2 processes failed" in words and "exit status -9" in words and "new: " in words
 
 
 def test_new_reports_fail(say):

@@ -82,12 +82,21 @@ void fail(const char* file, int line, const std::string& what, const Parts&... p
       ::testing::fail(__FILE__, __LINE__, "no \"" + std::string(part) + "\" in:", value_whole); \
   } while (0)
 
-// Runs all tests, or those whose names contain the first argument.
+// Runs all tests, or those whose names contain the first argument; with I/N every N-th of them,
+// from the I-th on.
 namespace testing {
+inline bool is_wanted(size_t number, const std::string& wanted) {
+  int first = 0, step = 0;
+  if (std::sscanf(wanted.c_str(), "%d/%d", &first, &step) == 2 && step > 0) {
+    return static_cast<int>(number) % step == first;
+  }
+  return std::string(tests()[number].name).find(wanted) != std::string::npos;
+}
 inline int run_all(int argc, char** argv) {
   const std::string wanted = argc > 1 ? argv[1] : "";
-  for (const Test& test : tests()) {
-    if (std::string(test.name).find(wanted) == std::string::npos) continue;
+  for (size_t i = 0; i < tests().size(); ++i) {
+    if (!is_wanted(i, wanted)) continue;
+    const Test& test = tests()[i];
     const int before = failures;
     const auto start = std::chrono::steady_clock::now();
     test.body();

@@ -83,8 +83,7 @@ def pytest_collection_modifyitems(config, items):
     # A rehearsal: the tests of numbers run on the CPU backend, which shows that the tests work.
     if torch.cuda.is_available() or os.environ.get("FLASHMOE_TEST_DEVICE") == "cpu":
         return
-    # Without a GPU the first test of a file is skipped for all of them: one by one, 20,000 that do
-    # nothing would take a minute.
+    # Without a GPU the first test of a file is skipped for all of them: there are 20,000.
     here = Path(__file__).parent
     of_gpu = Counter(item.path for item in items if here in item.path.parents)
     kept, seen = [], set()

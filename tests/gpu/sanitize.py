@@ -53,7 +53,7 @@ def rows_apart(x: torch.Tensor) -> torch.Tensor:
 
 def with_room(x: torch.Tensor) -> torch.Tensor:
     """Rows that begin anywhere, which sm90's kernels read by cp.async: it is told how many bytes of
-    a row's last 16 to read, and memcheck takes all of them for read, also beyond the last row."""
+    a row's last 16 to read. Room for all of them: see docs/kernels/sanitizers.md."""
     room = torch.empty(x.numel() + 16, dtype=x.dtype, device=DEVICE)
     return room[: x.numel()].view(x.shape).copy_(x)
 
@@ -351,7 +351,7 @@ SM90_CALLS = [
     Call(16, (6, 6), ragged=SHORT),
     Call(32, (2, 2), ragged=SHORT, options={"window": (9, 3)}),
     Call(48, (4, 2), ragged=SHORT, options=CAUSAL),
-    # With a bias, whose heads are read together, one by one, and from a copy.
+    # With a bias, whose heads are read together and one by one.
     Call(16, (8, 8), ragged=SHORT, bias=Bias("h", masked=True)),
     Call(16, (6, 6), ragged=SHORT, bias=Bias("h", masked=True)),
     Call(32, (2, 2), ragged=SHORT, bias=Bias("h")),

@@ -30,14 +30,13 @@ from helpers import (
     same_bits,
     tile,
 )
+from packed import BACKWARD, FORWARD, explain, packed_tiles  # noqa: F401
 from test_bad_lengths import LENGTHS, REST, judge_ragged
 
-import flashmoe_science as fm
 import oracle
 
 pytestmark = [on_a_gpu, pytest.mark.family("sm90")]
 
-FORWARD, BACKWARD = (128, 32), (192, 32)
 
 # Head dim, value head dim, query heads, key heads: boxes that are full and that are not.
 SHAPES = [(16, 16, 8, 8), (16, 16, 6, 6), (16, 16, 1, 1), (32, 32, 4, 4), (32, 32, 3, 3)]
@@ -55,16 +54,6 @@ SEQUENCES = {
     "empty ends": ((0, 0), (0, 70), (5, 8), (33, 40), (0, 0), (31, 0), (0, 50)),
     "long among short": ((3, 3),) * 40 + ((700, 900),) + ((5, 7),) * 40,
 }
-
-
-@pytest.fixture(autouse=True)
-def packed(monkeypatch):
-    monkeypatch.setenv("FLASHMOE_TILE", ",".join(f"{q}x{k}" for q, k in (FORWARD, BACKWARD)))
-
-
-def explain(case: oracle.Case, **more) -> str:
-    tensors, options = explained(case)
-    return fm.explain(*tensors, **options, **more)
 
 
 def case_of(lengths, shape=(64, 64, 2, 2), **more) -> oracle.Case:

@@ -12,7 +12,6 @@ import torch
 from helpers import (
     check_case,
     check_containment,
-    explained,
     launches,
     on_a_gpu,
     put,
@@ -22,9 +21,9 @@ from helpers import (
     with_packed_bias,
     with_sinks,
 )
-from test_packed import BACKWARD, FORWARD, SEQUENCES
+from packed import BACKWARD, FORWARD, explain, packed_tiles  # noqa: F401
+from test_packed import SEQUENCES
 
-import flashmoe_science as fm
 import oracle
 
 pytestmark = [on_a_gpu, pytest.mark.family("sm90")]
@@ -32,16 +31,6 @@ pytestmark = [on_a_gpu, pytest.mark.family("sm90")]
 # Head dim, value head dim, heads: boxes that are full and that are not.
 SHAPES = [(16, 16, 8), (16, 16, 6), (16, 16, 1), (32, 32, 4), (32, 32, 3), (64, 64, 2)]
 SHAPES += [(48, 48, 3), (40, 64, 2), (64, 8, 2)]
-
-
-@pytest.fixture(autouse=True)
-def packed(monkeypatch):
-    monkeypatch.setenv("FLASHMOE_TILE", ",".join(f"{q}x{k}" for q, k in (FORWARD, BACKWARD)))
-
-
-def explain(case: oracle.Case, **more) -> str:
-    tensors, options = explained(case)
-    return fm.explain(*tensors, **options, **more)
 
 
 def case_of(lengths, shape=(64, 64, 2), layout=None, **more) -> oracle.Case:

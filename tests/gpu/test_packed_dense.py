@@ -30,13 +30,12 @@ from helpers import (
     tile,
     with_sinks,
 )
+from packed import BACKWARD, FORWARD, explain, packed_tiles  # noqa: F401
 
-import flashmoe_science as fm
 import oracle
 
 pytestmark = [on_a_gpu, pytest.mark.family("sm90")]
 
-FORWARD, BACKWARD = (128, 32), (192, 32)
 
 # Head dim, value head dim, query heads, key heads: boxes that are full and that are not.
 SHAPES = [(16, 16, 8, 8), (16, 16, 6, 6), (16, 16, 1, 1), (32, 32, 4, 4), (32, 32, 3, 3)]
@@ -45,16 +44,6 @@ every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 # Batch, queries, keys: around chunks of 32 tokens and tiles of 128 and 192.
 LENGTHS = [(1, 64, 64), (7, 64, 64), (300, 1, 1), (9, 31, 31), (5, 32, 32), (6, 33, 33)]
 LENGTHS += [(4, 50, 50), (3, 128, 128), (2, 193, 193), (5, 17, 80), (5, 80, 17), (40, 1, 40)]
-
-
-@pytest.fixture(autouse=True)
-def packed(monkeypatch):
-    monkeypatch.setenv("FLASHMOE_TILE", ",".join(f"{q}x{k}" for q, k in (FORWARD, BACKWARD)))
-
-
-def explain(case: oracle.Case, **more) -> str:
-    tensors, options = explained(case)
-    return fm.explain(*tensors, **options, **more)
 
 
 def is_packed(case: oracle.Case) -> oracle.Case:

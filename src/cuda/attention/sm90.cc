@@ -277,7 +277,7 @@ std::string slower(const AttentionPlan& plan, const Gpu& gpu) {
   const bool ragged = plan.problem.ragged.has_value();
   const bool backward = plan.problem.pass == Pass::kBackward;
   if (many_packed_sequences(plan, gpu) && can_pack(plan)) return {};
-  if (ragged && plan.problem.bias) return "a packed bias of longer sequences is faster in sm80";
+  if (ragged && plan.problem.bias) return "its kernels with a packed bias are for short sequences";
   if (dim <= kDim && !plan.problem.bias && (backward || mean_length(plan) > kDimShort)) {
     return text("head dims up to ", kDim, " have tiles of their own in sm80");
   }

@@ -168,7 +168,7 @@ class PackedBwdConsumer {
     };
     ChunkBias bias, gradient;
     if constexpr (C::kBias) {
-      const BoxOfBias from = bias_of(task().box * C::kHeads, p_);
+      const BoxOfBias from = bias_of(task().box * C::kHeads, p_.heads_q, p_);
 #pragma unroll
       for (int i = 0; i < kFragments * 4; ++i) bias[i / 4][i % 4].template hide<Type>();
       for_each_pair([&](auto at, uint32_t pair) { bias[at.n][at.i].load(from, pair); });

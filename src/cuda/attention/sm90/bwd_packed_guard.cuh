@@ -9,12 +9,7 @@
 
 namespace flashmoe::cuda::sm90 {
 
-// The bias and its gradient from a head on.
-__device__ __forceinline__ BoxOfBias bias_of(int head, const Sm90PackedBwdParams& p) {
-  uint16_t* const data = static_cast<uint16_t*>(const_cast<void*>(p.bias));
-  return {data + head * p.bias_strides.head, static_cast<int>(p.bias_column), p.bias_strides.head,
-          p.heads_q - head, p.bias_of_box != 0};
-}
+// The gradient of the bias from a head on.
 __device__ __forceinline__ BoxOfBias grad_bias_of(int head, const Sm90PackedBwdParams& p) {
   return {static_cast<uint16_t*>(p.grad_bias) + head * p.grad_bias_strides.head,
           static_cast<int>(p.grad_bias_column), p.grad_bias_strides.head, p.heads_q - head,
@@ -75,7 +70,7 @@ class PackedRowGuard {
         const ScoreRule<Sm90PackedBwdParams> rule(p_);
         if constexpr (kBias) {
           const uint32_t pair = pairs.first + other * pairs.step;
-          const float bias = Type::unpack(*bias_of(head, p_).at(pair));
+          const float bias = Type::unpack(*bias_of(head, p_.heads_q, p_).at(pair));
           // -inf hides the token.
           s = bias == -INFINITY ? 0.f : ptx::ex2_approx_ftz(rule.score(s, bias) - row.x);
           dp = bias == -INFINITY ? 0.f : dp * s;

@@ -134,7 +134,7 @@ class PackedConsumer {
   // The bias of a chunk, -inf where a row does not see the key.
   __device__ __forceinline__ void load_bias(ChunkBias& bias, const uint32_t (&seen)[2],
                                             int key) const {
-    const BoxOfBias from = bias_of(head_of(task().box, 0));
+    const BoxOfBias from = bias_of(head_of(task().box, 0), p_.heads, p_);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const PairsOfRow pairs(pairs_of(lane() / 4 + 8 * half), key);
@@ -161,12 +161,6 @@ class PackedConsumer {
         x = seen[i % 4 / 2] >> (i / 4 * 8 + i % 2) & 1 ? 0.f : kHidden;
       }
     }
-  }
-  // From a head on.
-  __device__ __forceinline__ BoxOfBias bias_of(int head) const {
-    uint16_t* const data = static_cast<uint16_t*>(const_cast<void*>(p_.bias));
-    return {data + head * p_.bias_strides.head, static_cast<int>(p_.bias_column),
-            p_.bias_strides.head, p_.heads - head, p_.bias_of_box != 0};
   }
   __device__ __forceinline__ PairRow pairs_of(int row) const {
     return shared_.pairs[tasks_.at()][warp_ * kRows + row];
@@ -388,7 +382,8 @@ class PackedConsumer {
       const ScoreRule<Sm90PackedParams> rule(p_);
       if constexpr (C::kBias) {
         const PairRow pairs = pairs_of(row);
-        const float bias = Type::unpack(*bias_of(head).at(pairs.first + key * pairs.step));
+        const float bias =
+            Type::unpack(*bias_of(head, p_.heads, p_).at(pairs.first + key * pairs.step));
         if (bias == -INFINITY) continue;  // hides the key
         s = rule.score(warp_sum(s), bias);
       } else {

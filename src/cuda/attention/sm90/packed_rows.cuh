@@ -59,6 +59,13 @@ struct BoxOfBias {
     return data + int64_t{static_cast<int>(number)} * pair;
   }
 };
+// The bias from a head on, of so many.
+template <class Params>
+__device__ __forceinline__ BoxOfBias bias_of(int head, int heads, const Params& p) {
+  uint16_t* const data = static_cast<uint16_t*>(const_cast<void*>(p.bias));
+  return {data + head * p.bias_strides.head, static_cast<int>(p.bias_column), p.bias_strides.head,
+          heads - head, p.bias_of_box != 0};
+}
 // What a pair has of it, for the heads of a box.
 template <int kHeads>
 struct HeadsOfPair {

@@ -141,8 +141,11 @@ class Lister {
           const int shared_bytes = role == Role::kSecondSinks ? kSecondSinksSharedBytes : 0;
           add({id, family, role, dtype, 0, 0, 0, kRowThreads, shared_bytes, 0});
         } else {
+          // Tensor cores of sm80 multiply 16 bits as they are.
+          const bool halves = std::string_view(family) == "sm80" && dtype != DType::kFloat32;
+          const int bytes = halves ? 2 : 4;
           add({id, family, role, dtype, 0, kSecondRows, kSecondRows, kSecondThreads,
-               kSecondSharedBytes, kSecondCtas});
+               second_shared_bytes(bytes), second_ctas(bytes, role == Role::kSecondKeys)});
         }
       }
     }

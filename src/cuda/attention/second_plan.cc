@@ -120,6 +120,8 @@ void lay_out_second(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
       const int64_t chunks = std::max(chunks_of(plan.head_dim), chunks_of(plan.head_dim_v));
       plan.launches.push_back(
           per_slice(kernel_of(plan, Role::kSecondKeys), tile_grid(plan, true, chunks)));
+      // Beside the kernel by queries, of which it needs nothing. What is before that one has ended.
+      plan.launches.back().overlaps = p.grad_query && gpu.compute_capability >= 90;
     }
     if (bias_sum) add_bias_sum(plan, *bias_sum);
   }

@@ -28,7 +28,7 @@ __device__ __forceinline__ void add_step(Pairs& sums, char* shared, const StepPl
   if (row > last_row || key > last_key) return;
   if (!seq.valid) {
 #pragma unroll
-    for (int i = 0; i < kRows / 2; ++i) sums[0][i / 4][i % 4] = NAN;
+    for (int i = 0; i < kWarpRows / 2; ++i) sums[i / 4][i % 4] = NAN;
     return;
   }
   if (seq.begin(row, p) > last_key || seq.end(last_row, p) <= key) return;
@@ -36,12 +36,15 @@ __device__ __forceinline__ void add_step(Pairs& sums, char* shared, const StepPl
   Products x;
   Pairs bias, bias_move;
   find_products<C, By::kQueries>(x, smem, h.in, row, key, 0, false, seq, p, [&] {
-    load_numbers(shared, h.numbers + row, seq.len_q - row, p);
+    load_numbers<C>(shared, h.numbers + row, seq.len_q - row, p);
   });
   read_pairs<C, By::kQueries>(bias, h.bias, row, key, seq);
   read_pairs<C, By::kQueries>(bias_move, h.bias_move, row, key, seq);
-  differentiate<By::kQueries>(x, bias, bias_move, shared, row, key, seq, p,
-                              [&](int n, int i, float z) { sums[0][n][i] += z; });
+#pragma unroll
+  for (int n = 0; n < kWarpRows / 8; ++n) {
+    differentiate<C, By::kQueries>(x, n, bias[n], bias_move[n], shared, row, key, seq, p,
+                                   [&](int i, float z) { sums[n][i] += z; });
+  }
 }
 
 // Where a split leaves its sums, in the order of the registers.
@@ -60,11 +63,11 @@ __device__ __forceinline__ void store_tile_sums(const Pairs& sums, char* shared,
   float* const sTile = reinterpret_cast<float*>(shared);
   __syncthreads();  // nobody reads what was there
 #pragma unroll
-  for (int n = 0; n < kRows / 8; ++n) {
+  for (int n = 0; n < kWarpRows / 8; ++n) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const LanePair<By::kQueries> at(n, i);
-      sTile[at.row * kSumPitch + at.key] = sums[0][n][i];
+      sTile[at.row * kSumPitch + at.key] = sums[n][i];
     }
   }
   __syncthreads();  // the tile is written
@@ -93,9 +96,9 @@ __device__ __forceinline__ void sum_tile(char* shared, const RaggedBlock* slot, 
     for (int i = 0; i < p.bias_sum_splits; ++i) {
       const float4* from = split_sums(number, i, p);
 #pragma unroll
-      for (int n = 0; n < kRows / 8; ++n) {
+      for (int n = 0; n < kWarpRows / 8; ++n) {
         const float4 x = from[n * kThreads];
-        float(&sum)[4] = sums[0][n];
+        float(&sum)[4] = sums[n];
         sum[0] += x.x, sum[1] += x.y, sum[2] += x.z, sum[3] += x.w;
       }
     }
@@ -112,8 +115,8 @@ __device__ __forceinline__ void sum_tile(char* shared, const RaggedBlock* slot, 
     if (p.bias_sum_splits > 1) {
       float4* to = split_sums(number, split, p);
 #pragma unroll
-      for (int n = 0; n < kRows / 8; ++n) {
-        const float(&sum)[4] = sums[0][n];
+      for (int n = 0; n < kWarpRows / 8; ++n) {
+        const float(&sum)[4] = sums[n];
         to[n * kThreads] = {sum[0], sum[1], sum[2], sum[3]};
       }
       return;

@@ -80,13 +80,14 @@ __device__ __forceinline__ void attention_second_keys(const AttentionSecondParam
   const int columns = min(p.head_dim - chunk * kColumns, kColumns);
   const int value_columns = min(p.head_dim_v - chunk * kColumns, kColumns);
   const QueryRange range(first, min(first + kRows, seq.len_k) - 1, seq, p);
-  Sums key_sums, value_sums;
+  HalfSums key_results, value_results;
   bool guarded = false;
   // Where something is not finite, once more and guarded.
 #pragma unroll 1
   while (true) {
-    clear(key_sums);
-    clear(value_sums);
+    Sums key_sums, value_sums;
+    set_zero(key_sums);
+    set_zero(value_sums);
     bool own_there = false;
 #pragma unroll 1
     for (int head = place.head * p.group; head < (place.head + 1) * p.group; ++head) {
@@ -97,40 +98,46 @@ __device__ __forceinline__ void attention_second_keys(const AttentionSecondParam
 #pragma unroll 1
       for (int row = range.begin; row < range.end; row += kRows) {
         Products x;
-        Pairs rBias, rBiasMove;
         find_products<C, By::kKeys>(x, smem, h.in, row, first, chunk, own_there, seq, p, [&] {
-          load_numbers(shared, h.numbers + row, seq.len_q - row, p);
+          load_numbers<C>(shared, h.numbers + row, seq.len_q - row, p);
         });
         own_there = true;
-        read_pairs<C, By::kKeys>(rBias, h.bias, row, first, seq);
-        read_pairs<C, By::kKeys>(rBiasMove, h.bias_move, row, first, seq);
-        differentiate<By::kKeys>(
-            x, rBias, rBiasMove, shared, row, first, seq, p, [&](int n, int i, float z) {
-              const LanePair<By::kKeys> at(n, i);
-              if (!wants_bias || row + at.row >= seq.len_q || first + at.key >= stored) return;
-              h.grad_bias.template write<C>(row + at.row, first + at.key, z);
-            });
+#pragma unroll
+        for (int n = 0; n < kWarpRows / 8; ++n) {
+          float rBias[1][4], rBiasMove[1][4];
+          read_pairs<C, By::kKeys>(rBias, h.bias, row, first, seq, n);
+          read_pairs<C, By::kKeys>(rBiasMove, h.bias_move, row, first, seq, n);
+          differentiate<C, By::kKeys>(
+              x, n, rBias[0], rBiasMove[0], shared, row, first, seq, p, [&](int i, float z) {
+                const LanePair<By::kKeys> at(n, i);
+                if (!wants_bias || row + at.row >= seq.len_q || first + at.key >= stored) return;
+                h.grad_bias.template write<C>(row + at.row, first + at.key, z);
+              });
+        }
         if (wants_key) {
-          add_rows<C>(key_sums, x.move, smem + kQuery, columns, guarded);
+          add_rows<C>(key_sums, x.move, smem + C::kQuery, columns, guarded);
           if (h.in.query_move) {
-            add_rows<C>(key_sums, x.gradient, smem + kQueryMove, columns, guarded);
+            add_rows<C>(key_sums, x.gradient, smem + C::kQueryMove, columns, guarded);
           }
         }
         if (wants_value && h.in.grad_out) {
-          add_rows<C>(value_sums, x.gradient_move, smem + kGradOut, value_columns, guarded);
+          add_rows<C>(value_sums, x.gradient_move, smem + C::kGradOut, value_columns, guarded);
         }
       }
     }
-    if (guarded || !__syncthreads_or(!all_finite(key_sums) || !all_finite(value_sums))) break;
+    add_up(key_results, key_sums, shared);
+    add_up(value_results, value_sums, shared);
+    const bool finite = all_finite(key_results) && all_finite(value_results);
+    if (guarded || !__syncthreads_or(!finite)) break;
     guarded = true;
   }
-  const auto store = [&](const Sums& sums, float scale, void* gradient, const Strides& strides,
+  const auto store = [&](const HalfSums& sums, float scale, void* gradient, const Strides& strides,
                          int dim) {
     const char* to = rows_of<C::kBytes>(gradient, p, strides, place.batch, place.head, seq.token_k);
     store_sums<C>(sums, scale, to, strides, first, min(first + kRows, stored), chunk, dim);
   };
-  if (wants_key) store(key_sums, p.scale, p.grad_key, p.grad_key_strides, p.head_dim);
-  if (wants_value) store(value_sums, 1.f, p.grad_value, p.grad_value_strides, p.head_dim_v);
+  if (wants_key) store(key_results, p.scale, p.grad_key, p.grad_key_strides, p.head_dim);
+  if (wants_value) store(value_results, 1.f, p.grad_value, p.grad_value_strides, p.head_dim_v);
 }
 
 }  // namespace flashmoe::cuda::second

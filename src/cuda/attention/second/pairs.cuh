@@ -64,7 +64,7 @@ static_assert(sizeof(Head) <= kSecondHeadBytes);
 template <class C>
 __device__ __forceinline__ const Head& find_head(char* shared, const AttentionSecondParams& p,
                                                  const Sequence& seq, int batch, int head) {
-  Head& found = *reinterpret_cast<Head*>(shared + kHead);
+  Head& found = *reinterpret_cast<Head*>(shared + C::kHead);
   __syncthreads();  // everyone is done with the one before
   if (ptx::opaque_thread() == 0) {
     found.in = find_inputs<C>(p, seq, batch, head);
@@ -84,27 +84,29 @@ struct LanePair {
   int row, key;
   __device__ __forceinline__ LanePair(int n, int i) {
     const int lane = ptx::opaque_thread() % 32;
-    const int own = warp_row() + lane / 4 + i / 2 * 8, other = 8 * n + lane % 4 * 2 + i % 2;
+    const int own = warp_row() + lane / 4 + i / 2 * 8;
+    const int other = warp_other() + 8 * n + lane % 4 * 2 + i % 2;
     row = kBy == By::kKeys ? other : own;
     key = kBy == By::kKeys ? own : other;
   }
 };
 
-// Reads what a lane holds of the tile that begins at (row, key); 0 outside of the tensor, and where
-// there is none. One branch for all numbers, so that the reads are on their way together.
-template <class C, By kBy>
-__device__ __forceinline__ void read_pairs(Pairs& x, const PairRows& from, int row, int key,
-                                           const Sequence& seq) {
+// Reads what a lane holds of fragments [begin, begin + kCount) of the tile that begins at (row,
+// key); 0 outside of the tensor, and where there is none. One branch for all numbers, so that the
+// reads are on their way together.
+template <class C, By kBy, int kCount>
+__device__ __forceinline__ void read_pairs(float (&x)[kCount][4], const PairRows& from, int row,
+                                           int key, const Sequence& seq, int begin = 0) {
   set_zero(x);
   if (!from.data) return;
   const auto read_all = [&](const auto& read) {
 #pragma unroll
-    for (int n = 0; n < kRows / 8; ++n) {
+    for (int n = 0; n < kCount; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const LanePair<kBy> at(n, i);
+        const LanePair<kBy> at(begin + n, i);
         const int r = row + at.row, k = key + at.key;
-        if (r < seq.len_q && k < seq.len_k) x[0][n][i] = read(r * from.row + k * from.column);
+        if (r < seq.len_q && k < seq.len_k) x[n][i] = read(r * from.row + k * from.column);
       }
     }
   };
@@ -149,43 +151,42 @@ __device__ __forceinline__ Score find_score(float product, float product_move, f
 }
 
 // Loads the numbers of 32 rows of queries; of rows past the end any.
+template <class C>
 __device__ __forceinline__ void load_numbers(char* shared, int64_t first_row, int there,
                                              const AttentionSecondParams& p) {
   const int row = ptx::opaque_thread();
   if (row >= kRows) return;
   float4 numbers = {0, 0, 0, 0};
   if (row < there) numbers = reinterpret_cast<const float4*>(p.row_numbers)[first_row + row];
-  reinterpret_cast<float4*>(shared + kNumbers)[row] = numbers;
+  reinterpret_cast<float4*>(shared + C::kNumbers)[row] = numbers;
 }
+
 // From the products of a tile to the weights of its gradients, by pairs:
 //   move           Z = P ((dP - delta)(S' - lse') + dP' - out'.dO), which is the bias's gradient;
 //                  then the gradient of scale * q.k: times the slope, and dS times its bend
 //   gradient       dS = P (dP - delta), times the slope
 //   gradient_move  Y = P (S' - lse')
-// give_bias(n, i, z) gets the bias's gradient.
-template <By kBy, class GiveBias>
-__device__ __forceinline__ void differentiate(Products& x, const Pairs& bias,
-                                              const Pairs& bias_move, const char* shared, int row,
-                                              int key, const Sequence& seq,
+// of fragment n. give_bias(i, z) gets the bias's gradient.
+template <class C, By kBy, class GiveBias>
+__device__ __forceinline__ void differentiate(Products& x, int n, const float (&bias)[4],
+                                              const float (&bias_move)[4], const char* shared,
+                                              int row, int key, const Sequence& seq,
                                               const AttentionSecondParams& p,
                                               const GiveBias& give_bias) {
 #pragma unroll
-  for (int n = 0; n < kRows / 8; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const LanePair<kBy> at(n, i);
-      const float4 numbers = reinterpret_cast<const float4*>(shared + kNumbers)[at.row];
-      const float lse = numbers.x, delta = numbers.y, lse_move = numbers.z, mean = numbers.w;
-      const Score s = find_score(x.score[0][n][i], x.move[0][n][i], bias[0][n][i],
-                                 bias_move[0][n][i], row + at.row, key + at.key, lse, seq, p);
-      const float centred = x.gradient[0][n][i] - delta, moved = s.move - lse_move;
-      const float first = s.probability * centred;
-      const float second = s.probability * (centred * moved + x.gradient_move[0][n][i] - mean);
-      give_bias(n, i, s.seen ? second : 0.f);
-      x.move[0][n][i] = weight_of(s.seen, second * s.slope + first * s.bend);
-      x.gradient[0][n][i] = weight_of(s.seen, first * s.slope);
-      x.gradient_move[0][n][i] = weight_of(s.seen, s.probability * moved);
-    }
+  for (int i = 0; i < 4; ++i) {
+    const LanePair<kBy> at(n, i);
+    const float4 numbers = reinterpret_cast<const float4*>(shared + C::kNumbers)[at.row];
+    const float lse = numbers.x, delta = numbers.y, lse_move = numbers.z, mean = numbers.w;
+    const Score s = find_score(x.score[n][i], x.move[n][i], bias[i], bias_move[i], row + at.row,
+                               key + at.key, lse, seq, p);
+    const float centred = x.gradient[n][i] - delta, moved = s.move - lse_move;
+    const float first = s.probability * centred;
+    const float second = s.probability * (centred * moved + x.gradient_move[n][i] - mean);
+    give_bias(i, s.seen ? second : 0.f);
+    x.move[n][i] = weight_of(s.seen, second * s.slope + first * s.bend);
+    x.gradient[n][i] = weight_of(s.seen, first * s.slope);
+    x.gradient_move[n][i] = weight_of(s.seen, s.probability * moved);
   }
 }
 

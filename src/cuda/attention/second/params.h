@@ -6,15 +6,25 @@
 
 namespace flashmoe::cuda {
 
-// Rows of queries and of keys in a tile, and columns of a chunk of the head dim. A warp has 16
-// rows. Each of the seven tensors has a tile in fp32, and rows of queries have their numbers.
+// Rows of queries and of keys in a tile, and columns of a chunk of the head dim. A warp has 16 rows
+// of either side.
 inline constexpr int kSecondRows = 32, kSecondColumns = 64;
-inline constexpr int kSecondThreads = kSecondRows * 2;
-inline constexpr int kSecondTileBytes = kSecondRows * kSecondColumns * 4;
+inline constexpr int kSecondThreads = 128;
 inline constexpr int kSecondHeadBytes = 256;  // where all of it comes from
-inline constexpr int kSecondSharedBytes =
-    7 * kSecondTileBytes + kSecondRows * 16 + kSecondHeadBytes;
-inline constexpr int kSecondCtas = 3;  // that an SM is to hold: as many as Hopper has memory for
+
+// Shared memory: a tile for each of the seven tensors, whose numbers have 2 bytes where tensor
+// cores multiply them as they are and 4 otherwise; and numbers of rows, of two warps.
+constexpr int second_tile_bytes(int element_bytes) {
+  return kSecondRows * kSecondColumns * element_bytes;
+}
+constexpr int second_shared_bytes(int element_bytes) {
+  return 7 * second_tile_bytes(element_bytes) + 2 * kSecondRows * 16 + kSecondHeadBytes;
+}
+// CTAs that an SM is to hold: as many as Hopper has memory for; by keys, which have two sums,
+// registers.
+constexpr int second_ctas(int element_bytes, bool by_keys) {
+  return element_bytes == 4 || by_keys ? 3 : 4;
+}
 inline constexpr int kSecondSinksSharedBytes = 16;
 inline constexpr int kSecondRowsOfCta = 32;  // of the kernel that goes row by row
 

@@ -23,12 +23,13 @@ __device__ __forceinline__ void attention_second_queries(const AttentionSecondPa
   const Head& h = find_head<C>(shared, p, seq, place.batch, place.head);
   const int key_begin = seq.begin(first, p), key_end = seq.end(end - 1, p);
   const int columns = min(p.head_dim - place.chunk * kColumns, kColumns);
-  Sums sums;
+  HalfSums results;
   bool guarded = false;
   // Where something is not finite, once more and guarded.
 #pragma unroll 1
   while (true) {
-    clear(sums);
+    Sums sums;
+    set_zero(sums);
     bool own_there = false;
 #pragma unroll 1
     for (int key = key_begin / kRows * kRows; key < key_end; key += kRows) {
@@ -40,18 +41,22 @@ __device__ __forceinline__ void attention_second_queries(const AttentionSecondPa
       find_products<C, By::kQueries>(x, smem, h.in, first, key, place.chunk, own_there, seq, p,
                                      [&] {
                                        if (!own_there)
-                                         load_numbers(shared, h.numbers + first, end - first, p);
+                                         load_numbers<C>(shared, h.numbers + first, end - first, p);
                                      });
       own_there = true;
-      differentiate<By::kQueries>(x, rBias, rBiasMove, shared, first, key, seq, p,
-                                  [](int, int, float) {});
-      add_rows<C>(sums, x.move, smem + kKey, columns, guarded);
-      if (h.in.key_move) add_rows<C>(sums, x.gradient, smem + kKeyMove, columns, guarded);
+#pragma unroll
+      for (int n = 0; n < kWarpRows / 8; ++n) {
+        differentiate<C, By::kQueries>(x, n, rBias[n], rBiasMove[n], shared, first, key, seq, p,
+                                       [](int, float) {});
+      }
+      add_rows<C>(sums, x.move, smem + C::kKey, columns, guarded);
+      if (h.in.key_move) add_rows<C>(sums, x.gradient, smem + C::kKeyMove, columns, guarded);
     }
-    if (guarded || !__syncthreads_or(!all_finite(sums))) break;
+    add_up(results, sums, shared);
+    if (guarded || !__syncthreads_or(!all_finite(results))) break;
     guarded = true;
   }
-  store_sums<C>(sums, p.scale, to, p.grad_query_strides, first, end, place.chunk, p.head_dim);
+  store_sums<C>(results, p.scale, to, p.grad_query_strides, first, end, place.chunk, p.head_dim);
 }
 
 }  // namespace flashmoe::cuda::second

@@ -20,51 +20,77 @@ __device__ __forceinline__ float row_sum(float x) {
 
 // What a lane knows of rows r and r + 8.
 struct TangentRows {
-  float lse[2], lse_move[2], shift[2];
-  float weight[2];  // the sum of P
+  float lse[2], shift[2];
+  float lse_move[2], weight[2];  // sums of P S' and of P over the lane's keys
   bool has_shift[2], sees_keys[2];
 };
 
-// The products of a tile to P, in place of the score, and P (S' - shift), in place of its move.
-// lse' gains what the tile adds.
-__device__ __forceinline__ void move_softmax(Products& x, TangentRows& rows, const Pairs& bias,
-                                             const Pairs& bias_move, int row, int key,
-                                             const Sequence& seq, const AttentionSecondParams& p) {
-  float sum[2] = {0, 0}, weight[2] = {0, 0};
+// Adds, of each of the warp's rows, the numbers of the four lanes that share it, and of the two
+// warps.
+template <class C>
+__device__ __forceinline__ void add_up_rows(float4 (&x)[2], char* shared) {
+  float4* const sRows = reinterpret_cast<float4*>(shared + C::kNumbers);
+  const int lane = ptx::opaque_thread() % 32, row = warp_row() + lane / 4;
+  const int own = warp_other() != 0 ? kRows : 0;  // of this warp; the other's are kRows - own
 #pragma unroll
-  for (int n = 0; n < kRows / 8; ++n) {
+  for (int half = 0; half < 2; ++half) {
+    x[half] = {row_sum(x[half].x), row_sum(x[half].y), row_sum(x[half].z), row_sum(x[half].w)};
+    if (lane % 4 == 0) sRows[own + row + 8 * half] = x[half];
+  }
+  __syncthreads();  // the sums of the other warp are there
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float4 other = sRows[kRows - own + row + 8 * half];
+    x[half].x += other.x, x[half].y += other.y, x[half].z += other.z, x[half].w += other.w;
+  }
+}
+
+// The products of a tile to P, in place of the score, and P (S' - shift), in place of its move.
+// lse' gains what the tile adds. `shifted`: whether all rows of the tile have their shift.
+template <class C>
+__device__ __forceinline__ void move_softmax(Products& x, TangentRows& rows, bool& shifted,
+                                             const Pairs& bias, const Pairs& bias_move, int row,
+                                             int key, char* shared, const Sequence& seq,
+                                             const AttentionSecondParams& p) {
+  float4 sum[2] = {};  // P S' and P
+#pragma unroll
+  for (int n = 0; n < kWarpRows / 8; ++n) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const LanePair<By::kTangent> at(n, i);
-      const Score s =
-          find_score(x.score[0][n][i], x.move[0][n][i], bias[0][n][i], bias_move[0][n][i],
-                     row + at.row, key + at.key, rows.lse[i / 2], seq, p);
-      x.score[0][n][i] = weight_of(s.seen, s.probability);
-      x.move[0][n][i] = s.move;
+      const Score s = find_score(x.score[n][i], x.move[n][i], bias[n][i], bias_move[n][i],
+                                 row + at.row, key + at.key, rows.lse[i / 2], seq, p);
+      x.score[n][i] = weight_of(s.seen, s.probability);
+      x.move[n][i] = s.move;
       if (s.seen) {
-        sum[i / 2] += s.probability * s.move;
-        weight[i / 2] += s.probability;
+        sum[i / 2].x += s.probability * s.move;
+        sum[i / 2].y += s.probability;
         rows.sees_keys[i / 2] = true;
       }
     }
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    rows.lse_move[half] += sum[half];
-    rows.weight[half] += weight[half];
-    const float all = row_sum(weight[half]), mean = row_sum(sum[half]) / all;
-    if (!rows.has_shift[half] && all > 0) {
-      rows.shift[half] = mean;
+    rows.lse_move[half] += sum[half].x;
+    rows.weight[half] += sum[half].y;
+  }
+  if (!shifted) {
+    add_up_rows<C>(sum, shared);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (rows.has_shift[half] || !(sum[half].y > 0)) continue;
+      rows.shift[half] = sum[half].x / sum[half].y;
       rows.has_shift[half] = true;
     }
+    shifted = __syncthreads_and(rows.has_shift[0] && rows.has_shift[1]);
   }
 #pragma unroll
-  for (int n = 0; n < kRows / 8; ++n) {
+  for (int n = 0; n < kWarpRows / 8; ++n) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float probability = x.score[0][n][i];
+      const float probability = x.score[n][i];
       const bool seen = __float_as_uint(probability) != kHidden;
-      x.move[0][n][i] = weight_of(seen, probability * (x.move[0][n][i] - rows.shift[i / 2]));
+      x.move[n][i] = weight_of(seen, probability * (x.move[n][i] - rows.shift[i / 2]));
     }
   }
 }
@@ -119,21 +145,23 @@ __device__ __forceinline__ void attention_tangent(const AttentionSecondParams& p
   const float* lse = p.lse + offset(p, p.lse_strides, batch, head, seq.token_q);
   const int key_begin = seq.begin(first, p), key_end = seq.end(end - 1, p);
   const int columns = min(p.head_dim_v - place.chunk * kColumns, kColumns);
-  Sums sums;
+  HalfSums results;
   TangentRows rows;
   bool guarded = false;
   // Where something is not finite, once more and guarded.
 #pragma unroll 1
   while (true) {
-    clear(sums);
+    Sums sums;
+    set_zero(sums);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first + warp_row() + lane / 4 + 8 * half;
       rows.lse[half] = row < end ? lse[row * p.lse_strides.row] : 0;
       rows.lse_move[half] = rows.shift[half] = rows.weight[half] = 0;
-      rows.has_shift[half] = rows.sees_keys[half] = false;
+      rows.has_shift[half] = row >= end;
+      rows.sees_keys[half] = false;
     }
-    bool own_there = false;
+    bool own_there = false, shifted = false;
 #pragma unroll 1
     for (int key = key_begin / kRows * kRows; key < key_end; key += kRows) {
       Products x;
@@ -144,32 +172,40 @@ __device__ __forceinline__ void attention_tangent(const AttentionSecondParams& p
       find_products<C, By::kTangent>(x, smem, h.in, first, key, place.chunk, own_there, seq, p,
                                      [] {});
       own_there = true;
-      move_softmax(x, rows, rBias, rBiasMove, first, key, seq, p);
-      add_rows<C>(sums, x.move, smem + kValue, columns, guarded);
-      if (h.in.value_move) add_rows<C>(sums, x.score, smem + kValueMove, columns, guarded);
+      move_softmax<C>(x, rows, shifted, rBias, rBiasMove, first, key, shared, seq, p);
+      add_rows<C>(sums, x.move, smem + C::kValue, columns, guarded);
+      if (h.in.value_move) add_rows<C>(sums, x.score, smem + C::kValueMove, columns, guarded);
     }
-    if (guarded || !__syncthreads_or(!all_finite(sums))) break;
+    add_up(results, sums, shared);
+    if (guarded || !__syncthreads_or(!all_finite(results))) break;
     guarded = true;
   }
+  float4 all_keys[2];  // P S', P, and whether there are any
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    all_keys[half] = {rows.lse_move[half], rows.weight[half],
+                      static_cast<float>(rows.sees_keys[half]), 0};
+  }
+  add_up_rows<C>(all_keys, shared);
   float rest[2];  // of lse', times which out is taken off
   float share[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = first + warp_row() + lane / 4 + 8 * half;
     const Sink sink = find_sink<C>(rows.lse[half], head, p);
-    const float all = row_sum(rows.weight[half]) + sink.weight;
+    const float all = all_keys[half].y + sink.weight;
     share[half] = all == 0 ? 0 : 1 / all;  // 0: the row sees nothing
-    const float move = (row_sum(rows.lse_move[half]) + sink.weight * sink.move) * share[half];
-    if (p.tangent_lse && row < end && lane % 4 == 0 && place.chunk == 0) {
+    const float move = (all_keys[half].x + sink.weight * sink.move) * share[half];
+    const bool writes = lane % 4 == 0 && warp_other() == 0 && place.chunk == 0;
+    if (p.tangent_lse && row < end && writes) {
       to_lse[row * p.tangent_lse_strides.row] = move;
     }
     // A row that sees a sink alone has an out of 0, however the sink moves.
-    const bool sees_keys = row_sum(rows.sees_keys[half]) > 0;
-    rest[half] = sees_keys ? move - rows.shift[half] : 0;
+    rest[half] = all_keys[half].z > 0 ? move - rows.shift[half] : 0;
   }
   if (!p.tangent_out) return;
   const char* out = rows_of<C::kBytes>(p.out, p, p.out_strides, batch, head, seq.token_q);
-  for_each_two(sums, first, end, place.chunk, p.head_dim_v, [&](int row, int column, float2 x) {
+  for_each_two(results, first, end, place.chunk, p.head_dim_v, [&](int row, int column, float2 x) {
     const bool second = (row - first) / 8 % 2;
     const float move = second ? rest[1] : rest[0];
     x.x *= second ? share[1] : share[0];

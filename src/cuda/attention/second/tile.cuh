@@ -1,9 +1,12 @@
 // What the kernels of forward mode and second derivatives share: where a CTA's tile is, its tensors
 // on their way to shared memory, and the products of queries and keys (docs/kernels/second.md).
 //
-//   own rows     32: 16 for each of two warps, whose scores and sums are in its registers
+//   own rows     32, whose results the CTA has
 //   other rows   32: the side that the loop goes along
 //   columns      chunks of 64; larger head dims are loaded chunk by chunk, once for each step
+//
+// A warp has 16 own rows and 16 other rows. Two warps have the same own rows: each has sums over
+// its other rows, which are added up in the end.
 //
 // A CTA's results have one chunk of columns. The chunk of the operands that these are multiplied
 // from comes last, and stays in shared memory for it.
@@ -12,41 +15,14 @@
 #include <type_traits>
 
 #include "cuda/attention/score.cuh"
-#include "cuda/attention/second/params.h"
+#include "cuda/attention/second/products.cuh"
 #include "cuda/attention/sequence.cuh"
 #include "cuda/attention/tiles.h"
-#include "cuda/tile/float_product.cuh"
-#include "cuda/tile/float_tile.cuh"
 
 namespace flashmoe::cuda::second {
 
-inline constexpr int kRows = kSecondRows, kColumns = kSecondColumns, kThreads = kSecondThreads;
-using Tile = FloatTile<kColumns>;
-
-// OneTf32 for right operands that come from 16 bits: TF32 holds every such number.
-struct HalfTf32 {
-  static constexpr int kSteps = OneTf32::kSteps;
-  using Left = OneTf32::Left;
-  struct Right {
-    uint32_t x[2];
-
-    __device__ __forceinline__ explicit Right(const float (&from)[2])
-        : x{__float_as_uint(from[0]), __float_as_uint(from[1])} {}
-    Right() = default;
-  };
-  template <bool>
-  static __device__ __forceinline__ Left left(const float (&a)[4]) {
-    return Left(a);
-  }
-  static __device__ __forceinline__ Right right(const float (&b)[2]) { return Right(b); }
-
-  template <int kCount>
-  static __device__ __forceinline__ void multiply(float (&acc)[4], const Left (&a)[kCount],
-                                                  const Right (&b)[kCount]) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) ptx::mma_m16n8k8_tf32(acc, a[i].x, b[i].x, acc);
-  }
-};
+template <Element kElement>
+using HalfProductOf = HalfProduct<std::conditional_t<kElement == Element::kFp16, Fp16, Bf16>>;
 
 // kTf32: whether the chip multiplies TF32.
 template <class Chip_, bool kTf32, Element kElement_>
@@ -56,7 +32,21 @@ struct Config {
   static constexpr bool kFp32 = kElement == Element::kFp32;
   static constexpr int kBytes = kFp32 ? 4 : 2;
   static constexpr bool kFma = !kTf32;
-  using Product = std::conditional_t<kFp32, ThreeTf32, HalfTf32>;
+  using Product =
+      std::conditional_t<kFma, FmaProduct,
+                         std::conditional_t<kFp32, FloatProduct, HalfProductOf<kElement>>>;
+  using Tile = typename Product::Tile;
+  static constexpr int kElementBytes = Tile::kElementBytes;  // in shared memory
+
+  // Shared memory. Two warps leave a float4 for each row in kNumbers.
+  static constexpr uint32_t kTileBytes = second_tile_bytes(kElementBytes);
+  static constexpr uint32_t kQuery = 0, kQueryMove = kTileBytes, kKey = 2 * kTileBytes,
+                            kKeyMove = 3 * kTileBytes, kValue = 4 * kTileBytes,
+                            kValueMove = 5 * kTileBytes, kGradOut = 6 * kTileBytes,
+                            kNumbers = 7 * kTileBytes,  // float4 of each row of queries, or two
+      kHead = kNumbers + 2 * kRows * 16;                // Head
+  static_assert(kHead + kSecondHeadBytes == second_shared_bytes(kElementBytes));
+  static_assert(kNumbers >= kThreads * sizeof(HalfSums));
 };
 
 // A number of a tensor that is fp32, or of the inputs' dtype.
@@ -78,17 +68,6 @@ __device__ __forceinline__ void write_number(bool is_fp32, void* data, int64_t i
 __device__ __forceinline__ int chunks_of(int head_dim) {
   return (head_dim + kColumns - 1) / kColumns;
 }
-
-// What a warp holds of its 16 rows: a number for each of the other rows, or for each column.
-using Pairs = float[1][kRows / 8][4];
-using Sums = float[kColumns / 8][4];
-
-// Shared memory.
-inline constexpr uint32_t kQuery = 0, kQueryMove = kSecondTileBytes, kKey = 2 * kSecondTileBytes,
-                          kKeyMove = 3 * kSecondTileBytes, kValue = 4 * kSecondTileBytes,
-                          kValueMove = 5 * kSecondTileBytes, kGradOut = 6 * kSecondTileBytes,
-                          kNumbers = 7 * kSecondTileBytes,  // float4 of each row of queries
-    kHead = kNumbers + kRows * 16;                          // Head
 
 // The tile of a CTA.
 struct Place {
@@ -148,129 +127,58 @@ template <class C>
 __device__ __forceinline__ void load_chunk(uint32_t tile, const char* rows, const Strides& strides,
                                            int first, int len, int dim, int chunk) {
   if (!rows) return;
+  using Tile = typename C::Tile;
   const Rows from{rows + chunk * kColumns * C::kBytes, static_cast<int>(strides.row) * C::kBytes};
-  load_floats<typename C::Chip, Tile, kRows, kThreads>(tile, from, C::kElement, first, len,
-                                                       dim - chunk * kColumns);
+  const int columns = dim - chunk * kColumns;
+  if constexpr (C::kBytes == C::kElementBytes) {
+    load_tile<typename C::Chip, Tile, kRows, kThreads>(tile, from, first, len, columns);
+  } else {
+    load_floats<typename C::Chip, Tile, kRows, kThreads>(tile, from, C::kElement, first, len,
+                                                         columns);
+  }
 }
 template <class C>
 __device__ __forceinline__ void load_query_chunk(uint32_t smem, const Inputs& in, int row,
                                                  int chunk, const Sequence& seq,
                                                  const AttentionSecondParams& p) {
-  load_chunk<C>(smem + kQuery, in.query, p.query_strides, row, seq.len_q, p.head_dim, chunk);
-  load_chunk<C>(smem + kQueryMove, in.query_move, p.tangent_query_strides, row, seq.len_q,
+  load_chunk<C>(smem + C::kQuery, in.query, p.query_strides, row, seq.len_q, p.head_dim, chunk);
+  load_chunk<C>(smem + C::kQueryMove, in.query_move, p.tangent_query_strides, row, seq.len_q,
                 p.head_dim, chunk);
 }
 template <class C>
 __device__ __forceinline__ void load_key_chunk(uint32_t smem, const Inputs& in, int key, int chunk,
                                                const Sequence& seq,
                                                const AttentionSecondParams& p) {
-  load_chunk<C>(smem + kKey, in.key, p.key_strides, key, seq.len_k, p.head_dim, chunk);
-  load_chunk<C>(smem + kKeyMove, in.key_move, p.tangent_key_strides, key, seq.len_k, p.head_dim,
+  load_chunk<C>(smem + C::kKey, in.key, p.key_strides, key, seq.len_k, p.head_dim, chunk);
+  load_chunk<C>(smem + C::kKeyMove, in.key_move, p.tangent_key_strides, key, seq.len_k, p.head_dim,
                 chunk);
 }
 template <class C>
 __device__ __forceinline__ void load_value_chunk(uint32_t smem, const Inputs& in, int key,
                                                  int chunk, const Sequence& seq,
                                                  const AttentionSecondParams& p) {
-  load_chunk<C>(smem + kValue, in.value, p.value_strides, key, seq.len_k, p.head_dim_v, chunk);
-  load_chunk<C>(smem + kValueMove, in.value_move, p.tangent_value_strides, key, seq.len_k,
+  load_chunk<C>(smem + C::kValue, in.value, p.value_strides, key, seq.len_k, p.head_dim_v, chunk);
+  load_chunk<C>(smem + C::kValueMove, in.value_move, p.tangent_value_strides, key, seq.len_k,
                 p.head_dim_v, chunk);
 }
 template <class C>
 __device__ __forceinline__ void load_grad_chunk(uint32_t smem, const Inputs& in, int row, int chunk,
                                                 const Sequence& seq,
                                                 const AttentionSecondParams& p) {
-  load_chunk<C>(smem + kGradOut, in.grad_out, p.grad_out_strides, row, seq.len_q, p.head_dim_v,
+  load_chunk<C>(smem + C::kGradOut, in.grad_out, p.grad_out_strides, row, seq.len_q, p.head_dim_v,
                 chunk);
 }
 
-__device__ __forceinline__ int warp_row() { return ptx::opaque_thread() / 32 * 16; }
-
-// An operand from its step `first` on.
-template <class Operand>
-struct FromStep {
-  const Operand& operand;
-  uint32_t first;
-  __device__ __forceinline__ void load_left(float (&a)[4], uint32_t m, uint32_t step) const {
-    operand.load_left(a, m, first + step);
-  }
-  __device__ __forceinline__ void load_right(float (&b)[2], uint32_t n, uint32_t step) const {
-    operand.load_right(b, n, first + step);
-  }
-};
-
-// Adds the products of the warp's rows of tile `own` with the rows of tile `other`, over the first
-// `depth` columns, four at a time: each lane reads the rows that its pairs are of.
-__device__ __forceinline__ void add_products_by_fma(Pairs& pairs, uint32_t own, uint32_t other,
-                                                    int depth) {
-  const int lane = ptx::opaque_thread() % 32;
-#pragma unroll 1
-  for (int chunk = 0; 4 * chunk < depth; ++chunk) {
-    const auto read = [&](uint32_t tile, int row) {
-      return ptx::ld_shared_v4_f32(tile + Tile::at(row, chunk));
-    };
-    float4 left[2];  // rows r and r + 8
-#pragma unroll
-    for (int half = 0; half < 2; ++half) left[half] = read(own, warp_row() + lane / 4 + 8 * half);
-#pragma unroll
-    for (int n = 0; n < kRows / 8; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float4 b = read(other, 8 * n + lane % 4 * 2 + i);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float4& a = left[half];
-          pairs[0][n][2 * half + i] += a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w;
-        }
-      }
-    }
-  }
-}
-
-// The same as the chip multiplies best.
+// The first of a warp's own rows, and of its other rows, in the tile.
+__device__ __forceinline__ int warp_row() { return ptx::opaque_thread() / 64 * kWarpRows; }
+__device__ __forceinline__ int warp_other() { return ptx::opaque_thread() / 32 % 2 * kWarpRows; }
 template <class C>
-__device__ __forceinline__ void add_products(Pairs& pairs, uint32_t own, uint32_t other,
-                                             int depth) {
-  constexpr int kSteps = 4;  // of 8 columns, for which tiles have zeros behind the last
-  if constexpr (C::kFma) {
-    add_products_by_fma(pairs, own, other, depth);
-  } else {
-    const Along<Tile> left(own, warp_row()), right(other);
-#pragma unroll 1
-    for (uint32_t step = 0; 8 * step < depth; step += kSteps) {
-      multiply_floats<typename C::Product, kSteps>(pairs, FromStep<Along<Tile>>{left, step},
-                                                   FromStep<Along<Tile>>{right, step});
-    }
-  }
+__device__ __forceinline__ uint32_t own_rows(uint32_t tile) {
+  return tile + warp_row() * C::Tile::kRowBytes;
 }
-
-// Adds the pairs, times the rows of tile `other`, to the first `columns` columns of the sums.
 template <class C>
-__device__ __forceinline__ void add_all_rows(Sums& sums, const Pairs& pairs, uint32_t other,
-                                             int columns) {
-  using Product = typename C::Product;
-  constexpr int kSteps = kRows / 8;
-  const FromAccumulators<1, kSteps> left(pairs);
-  const Across<Tile> right(other);
-  typename Product::Left a[kSteps];
-#pragma unroll
-  for (int i = 0; i < kSteps; ++i) {
-    float x[4];
-    left.load_left(x, 0, i);
-    a[i] = typename Product::Left(x);
-  }
-#pragma unroll
-  for (int n = 0; n < kColumns / 8; ++n) {
-    if (8 * n >= columns) continue;
-    typename Product::Right b[kSteps];
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      float x[2];
-      right.load_right(x, n, i);
-      b[i] = typename Product::Right(x);
-    }
-    Product::multiply(sums[n], a, b);
-  }
+__device__ __forceinline__ uint32_t other_rows(uint32_t tile) {
+  return tile + warp_other() * C::Tile::kRowBytes;
 }
 
 // A pair that is hidden from its row, by the mask or by a bias of -inf, has the weight -0, and no
@@ -278,13 +186,15 @@ __device__ __forceinline__ void add_all_rows(Sums& sums, const Pairs& pairs, uin
 inline constexpr uint32_t kHidden = 0x80000000u;
 __device__ __forceinline__ float weight_of(bool seen, float x) { return seen ? x + 0.f : -0.f; }
 
-// The same with FMAs, leaving out hidden pairs: a NaN in a row that a mask hides stays there.
+// Adds the pairs, times the warp's rows of tile `other`, to the first `columns` columns of the
+// sums, with FMAs, leaving out hidden pairs: a NaN in a row that a mask hides stays there.
+template <class C>
 __device__ __forceinline__ void add_seen_rows(Sums& sums, const Pairs& pairs, uint32_t other,
                                               int columns) {
   const uint32_t lane = ptx::opaque_thread() % 32;
 #pragma unroll
-  for (int n = 0; n < kRows / 8; ++n) {
-    const float(&x)[4] = pairs[0][n];
+  for (int n = 0; n < kWarpRows / 8; ++n) {
+    const float(&x)[4] = pairs[n];
 #pragma unroll 1
     for (int j = 0; j < 8; ++j) {
       const uint32_t from = lane / 4 * 4 + j / 2;
@@ -295,8 +205,7 @@ __device__ __forceinline__ void add_seen_rows(Sums& sums, const Pairs& pairs, ui
 #pragma unroll
       for (int d = 0; d < kColumns / 8; ++d) {
         if (8 * d >= columns) continue;
-        const uint32_t at = other + Tile::at_element(8 * n + j, 8 * d + lane % 4 * 2);
-        const float2 two = ptx::ld_shared_v2_f32(at);
+        const float2 two = C::Product::read_two(other, 8 * n + j, 8 * d + lane % 4 * 2);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const bool hidden = __float_as_uint(weight[i / 2]) == kHidden;
@@ -307,34 +216,60 @@ __device__ __forceinline__ void add_seen_rows(Sums& sums, const Pairs& pairs, ui
   }
 }
 
-// Adds the pairs, times the rows of tile `other`, to the first `columns` columns of the sums.
-// guarded: something may not be finite.
+// The same as the chip multiplies best. guarded: something may not be finite.
 template <class C>
-__device__ __forceinline__ void add_rows(Sums& sums, const Pairs& pairs, uint32_t other,
-                                         int columns, bool guarded) {
-  if (C::kFma || guarded) {
-    add_seen_rows(sums, pairs, other, columns);
+__device__ __forceinline__ void add_rows(Sums& sums, const Pairs& pairs, uint32_t tile, int columns,
+                                         bool guarded) {
+  const uint32_t other = other_rows<C>(tile);
+  if constexpr (C::kFma) {
+    add_seen_rows<C>(sums, pairs, other, columns);
+  } else if (guarded) {
+    add_seen_rows<C>(sums, pairs, other, columns);
   } else {
-    add_all_rows<C>(sums, pairs, other, columns);
+    C::Product::add_rows(sums, pairs, other, columns);
   }
 }
 
-__device__ __forceinline__ void clear(Sums& sums) {
+template <int kCount>
+__device__ __forceinline__ void set_zero(float (&x)[kCount][4]) {
 #pragma unroll
-  for (int i = 0; i < kColumns / 2; ++i) sums[i / 4][i % 4] = 0;
+  for (int i = 0; i < 4 * kCount; ++i) x[i / 4][i % 4] = 0;
 }
 
-__device__ __forceinline__ bool all_finite(const Sums& sums) {
+// Adds up the sums of the two warps that have the same own rows. Each gets half of the columns.
+__device__ __forceinline__ void add_up(HalfSums& half, const Sums& sums, char* shared) {
+  constexpr int kHalf = kColumns / 16;
+  float4* const sSums = reinterpret_cast<float4*>(shared);
+  const int thread = ptx::opaque_thread();
+  const bool upper = warp_other() != 0;
+  __syncthreads();  // nobody reads what is there
+#pragma unroll
+  for (int n = 0; n < kHalf; ++n) {
+    const float(&low)[4] = sums[n], (&high)[4] = sums[n + kHalf];
+    sSums[n * kThreads + thread] = {upper ? low[0] : high[0], upper ? low[1] : high[1],
+                                    upper ? low[2] : high[2], upper ? low[3] : high[3]};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) half[n][i] = upper ? high[i] : low[i];
+  }
+  __syncthreads();  // the other warp's half is there
+#pragma unroll
+  for (int n = 0; n < kHalf; ++n) {
+    const float4 x = sSums[n * kThreads + (thread ^ 32)];
+    half[n][0] += x.x, half[n][1] += x.y, half[n][2] += x.z, half[n][3] += x.w;
+  }
+}
+
+__device__ __forceinline__ bool all_finite(const HalfSums& sums) {
   float sum = 0;  // becomes NaN
 #pragma unroll
-  for (int i = 0; i < kColumns / 2; ++i) sum += sums[i / 4][i % 4] * 0.f;
+  for (int i = 0; i < kColumns / 4; ++i) sum += sums[i / 4][i % 4] * 0.f;
   return sum == 0;
 }
 
-// Calls each(row, column, x) with what the warp's sums have of rows and columns that exist, two
-// neighbouring columns at a time.
+// Calls each(row, column, x) with what a warp has of rows and columns that exist, two neighbouring
+// columns at a time.
 template <class Each>
-__device__ __forceinline__ void for_each_two(const Sums& sums, int first, int len, int chunk,
+__device__ __forceinline__ void for_each_two(const HalfSums& sums, int first, int len, int chunk,
                                              int dim, const Each& each) {
   const int lane = ptx::opaque_thread() % 32;
 #pragma unroll
@@ -342,8 +277,8 @@ __device__ __forceinline__ void for_each_two(const Sums& sums, int first, int le
     const int row = first + warp_row() + lane / 4 + 8 * half;
     if (row >= len) continue;
 #pragma unroll
-    for (int n = 0; n < kColumns / 8; ++n) {
-      const int column = chunk * kColumns + 8 * n + lane % 4 * 2;
+    for (int n = 0; n < kColumns / 16; ++n) {
+      const int column = chunk * kColumns + 2 * warp_other() + 8 * n + lane % 4 * 2;
       if (column < dim) {
         each(row, column, float2{sums[n][2 * half], sums[n][2 * half + 1]});
       }
@@ -361,10 +296,9 @@ __device__ __forceinline__ void write_two(void* row, int column, int dim, const 
   if (column + 1 < dim) write_element(C::kElement, row, column + 1, x.y);
 }
 
-// Stores the warp's sums, times `scale`, as rows of a tensor whose first row of the sequence is at
-// `rows`.
+// Stores them, times `scale`, as rows of a tensor whose first row of the sequence is at `rows`.
 template <class C>
-__device__ __forceinline__ void store_sums(const Sums& sums, float scale, const char* rows,
+__device__ __forceinline__ void store_sums(const HalfSums& sums, float scale, const char* rows,
                                            const Strides& strides, int first, int len, int chunk,
                                            int dim) {
   for_each_two(sums, first, len, chunk, dim, [&](int row, int column, const float2& x) {
@@ -435,28 +369,46 @@ __device__ __forceinline__ void find_products(Products& x, uint32_t smem, const 
     C::Chip::commit();
     C::Chip::template wait<0>();
     __syncthreads();  // the tiles are there
+    using Product = typename C::Product;
     if (turn >= 0) {
       const int depth = min(p.head_dim - at * kColumns, kColumns);
-      const uint32_t own_tile = smem + (kByKeys ? kKey : kQuery);
-      const uint32_t own_move = smem + (kByKeys ? kKeyMove : kQueryMove);
-      const uint32_t other_tile = smem + (kByKeys ? kQuery : kKey);
-      const uint32_t other_move = smem + (kByKeys ? kQueryMove : kKeyMove);
-      add_products<C>(x.score, own_tile, other_tile, depth);
-      if (kByKeys ? in.key_move : in.query_move) {
-        add_products<C>(x.move, own_move, other_tile, depth);
-      }
-      if (kByKeys ? in.query_move : in.key_move) {
-        add_products<C>(x.move, own_tile, other_move, depth);
+      const uint32_t own = own_rows<C>(smem + (kByKeys ? C::kKey : C::kQuery));
+      const uint32_t own_move = own_rows<C>(smem + (kByKeys ? C::kKeyMove : C::kQueryMove));
+      const uint32_t other = other_rows<C>(smem + (kByKeys ? C::kQuery : C::kKey));
+      const uint32_t other_move = other_rows<C>(smem + (kByKeys ? C::kQueryMove : C::kKeyMove));
+      const bool own_moves = kByKeys ? in.key_move : in.query_move;
+      const bool other_moves = kByKeys ? in.query_move : in.key_move;
+#pragma unroll 1
+      for (int step = 0; 16 * step < depth; ++step) {
+        const auto right = Product::right(other, step);
+        if (own_moves) Product::multiply(x.move, Product::left(own_move, step), right);
+        const auto left = Product::left(own, step);
+        Product::multiply(x.score, left, right);
+        if (other_moves) Product::multiply(x.move, left, Product::right(other_move, step));
       }
     }
     if (!kTangent && value_turn >= 0 && in.grad_out) {
       const int depth = min(p.head_dim_v - value_at * kColumns, kColumns);
-      const auto add = [&](Pairs& pairs, uint32_t values) {
-        add_products<C>(pairs, smem + (kByKeys ? values : kGradOut),
-                        smem + (kByKeys ? kGradOut : values), depth);
+      const uint32_t gradient = smem + C::kGradOut;
+      const auto left = [&](uint32_t values, int step) {
+        return Product::left(own_rows<C>(kByKeys ? values : gradient), step);
       };
-      add(x.gradient, kValue);
-      if (in.value_move) add(x.gradient_move, kValueMove);
+      const auto right = [&](uint32_t values, int step) {
+        return Product::right(other_rows<C>(kByKeys ? gradient : values), step);
+      };
+      const uint32_t values = smem + C::kValue, moves = smem + C::kValueMove;
+#pragma unroll 1
+      for (int step = 0; 16 * step < depth; ++step) {
+        const auto a = left(values, step);
+        const auto b = right(values, step);
+        Product::multiply(x.gradient, a, b);
+        if (!in.value_move) continue;
+        if constexpr (kByKeys) {
+          Product::multiply(x.gradient_move, left(moves, step), b);
+        } else {
+          Product::multiply(x.gradient_move, a, right(moves, step));
+        }
+      }
     }
   }
 }

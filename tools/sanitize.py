@@ -209,6 +209,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=4, help="processes at once (default: 4)")
     parser.add_argument("--limit", type=float, metavar="SECONDS", help="of a tool; then it fails")
     parser.add_argument("--record", action="store_true", help="write the numbers of this run down")
+    parser.add_argument("--logs", type=Path, metavar="DIR", help="all that the tools say, to read")
     given = parser.parse_args()
     sanitizer = find_sanitizer()
     if not sanitizer:
@@ -219,6 +220,9 @@ def main() -> int:
     for tool in given.tools:
         start = time.monotonic()
         texts, failed = run_tool(sanitizer, tool, given.family, given.jobs, given.limit)
+        if given.logs:
+            given.logs.mkdir(parents=True, exist_ok=True)
+            (given.logs / f"{tool}.txt").write_text("\n".join(texts))
         reports = [report for text in texts for report in reports_in(text)]
         if given.record:
             counts[tool] = record(tool, reports)

@@ -116,9 +116,11 @@ if [ "$build" = yes ]; then
   fi
   step build build_library || finish
 fi
-# Most of a test's time is the oracle's and the processor's. What needs the whole card comes after.
+# Most of a test's time is the oracle's and the processor's: a core for each process. What needs the whole card comes
+# after.
 gpu_tests() {
   local i status=0 pids=()
+  local -x OMP_NUM_THREADS=1
   rm -f "$logs"/gpu_tests.*.log
   for ((i = 0; i < jobs; i++)); do
     "$python" -m pytest -q -p no:cacheprovider --part "$i/$jobs" --ignore tests/gpu/test_large.py \

@@ -128,6 +128,8 @@ def run_tool(
     # Errors that torch provokes and handles itself are none of ours; those of our calls are raised.
     command += ["--report-api-errors", "no"] if tool == "memcheck" else []
     command += [sys.executable, str(CALLS)]
+    # A core for each: what a process computes beside the calls would want all of them.
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
     for family in families:
         command += ["--family", family]
     running = [
@@ -136,6 +138,7 @@ def run_tool(
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            env=environment,
             start_new_session=True,  # to end it with what it has started
         )
         for i in range(jobs)

@@ -40,9 +40,10 @@ __device__ __forceinline__ void add_step(Pairs& sums, char* shared, const StepPl
   });
   read_pairs<C, By::kQueries>(bias, h.bias, row, key, seq);
   read_pairs<C, By::kQueries>(bias_move, h.bias_move, row, key, seq);
+  const uint32_t visible = visible_pairs<By::kQueries>(row, key, seq, p);
 #pragma unroll
   for (int n = 0; n < kWarpRows / 8; ++n) {
-    differentiate<C, By::kQueries>(x, n, bias[n], bias_move[n], shared, row, key, seq, p,
+    differentiate<C, By::kQueries>(x, n, bias[n], bias_move[n], visible, shared, p,
                                    [&](int i, float z) { sums[n][i] += z; });
   }
 }

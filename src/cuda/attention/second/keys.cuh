@@ -102,13 +102,14 @@ __device__ __forceinline__ void attention_second_keys(const AttentionSecondParam
           load_numbers<C>(shared, h.numbers + row, seq.len_q - row, p);
         });
         own_there = true;
+        const uint32_t visible = visible_pairs<By::kKeys>(row, first, seq, p);
 #pragma unroll
         for (int n = 0; n < kWarpRows / 8; ++n) {
           float rBias[1][4], rBiasMove[1][4];
           read_pairs<C, By::kKeys>(rBias, h.bias, row, first, seq, n);
           read_pairs<C, By::kKeys>(rBiasMove, h.bias_move, row, first, seq, n);
           differentiate<C, By::kKeys>(
-              x, n, rBias[0], rBiasMove[0], shared, row, first, seq, p, [&](int i, float z) {
+              x, n, rBias[0], rBiasMove[0], visible, shared, p, [&](int i, float z) {
                 const LanePair<By::kKeys> at(n, i);
                 if (!wants_bias || row + at.row >= seq.len_q || first + at.key >= stored) return;
                 h.grad_bias.template write<C>(row + at.row, first + at.key, z);

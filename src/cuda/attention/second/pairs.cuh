@@ -97,26 +97,50 @@ struct LanePair {
 template <class C, By kBy, int kCount>
 __device__ __forceinline__ void read_pairs(float (&x)[kCount][4], const PairRows& from, int row,
                                            int key, const Sequence& seq, int begin = 0) {
+  constexpr bool kByKeys = kBy == By::kKeys;
   set_zero(x);
   if (!from.data) return;
+  const LanePair<kBy> at(begin, 0);
+  const int rows = seq.len_q - row - at.row, keys = seq.len_k - key - at.key;  // from there on
+  const int64_t first = (row + at.row) * from.row + (key + at.key) * from.column;
+  const int64_t own_step = kByKeys ? from.column : from.row;
+  const int64_t other_step = kByKeys ? from.row : from.column;
   const auto read_all = [&](const auto& read) {
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const LanePair<kBy> at(begin + n, i);
-        const int r = row + at.row, k = key + at.key;
-        if (r < seq.len_q && k < seq.len_k) x[n][i] = read(r * from.row + k * from.column);
+        const int own = i / 2 * 8, other = 8 * n + i % 2;
+        const bool there = own < (kByKeys ? keys : rows) && other < (kByKeys ? rows : keys);
+        if (there) x[n][i] = read(first + own * own_step + other * other_step);
       }
     }
   };
   if (from.is_mask) {
-    read_all([&](int64_t at) { return from.data[at] ? 0.f : -INFINITY; });
+    read_all([&](int64_t i) { return from.data[i] ? 0.f : -INFINITY; });
   } else if (C::kFp32 || from.is_fp32) {
-    read_all([&](int64_t at) { return read_element(Element::kFp32, from.data, at); });
+    read_all([&](int64_t i) { return read_element(Element::kFp32, from.data, i); });
   } else {
-    read_all([&](int64_t at) { return read_element(C::kElement, from.data, at); });
+    read_all([&](int64_t i) { return read_element(C::kElement, from.data, i); });
   }
+}
+
+// Which of a lane's pairs of the tile that begins at (row, key) the mask leaves: bit 4 n + i.
+template <By kBy>
+__device__ __forceinline__ uint32_t visible_pairs(int row, int key, const Sequence& seq,
+                                                  const AttentionSecondParams& p) {
+  uint32_t visible = ~0u;
+  const bool all = row + kRows <= seq.len_q && seq.begin(row + kRows - 1, p) <= key &&
+                   key + kRows <= seq.end(row, p);
+  if (all) return visible;
+#pragma unroll
+  for (int i = 0; i < kWarpRows / 2; ++i) {
+    const LanePair<kBy> at(i / 4, i % 4);
+    const int r = row + at.row, k = key + at.key;
+    const bool seen = r < seq.len_q && k >= seq.begin(r, p) && k < seq.end(r, p);
+    visible ^= seen ? 0u : 1u << i;
+  }
+  return visible;
 }
 
 // The score of a pair: its probability P, and how it moves. With a softcap it has a slope by
@@ -128,8 +152,8 @@ struct Score {
   float slope, bend;  // bend: how the slope moves
 };
 __device__ __forceinline__ Score find_score(float product, float product_move, float bias,
-                                            float bias_move, int row, int key, float lse,
-                                            const Sequence& seq, const AttentionSecondParams& p) {
+                                            float bias_move, bool visible, float lse,
+                                            const AttentionSecondParams& p) {
   Score s;
   const float scaled_move = product_move * p.scale;
   float score = product * p.scale;
@@ -142,8 +166,7 @@ __device__ __forceinline__ Score find_score(float product, float product_move, f
     s.bend = -2 / p.softcap * capped.value * capped.derivative * scaled_move;
   }
   score += bias;
-  s.seen = row < seq.len_q && key >= seq.begin(row, p) && key < seq.end(row, p) &&
-           bias != -INFINITY && score != -INFINITY;
+  s.seen = visible && bias != -INFINITY && score != -INFINITY;
   // The difference before the change of base: what rounding takes off is small then.
   s.probability = ptx::ex2_approx_ftz((score - lse) * kLog2e);
   s.move = scaled_move * s.slope + bias_move;
@@ -169,17 +192,16 @@ __device__ __forceinline__ void load_numbers(char* shared, int64_t first_row, in
 // of fragment n. give_bias(i, z) gets the bias's gradient.
 template <class C, By kBy, class GiveBias>
 __device__ __forceinline__ void differentiate(Products& x, int n, const float (&bias)[4],
-                                              const float (&bias_move)[4], const char* shared,
-                                              int row, int key, const Sequence& seq,
-                                              const AttentionSecondParams& p,
+                                              const float (&bias_move)[4], uint32_t visible,
+                                              const char* shared, const AttentionSecondParams& p,
                                               const GiveBias& give_bias) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const LanePair<kBy> at(n, i);
     const float4 numbers = reinterpret_cast<const float4*>(shared + C::kNumbers)[at.row];
     const float lse = numbers.x, delta = numbers.y, lse_move = numbers.z, mean = numbers.w;
-    const Score s = find_score(x.score[n][i], x.move[n][i], bias[i], bias_move[i], row + at.row,
-                               key + at.key, lse, seq, p);
+    const Score s = find_score(x.score[n][i], x.move[n][i], bias[i], bias_move[i],
+                               visible >> (4 * n + i) & 1, lse, p);
     const float centred = x.gradient[n][i] - delta, moved = s.move - lse_move;
     const float first = s.probability * centred;
     const float second = s.probability * (centred * moved + x.gradient_move[n][i] - mean);

@@ -26,7 +26,7 @@ constexpr int second_ctas(int element_bytes, bool by_keys) {
   return element_bytes == 4 || by_keys ? 3 : 4;
 }
 inline constexpr int kSecondSinksSharedBytes = 16;
-inline constexpr int kSecondRowsOfCta = 32;  // of the kernel that goes row by row
+inline constexpr int kSecondRowsOfCta = 8;  // of the kernel that goes row by row
 
 constexpr int second_chunks(int head_dim) {
   return (head_dim + kSecondColumns - 1) / kSecondColumns;

@@ -44,9 +44,10 @@ __device__ __forceinline__ void attention_second_queries(const AttentionSecondPa
                                          load_numbers<C>(shared, h.numbers + first, end - first, p);
                                      });
       own_there = true;
+      const uint32_t visible = visible_pairs<By::kQueries>(first, key, seq, p);
 #pragma unroll
       for (int n = 0; n < kWarpRows / 8; ++n) {
-        differentiate<C, By::kQueries>(x, n, rBias[n], rBiasMove[n], shared, first, key, seq, p,
+        differentiate<C, By::kQueries>(x, n, rBias[n], rBiasMove[n], visible, shared, p,
                                        [](int, float) {});
       }
       add_rows<C>(sums, x.move, smem + C::kKey, columns, guarded);

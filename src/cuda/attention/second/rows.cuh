@@ -7,6 +7,7 @@
 namespace flashmoe::cuda::second {
 
 inline constexpr int kRowLanes = 16;  // of a row, each with four columns of every 64
+static_assert(kSecondRowsOfCta == kRowThreads / kRowLanes);
 
 // Four columns of a row from `column` on; 0 past the end.
 template <class C>
@@ -56,41 +57,38 @@ template <class C>
 __device__ __forceinline__ void attention_second_rows(const AttentionSecondParams& p) {
   const int lane = threadIdx.x % kRowLanes;
   const int64_t all = p.heads_q * p.rows_of_head;
-#pragma unroll 2
-  for (int i = threadIdx.x / kRowLanes; i < kSecondRowsOfCta; i += kRowThreads / kRowLanes) {
-    const int64_t number = int64_t{blockIdx.x} * kSecondRowsOfCta + i;
-    const int64_t there = min(number, all - 1);  // past the end, the last row again
-    const int head = static_cast<int>(there / p.rows_of_head);
-    const int64_t row = there - head * p.rows_of_head;
-    const auto at = [&](const Strides& strides) { return row_at(strides, head, row, p); };
-    float delta = 0, mean = 0;
-    if (p.grad_out) {
-      const auto rows = [&](const void* tensor, const Strides& strides) {
-        return static_cast<const char*>(tensor) + at(strides) * C::kBytes;
-      };
-      const char* gO = rows(p.out, p.out_strides);
-      const char* gdO = rows(p.grad_out, p.grad_out_strides);
-      const char* gMove = rows(p.tangent_out, p.tangent_out_strides);
+  const int64_t number = int64_t{blockIdx.x} * kSecondRowsOfCta + threadIdx.x / kRowLanes;
+  const int64_t there = min(number, all - 1);  // past the end, the last row again
+  const int head = static_cast<int>(there / p.rows_of_head);
+  const int64_t row = there - head * p.rows_of_head;
+  const auto at = [&](const Strides& strides) { return row_at(strides, head, row, p); };
+  float delta = 0, mean = 0;
+  if (p.grad_out) {
+    const auto rows = [&](const void* tensor, const Strides& strides) {
+      return static_cast<const char*>(tensor) + at(strides) * C::kBytes;
+    };
+    const char* gO = rows(p.out, p.out_strides);
+    const char* gdO = rows(p.grad_out, p.grad_out_strides);
+    const char* gMove = rows(p.tangent_out, p.tangent_out_strides);
 #pragma unroll 1
-      for (int column = 4 * lane; column < p.head_dim_v; column += 4 * kRowLanes) {
-        const float4 o = read_four<C>(gO, column, p.head_dim_v);
-        const float4 dO = read_four<C>(gdO, column, p.head_dim_v);
-        const float4 move = read_four<C>(gMove, column, p.head_dim_v);
-        delta += o.x * dO.x + o.y * dO.y + o.z * dO.z + o.w * dO.w;
-        mean += move.x * dO.x + move.y * dO.y + move.z * dO.z + move.w * dO.w;
-      }
+    for (int column = 4 * lane; column < p.head_dim_v; column += 4 * kRowLanes) {
+      const float4 o = read_four<C>(gO, column, p.head_dim_v);
+      const float4 dO = read_four<C>(gdO, column, p.head_dim_v);
+      const float4 move = read_four<C>(gMove, column, p.head_dim_v);
+      delta += o.x * dO.x + o.y * dO.y + o.z * dO.z + o.w * dO.w;
+      mean += move.x * dO.x + move.y * dO.y + move.z * dO.z + move.w * dO.w;
     }
-    delta = sum_of_row(delta);
-    mean = sum_of_row(mean);
-    const float lse = p.lse[at(p.lse_strides)];
-    // A row that sees no key, or the sink alone: its out is 0 whatever its dO is.
-    if (lse == sink_of_head<C>(head, p) && !isfinite(delta + mean)) delta = mean = 0;
-    if (p.grad_lse) delta -= p.grad_lse[at(p.grad_lse_strides)];
-    const float lse_move = lse == -INFINITY ? 0 : p.tangent_lse[at(p.tangent_lse_strides)];
-    if (lane == 0 && number < all) {
-      reinterpret_cast<float4*>(p.row_numbers)[number] = {lse == -INFINITY ? INFINITY : lse, delta,
-                                                          lse_move, mean};
-    }
+  }
+  delta = sum_of_row(delta);
+  mean = sum_of_row(mean);
+  const float lse = p.lse[at(p.lse_strides)];
+  // A row that sees no key, or the sink alone: its out is 0 whatever its dO is.
+  if (lse == sink_of_head<C>(head, p) && !isfinite(delta + mean)) delta = mean = 0;
+  if (p.grad_lse) delta -= p.grad_lse[at(p.grad_lse_strides)];
+  const float lse_move = lse == -INFINITY ? 0 : p.tangent_lse[at(p.tangent_lse_strides)];
+  if (lane == 0 && number < all) {
+    reinterpret_cast<float4*>(p.row_numbers)[number] = {lse == -INFINITY ? INFINITY : lse, delta,
+                                                        lse_move, mean};
   }
 }
 

@@ -53,13 +53,13 @@ __device__ __forceinline__ void move_softmax(Products& x, TangentRows& rows, boo
                                              int key, char* shared, const Sequence& seq,
                                              const AttentionSecondParams& p) {
   float4 sum[2] = {};  // P S' and P
+  const uint32_t visible = visible_pairs<By::kTangent>(row, key, seq, p);
 #pragma unroll
   for (int n = 0; n < kWarpRows / 8; ++n) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const LanePair<By::kTangent> at(n, i);
       const Score s = find_score(x.score[n][i], x.move[n][i], bias[n][i], bias_move[n][i],
-                                 row + at.row, key + at.key, rows.lse[i / 2], seq, p);
+                                 visible >> (4 * n + i) & 1, rows.lse[i / 2], p);
       x.score[n][i] = weight_of(s.seen, s.probability);
       x.move[n][i] = s.move;
       if (s.seen) {

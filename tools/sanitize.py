@@ -124,7 +124,8 @@ def run_tool(
     sanitizer: str, tool: str, families: list[str], jobs: int, limit_s: float | None
 ) -> tuple[list[str], list[str]]:
     """What each process printed, and what those printed that failed or were ended at the limit."""
-    command = [sanitizer, "--tool", tool, "--print-limit", "100000"]
+    # Where in Python a call came from is known; of a million reports it would be gigabytes.
+    command = [sanitizer, "--tool", tool, "--print-limit", "100000", "--show-backtrace", "no"]
     # Errors that torch provokes and handles itself are none of ours; those of our calls are raised.
     command += ["--report-api-errors", "no"] if tool == "memcheck" else []
     command += [sys.executable, str(CALLS)]

@@ -487,7 +487,7 @@ def far_off(name: str, got: torch.Tensor, want: torch.Tensor, eps: float) -> boo
         return False
     error = (got - want).where(want.isfinite(), 0).abs()
     if name == "lse":
-        return not (error <= 1e-3).all()
+        return not (error <= max(1e-3, 32 * eps)).all()
     return not (error <= 32 * eps * max(1.0, want.abs().max().item())).all()  # also for NaN
 
 
@@ -536,6 +536,7 @@ def sanitize(family: str, name: str, call: Call, deterministic: bool) -> bool:
 def sanitize_second(family: str, name: str, call: Call) -> bool:
     """The same for all second derivatives of a call, and how its results move."""
     dtype = EVERY_DTYPE[name]
+    torch.set_float32_matmul_precision("highest")  # a call before may have changed it
     case = call.case(dtype, deterministic=True)
     tangents = second_oracle.tangents_of(case, seed=0)
     moved = {name: x.to(DEVICE) for name, x in tangents.items()}

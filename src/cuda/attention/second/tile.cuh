@@ -327,7 +327,7 @@ enum class By {
   kKeys,
 };
 
-// The products of a tile of 32 queries and 32 keys, own rows x other rows.
+// A warp's products of queries and keys, own rows x other rows.
 struct Products {
   Pairs score;          // q.k
   Pairs move;           // q'.k + q.k'
@@ -372,17 +372,17 @@ __device__ __forceinline__ void find_products(Products& x, uint32_t smem, const 
     using Product = typename C::Product;
     if (turn >= 0) {
       const int depth = min(p.head_dim - at * kColumns, kColumns);
-      const uint32_t own = own_rows<C>(smem + (kByKeys ? C::kKey : C::kQuery));
+      const uint32_t own_tile = own_rows<C>(smem + (kByKeys ? C::kKey : C::kQuery));
       const uint32_t own_move = own_rows<C>(smem + (kByKeys ? C::kKeyMove : C::kQueryMove));
-      const uint32_t other = other_rows<C>(smem + (kByKeys ? C::kQuery : C::kKey));
+      const uint32_t other_tile = other_rows<C>(smem + (kByKeys ? C::kQuery : C::kKey));
       const uint32_t other_move = other_rows<C>(smem + (kByKeys ? C::kQueryMove : C::kKeyMove));
       const bool own_moves = kByKeys ? in.key_move : in.query_move;
       const bool other_moves = kByKeys ? in.query_move : in.key_move;
 #pragma unroll 1
       for (int step = 0; 16 * step < depth; ++step) {
-        const auto right = Product::right(other, step);
+        const auto right = Product::right(other_tile, step);
         if (own_moves) Product::multiply(x.move, Product::left(own_move, step), right);
-        const auto left = Product::left(own, step);
+        const auto left = Product::left(own_tile, step);
         Product::multiply(x.score, left, right);
         if (other_moves) Product::multiply(x.move, left, Product::right(other_move, step));
       }

@@ -192,9 +192,11 @@ def listed_second(family: str) -> dict[str, Listed]:
         image = f"{family}_attention_second_{dtype}"
         for role in SECOND_ROWS:
             found[f"{family}_{role}_{dtype}"] = Listed(image, role)
+        # Tiles of 16 bits take half the memory; two sums of keys take the registers of a fourth.
+        halves = family == "sm80" and dtype != "fp32"
         for role in SECOND_TILES:
-            kernel = Listed(image, role, (0, 32, 32), 2, 3)
-            found[f"{family}_{role}_{dtype}"] = kernel
+            ctas = 4 if halves and role != "attention_second_keys" else 3
+            found[f"{family}_{role}_{dtype}"] = Listed(image, role, (0, 32, 32), 4, ctas)
     return found
 
 

@@ -132,11 +132,17 @@ def strange_code(kernel: str, chip: str, opcodes: Counter[str]) -> list[str]:
         return [opcode for opcode in opcodes if re.match(pattern, opcode)]
 
     if role in SECOND_ROWS + SECOND_TILES:  # the same bits in every run
-        tf32 = r"HMMA\.1688\.F32\.TF32"
-        product = tf32 if CATALOGUE[kernel]["family"] == "sm80" else "FFMA"
+        wanted = ["FFMA"]
+        if CATALOGUE[kernel]["family"] == "sm80":
+            # Scores are products of 16 bits. What is computed from them has TF32's 11; a sum of it
+            # for a bias has no other product.
+            bf16 = CATALOGUE[kernel]["dtype"] == "bfloat16"
+            wanted = [r"HMMA\.16816\.F32" + (r"\.BF16$" if bf16 else "$")]
+            wanted += [r"HMMA\.1688\.F32\.TF32"] * (role != "attention_second_bias_sum")
         found = [f"has {opcode}" for opcode in some(SHARED_SUMS)]
-        found += [f"has {opcode}" for opcode in some("HMMA|HGMMA") if not re.match(product, opcode)]
-        return found + [f"has no {product}"] * (role in SECOND_TILES and not some(product))
+        products = [x for x in some("HMMA|HGMMA") if not re.match("|".join(wanted), x)]
+        found += [f"has {opcode}" for opcode in products]
+        return found + [f"has no {x}" for x in wanted if role in SECOND_TILES and not some(x)]
     short = is_short(*(CATALOGUE[kernel][x] for x in ("head_dim", "block_q", "block_k")))
     # Of short sequences dQ is computed after the others, and nobody adds it up.
     products = role in WITH_PRODUCTS or (short and role in FINISH)

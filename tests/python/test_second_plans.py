@@ -85,8 +85,8 @@ def test_what_is_launched():
     assert [role for role, _ in launches(plan_of())] == plain
     own = plan_of(bias=meta(2, 4, 70, 45))
     assert [role for role, _ in launches(own)] == plain, "no other sum than that of the tile"
-    sinks = meta(64, dtype=torch.float32)
-    shared = plan_of(lead=(8,), heads=64, bias=meta(64, 70, 45), sinks=sinks)
+    sinks = meta(88, dtype=torch.float32)
+    shared = plan_of(lead=(8,), heads=88, bias=meta(88, 70, 45), sinks=sinks)
     expected = ["second_rows", "second_sinks", "second_queries", "second_keys", "second_bias_sum"]
     assert [role for role, _ in launches(shared)] == expected
     few = plan_of(lead=(300,), heads=1, bias=meta(70, 45))

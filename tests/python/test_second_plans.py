@@ -94,6 +94,13 @@ def test_what_is_launched():
     assert roles[-2:] == ["second_bias_sum"] * 2 and "what shares the bias, in" in few
 
 
+@pytest.mark.parametrize("chip, beside", [("sm_75", []), ("sm_80", []), ("sm_90", ["keys"])])
+def test_who_runs_beside_the_launch_before(chip, beside):
+    """The kernel by keys needs nothing of the one by queries. All others wait."""
+    text = plan_of(device=chip, bias=meta(70, 45), sinks=meta(4, dtype=torch.float32))
+    assert re.findall(r"attention_second_(\w+)_fp16: .*, overlaps the launch before", text) == beside
+
+
 @every_derivative
 def test_ragged(derivative):
     cu = meta(301, dtype=torch.int32)

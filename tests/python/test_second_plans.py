@@ -98,7 +98,9 @@ def test_what_is_launched():
 def test_who_runs_beside_the_launch_before(chip, beside):
     """The kernel by keys needs nothing of the one by queries. All others wait."""
     text = plan_of(device=chip, bias=meta(70, 45), sinks=meta(4, dtype=torch.float32))
-    assert re.findall(r"attention_second_(\w+)_fp16: .*, overlaps the launch before", text) == beside
+    assert (
+        re.findall(r"attention_second_(\w+)_fp16: .*, overlaps the launch before", text) == beside
+    )
 
 
 @every_derivative

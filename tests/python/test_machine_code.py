@@ -255,11 +255,15 @@ def test_strange_code_would_be_found():
         assert strange_code(rows, "sm_90", codes("LDG.E.U16 STG.E.U16"))
         assert strange_code(rows, "sm_90", codes("HMMA.16816.F32 STG.E.128"))
         for role in SECOND_TILES:
-            tf32 = "HMMA.1688.F32.TF32 STG.E"
-            assert not strange_code(kernels["sm80", role], "sm_90", codes(tf32))
-            assert strange_code(kernels["sm80", role], "sm_90", codes(f"{tf32} {single}"))
-            assert strange_code(kernels["sm80", role], "sm_90", codes("FFMA STG.E"))
-            assert strange_code(kernels["sm80", role], "sm_90", codes(f"{tf32} HMMA.16816.F32"))
+            name, sum_of_bias = f"sm80_{role}_bf16", role == "attention_second_bias_sum"
+            scores, tf32 = "HMMA.16816.F32.BF16 STG.E", "HMMA.1688.F32.TF32"
+            both = scores if sum_of_bias else f"{scores} {tf32}"
+            assert not strange_code(name, "sm_90", codes(both))
+            assert bool(strange_code(name, "sm_90", codes(scores))) != sum_of_bias
+            assert strange_code(name, "sm_90", codes(f"{tf32} STG.E"))
+            assert strange_code(name, "sm_90", codes(f"{both} {single}"))
+            assert strange_code(name, "sm_90", codes(f"{both} HMMA.16816.F32"))
+            assert strange_code(name, "sm_90", codes("FFMA STG.E"))
         for product in FP32_PRODUCTS["sm80"]:
             forward = f"sm80_attention_fwd_{product}_d64_128x32"
             good32 = "HMMA.1688.F32.TF32 LDGSTS.E.BYPASS.128.ZFILL STG.E.64 BAR.RED.OR"

@@ -25,6 +25,16 @@ using Pairs = float[kWarpRows / 8][4];
 using Sums = float[kColumns / 8][4];
 using HalfSums = float[kColumns / 16][4];  // of half of the columns
 
+// Pairs as left operands, one for each fragment: elements in the order of the instruction.
+template <class Left>
+__device__ __forceinline__ void load_left(Left (&a)[kWarpRows / 8], const Pairs& pairs) {
+#pragma unroll
+  for (int i = 0; i < kWarpRows / 8; ++i) {
+    const float x[4] = {pairs[i][0], pairs[i][2], pairs[i][1], pairs[i][3]};
+    a[i] = Left(x);
+  }
+}
+
 // fp32's accuracy of tiles in fp32: three TF32 products for each.
 struct FloatProduct {
   using Tile = FloatTile<kColumns>;
@@ -66,11 +76,7 @@ struct FloatProduct {
                                                   int columns) {
     const Across<Tile> rows(tile);
     Tf32::Left a[kWarpRows / 8];
-#pragma unroll
-    for (int i = 0; i < kWarpRows / 8; ++i) {
-      const float x[4] = {pairs[i][0], pairs[i][2], pairs[i][1], pairs[i][3]};
-      a[i] = Tf32::Left(x);
-    }
+    load_left(a, pairs);
 #pragma unroll
     for (int n = 0; n < kColumns / 8; ++n) {
       if (8 * n >= columns) continue;
@@ -120,11 +126,7 @@ struct HalfProduct {
                                                   int columns) {
     const AcrossB<Tile> rows{lane_rows<Tile>(tile, 0, 0)};
     OneTf32::Left a[kWarpRows / 8];
-#pragma unroll
-    for (int i = 0; i < kWarpRows / 8; ++i) {
-      const float x[4] = {pairs[i][0], pairs[i][2], pairs[i][1], pairs[i][3]};
-      a[i] = OneTf32::Left(x);
-    }
+    load_left(a, pairs);
 #pragma unroll
     for (int n = 0; n < kColumns / 8; n += 2) {
       if (8 * n >= columns) continue;

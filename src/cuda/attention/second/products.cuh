@@ -1,11 +1,12 @@
 // How a warp multiplies 16 rows of its own side with 16 of the other, and what a tile is in shared
 // memory for it. A Product has
 //
-//   Tile                  rows of 64 columns
-//   Left, Right           16 columns of the warp's own rows, of the other rows
-//   left(), right()       from a tile, whose first row is the warp's first, and the number of a
-//   step multiply()            adds to pairs add_rows()            adds pairs, times rows of the
-//   other side, to sums
+//   Tile                rows of 64 columns
+//   Left, Right         16 columns of the warp's own rows, of the other rows
+//   left(), right()     from a tile, whose first row is the warp's first, and a step's number
+//   multiply()          adds to pairs
+//   add_rows()          adds pairs, times rows of the other side, to sums (FMAs: add_seen_rows())
+//   read_two()          two neighbouring columns of a row
 //
 // Pairs are accumulators of m16n8, and the left operand of add_rows() as they lie in registers.
 #pragma once
@@ -90,7 +91,6 @@ struct FloatProduct {
       Tf32::multiply(sums[n], a, b);
     }
   }
-  // Two neighbouring columns of a row.
   static __device__ __forceinline__ float2 read_two(uint32_t tile, int row, int column) {
     return ptx::ld_shared_v2_f32(tile + Tile::at_element(row, column));
   }
@@ -151,7 +151,7 @@ struct HalfProduct {
 };
 
 // FMAs, for chips without TF32: each lane reads the rows that its pairs are of, four columns at a
-// time. A step has all 16 columns of either side to read, so there is nothing to keep of them.
+// time. What a lane reads no other product of the step needs, so an operand is where it lies.
 struct FmaProduct {
   using Tile = FloatTile<kColumns>;
   struct Left {

@@ -256,6 +256,19 @@ def test_short_calls_are_timed_as_a_graph_over_copies():
     assert replayed[0] != replayed[1] and replayed[:2] * 8 == replayed, "copies in turn"
 
 
+def test_the_load_ahead_counts_every_call_of_a_graph():
+    seen: list[int] = []
+    case = WORKLOADS["decode"].make(Shape.parse("1,2,8,4,kv2"), torch.float32, CPU)
+    ours = Implementation(lambda leaves: seen.append(1) or leaves["q"])
+    case = dataclasses.replace(case, ours=ours, peers={})
+    clock = FakeCudaClock(0.125, 0.125)
+    clock.load_ms = 9.0
+    graph_timing(case, clock, schedule=timing.Schedule(1, 0.006))
+    # Graphs of 16 calls, 2 ms. Three samples a turn: two turns are load enough, and one counts. The
+    # clock replays a graph once for each; before them two first calls and two samples of an estimate.
+    assert len(seen) <= 2 + 16 * (1 + 2 + 1)
+
+
 @pytest.mark.parametrize("direction", ["fwd", "fwd+bwd"])
 def test_a_graph_is_as_long_as_its_device_time_wants(direction):
     """A host that is slower than the device makes a call look long, and its graph too short."""

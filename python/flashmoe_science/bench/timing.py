@@ -347,18 +347,22 @@ class Runner:
             finally:
                 self.out = None
 
+    @property
+    def calls_of_sample(self) -> int:
+        return self.graph_calls if self.graph else 1
+
     def sample(self, clock: Clock, count: int, expected_ms: float = 0) -> list[float]:
         """Milliseconds of count calls; of the calls in a graph, count means."""
         if self.graph is None:
             with self.ready():
                 return clock.sample(self.call, self.reset, count, expected_ms)
-        whole_ms = expected_ms * self.graph_calls
+        whole_ms = expected_ms * self.calls_of_sample
         times = clock.sample(self.graph.replay, self.reset, count, whole_ms)
-        return [ms / self.graph_calls for ms in times]
+        return [ms / self.calls_of_sample for ms in times]
 
     def turn(self, clock: Clock, schedule: Schedule, estimate_ms: float) -> list[float]:
         """Milliseconds of the calls of one turn, without those that warm up."""
-        sample_ms = estimate_ms * (self.graph_calls if self.graph else 1)
+        sample_ms = estimate_ms * self.calls_of_sample
         warm_up = warm_up_calls(sample_ms)
         count = warm_up + samples_per_turn(sample_ms, schedule.budget_s)
         return self.sample(clock, count, estimate_ms)[warm_up:]
@@ -520,7 +524,7 @@ def run_turns(
     busy_ms = 0.0
     while regime == SUSTAINED and runners and busy_ms < clock.load_ms:
         for name, runner in runners.items():
-            busy_ms += sum(runner.turn(clock, schedule, estimates[name]))
+            busy_ms += runner.calls_of_sample * sum(runner.turn(clock, schedule, estimates[name]))
     for round_ in range(schedule.turns):
         for name in rotated(list(runners), round_):
             if regime == RESTED:

@@ -198,11 +198,16 @@ struct Fma {
   template <int kCount>
   static __device__ __forceinline__ void multiply(float (&acc)[4], const Left (&a)[kCount],
                                                   const Right (&b)[kCount]) {
+    // Eight terms at a time: of hundreds, one after the other, each would be rounded to the ulp of
+    // all before it.
+    float sum[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int k = 0; k < 8 * kCount; ++k) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) acc[i] += a[k / 8].x[k % 8][i / 2] * b[k / 8].x[k % 8][i % 2];
+      for (int i = 0; i < 4; ++i) sum[i] += a[k / 8].x[k % 8][i / 2] * b[k / 8].x[k % 8][i % 2];
     }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) acc[i] += sum[i];
   }
 };
 

@@ -20,7 +20,7 @@ import pages
 from oracle import same_bits
 from pages import FLOAT8, Problem
 
-pytestmark = pytest.mark.kernels(role="attention_paged")
+pytestmark = [pytest.mark.kernels(role="attention_paged"), pytest.mark.usefixtures("family")]
 
 CHUNK = 100  # random problems in one test
 

@@ -56,7 +56,8 @@ FAMILIES = {
     for row in INFO["cuda_families"]
 }
 FORWARD = {"attention_fwd", "attention_fwd_bias", "attention_fwd_dropout"}
-PAGED = {"attention_paged", "attention_paged_chunk"}
+PAIRS = {"attention_paged_decode", "attention_paged"}  # over pages, tiles of (query, head)
+PAGED = {*PAIRS, "attention_paged_chunk"}
 BACKWARD = {"attention_bwd", "attention_bwd_bias", "attention_bwd_dropout"}
 FINISH = {f"{role}_dq" for role in BACKWARD}
 BIAS_SUM = "attention_bwd_bias_sum"

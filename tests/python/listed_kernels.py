@@ -150,6 +150,8 @@ def rows_in(text: str) -> list[tuple[str, str, list[int]]]:
 
 # The tables of tiles over pages, of all families in one header.
 PAGED_TABLES = {
+    "kPagedDecode": ("paged_decode", "paged"),
+    "kPagedDecodeFp8": ("paged_decode_fp8", "paged_fp8"),
     "kPaged": ("paged", "paged"),
     "kPagedFp8": ("paged_fp8", "paged_fp8"),
     "kPagedChunk": ("paged_chunk", "paged_chunk"),
@@ -175,13 +177,14 @@ def listed_pages(family: str) -> dict[str, Listed]:
             d, q, k = numbers[:3]
             image, tile = f"{family}_attention_{image}_{dtype}_d{d}", f"{dtype}_d{d}_{q}x{k}"
             warps, ctas = (
-                (4 * (q // 64 + 1), 1) if table == "kPagedChunk" else (numbers[3], numbers[7])
+                (4 * (q // 64 + 1), 1) if table == "kPagedChunk" else (numbers[3], numbers[6])
             )
             role = "attention_" + name.removesuffix("_fp8")
             found[f"{family}_attention_{name}_{tile}"] = Listed(image, role, (d, q, k), warps, ctas)
             if table == "kPaged":
-                combine = Listed(image, "attention_paged_combine", (d, q, k))
-                found[f"{family}_attention_paged_combine_{tile}"] = combine
+                for role, warps in (("paged_tickets", 1), ("paged_combine", 4)):
+                    small = Listed(image, f"attention_{role}", (d, q, k), warps)
+                    found[f"{family}_attention_{role}_{tile}"] = small
     return found
 
 

@@ -265,7 +265,7 @@ def test_the_load_ahead_counts_every_call_of_a_graph():
     clock.load_ms = 9.0
     graph_timing(case, clock, schedule=timing.Schedule(1, 0.006))
     # Graphs of 16 calls, 2 ms. Three samples a turn: two turns are load enough, and one counts. The
-    # clock replays a graph once for each; before them two first calls and two samples of an estimate.
+    # clock replays a graph once for each, and before them two first calls and once for an estimate.
     assert len(seen) <= 2 + 16 * (1 + 2 + 1)
 
 

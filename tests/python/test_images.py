@@ -22,6 +22,7 @@ from catalogue import (
     IMAGES,
     INFO,
     MOE_PRODUCTS,
+    PAIRS,
     ROOT,
     TORCH_DTYPES,
     beside,
@@ -114,11 +115,11 @@ def test_the_catalogue_has_the_kernels_of_the_tables():
 def test_every_tile_has_all_that_its_pass_needs():
     for kernel in CATALOGUE.values():
         family, dtype = kernel["image"].split("_")[0], dtype_of(Path(kernel["image"]))
-        if kernel["role"] == "attention_paged":
-            combine = re.sub(r"_paged(?:_fp8)?_", "_paged_combine_", kernel["name"])
+        if kernel["role"] in PAIRS:
+            combine = re.sub(r"_paged(?:_decode)?(?:_fp8)?_", "_paged_combine_", kernel["name"])
             stem = combine.rpartition("_")[0]  # its tile is that of the cache in the query's dtype
             assert any(name.startswith(stem) for name in CATALOGUE)
-        if kernel["role"] in {"attention_paged", "cache_append"}:
+        if kernel["role"] in {*PAIRS, "cache_append"}:
             continue
         if kernel["dtype"] == "float32":
             for role in FP32_ROWS:

@@ -15,6 +15,7 @@ from catalogue import (
     FP32_PRODUCTS,
     INFO,
     MOE_PRODUCTS,
+    PAIRS,
     chip_of,
     dtype_of,
     needs_images,
@@ -48,6 +49,7 @@ GATHERED = ("moe_up", "moe_bwd_act", "moe_bwd_weights")
 SINGLE_NUMBERS = ("attention_combine", "attention_bwd_sinks", BIAS_SUM)  # what they write
 # What several blocks do to the same memory in any order: only where grad_query is added up.
 SHARED_SUMS = r"(?:RED|ATOM)[GS]?\."
+COUNTING = ("moe_count", "moe_sort", "attention_paged_decode")
 # What the other dtype looks like: in the name of a symbol, in PTX, in machine code. A product of
 # fp16 numbers has no word for its type in machine code; one of bf16 numbers has. HFMA2.MMA without
 # a type only loads constants.
@@ -148,7 +150,7 @@ def strange_code(kernel: str, chip: str, opcodes: Counter[str]) -> list[str]:
     products = role in WITH_PRODUCTS or (short and role in FINISH)
     foreign = some(rf".*(?:{family.foreign})")
     # Over pages Hopper reads small tiles as Ampere does: its work is reading the cache.
-    as_ampere = role == "attention_paged" and CATALOGUE[kernel]["family"] == "sm90"
+    as_ampere = role in PAIRS and CATALOGUE[kernel]["family"] == "sm90"
     copies = role == "attention_paged_chunk"  # pages that are too small for the copy engine
     if BY_ROWS.search(kernel) or role in GATHERED or as_ampere or copies:
         foreign = [opcode for opcode in foreign if "LDGSTS" not in opcode]
@@ -187,7 +189,7 @@ def strange_code(kernel: str, chip: str, opcodes: Counter[str]) -> list[str]:
         found += [f"has {fences} MEMBAR.GPU"] if fences > 8 else []
     elif role in BACKWARD and not short:  # four numbers at once from Hopper on
         wanted.append(r"REDG?\.E\.ADD\.F32" + (r"x4\b" if chip == "sm_90" else r"\."))
-    elif role in BACKWARD or role in ("moe_count", "moe_sort"):  # tickets and counts are integers
+    elif role in BACKWARD or role in COUNTING:  # tickets and counts are integers
         found += [f"has {opcode}" for opcode in some(SHARED_SUMS + r".*F32")]
     else:  # everything else has the same bits in every run
         found += [f"has {opcode}" for opcode in some(SHARED_SUMS)]

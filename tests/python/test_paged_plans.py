@@ -54,7 +54,7 @@ def test_every_head_dim_has_a_kernel_that_fits(chip, dtype, fp8):
     for d in (16, 64, 72, 128, 192, 256, 512):
         told_plan, _ = plan(chip, dtype=dtype, fp8=fp8, d=d)
         kernel = CATALOGUE[told_plan["kernel"]]
-        assert kernel["role"] == "attention_paged" and ("_fp8_" in kernel["name"]) == fp8
+        assert kernel["role"] == "attention_paged_decode" and ("_fp8_" in kernel["name"]) == fp8
         assert kernel["head_dim"] == min(x for x in (64, 128, 256, 512) if x >= d)
         assert can_run(FAMILIES[kernel["family"]], chip)
         for name in (told_plan["kernel"], *told_plan["before"], *told_plan["after"]):
@@ -81,21 +81,46 @@ def test_short_sequences_are_not_combined():
 
 
 def test_the_grid_is_what_the_chip_holds():
-    """However long sequences may be: CTAs find their work themselves."""
+    """However long sequences may be: CTAs find their work themselves, the last of it by tickets."""
     for batch, keys in ((256, 131_072), (64, 1 << 20)):
         for fp8 in (False, True):
-            assert plan("sm_90", batch=batch, keys=keys, fp8=fp8)[0]["grid"] == (2 * 132, 1, 1)
-            assert plan("sm_80", batch=batch, keys=keys, fp8=fp8)[0]["grid"] == (2 * 108, 1, 1)
+            for chip, ctas in (("sm_90", 2 * 132), ("sm_80", 2 * 108)):
+                told_plan, _ = plan(chip, batch=batch, keys=keys, fp8=fp8)
+                assert told_plan["grid"] == (ctas, 1, 1)
+                family = CATALOGUE[told_plan["kernel"]]["family"]
+                assert told_plan["before"] == [f"{family}_attention_paged_tickets_bf16_d128_64x64"]
+
+
+def test_few_items_have_a_cta_each():
+    """A head, a split, a sequence: nobody goes over all lengths first, and nothing is counted."""
+    for batch, keys in ((1, 200), (1, 512), (16, 8192)):
+        told_plan, _ = plan("sm_90", batch=batch, keys=keys)
+        assert told_plan["grid"] == (8, min(-(-keys // 256), 16), batch)
+        assert told_plan["before"] == []
+    most = 8 * 2 * 132  # CTAs, in sequences of 8 heads and 16 splits
+    assert plan("sm_90", batch=most // 128)[0]["grid"] == (8, 16, most // 128)
+    assert plan("sm_90", batch=most // 128 + 1)[0]["grid"] == (2 * 132, 1, 1)
+
+
+MANY = "sm90_attention_paged_bf16_d128_64x64"
+
+
+def test_more_rows_than_a_decode_has_have_a_kernel_of_their_own():
+    assert plan("sm_90", batch=2, tokens=4)[0]["before"] == []  # 4 heads of each: 16 rows
+    assert plan("sm_90", batch=2, tokens=5)[0]["before"] == [MANY]
+    fp8 = MANY.replace("paged_", "paged_fp8_")
+    assert plan("sm_90", batch=2, tokens=5, fp8=True)[0]["before"] == [fp8]
+    assert plan("sm_80", batch=2, tokens=5)[0]["before"] == [MANY.replace("sm90", "sm80")]
 
 
 def test_chunks_have_a_kernel_of_their_own_on_hopper():
     chunk = "sm90_attention_paged_chunk_bf16_d128_128x128"
-    assert plan("sm_90", tokens=512)[0]["before"] == [chunk]
-    assert plan("sm_90", tokens=63)[0]["before"] == []
+    assert plan("sm_90", tokens=512)[0]["before"] == [chunk, MANY]
+    assert plan("sm_90", tokens=63)[0]["before"] == [MANY]
     for page in (1, 24, 64):  # threads copy the rows of pages that are too small for TMA
-        assert plan("sm_90", tokens=512, page=page)[0]["before"] == [chunk]
-    assert plan("sm_90", tokens=512, fp8=True)[0]["before"] == []
-    assert plan("sm_80", tokens=512)[0]["before"] == []
+        assert plan("sm_90", tokens=512, page=page)[0]["before"] == [chunk, MANY]
+    assert chunk not in plan("sm_90", tokens=512, fp8=True)[0]["before"]
+    assert plan("sm_80", tokens=512)[0]["before"] == [MANY.replace("sm90", "sm80")]
 
 
 def test_the_workspace_stays_small():

@@ -50,7 +50,7 @@ int shared_bytes(Role, const Sm90BwdTile& tile) { return tile.shared_bytes(); }
 int shared_bytes(Role, const Sm90BiasSumTile& tile) { return tile.shared_bytes(); }
 int shared_bytes(Role, const Sm90ChunkTile& tile) { return tile.shared_bytes(); }
 int shared_bytes(Role role, const PagedTile& tile) {
-  return role == Role::kPagedCombine ? 0 : tile.shared_bytes();
+  return role == Role::kPagedCombine || role == Role::kPagedTickets ? 0 : tile.shared_bytes();
 }
 
 // The parameter of a kernel with a tile.
@@ -204,6 +204,7 @@ class Lister {
       kernel.key_parts = tile.key_parts();
     }
     if constexpr (requires { tile.cache_bytes; }) kernel.cache_bytes = tile.cache_bytes;
+    if (role == Role::kPagedTickets) kernel.threads = kPagedTicketThreads;
     if (role == Role::kPagedCombine) kernel.threads = kPagedCombineThreads;
     add(kernel);
   }
@@ -264,9 +265,13 @@ std::vector<Kernel> list_kernels() {
                     Role::kBiasTranspose, Role::kSinkSum});
   };
   const auto add_paged = [&](const char* family, const std::initializer_list<DType>& dtypes,
-                             const auto& paged, const auto& paged_fp8) {
+                             const auto& decode, const auto& decode_fp8, const auto& paged,
+                             const auto& paged_fp8) {
+    list.add(family, dtypes, Role::kPagedDecode, "paged_decode", "paged", decode);
+    list.add(family, dtypes, Role::kPagedDecode, "paged_decode_fp8", "paged_fp8", decode_fp8);
     list.add(family, dtypes, Role::kPaged, "paged", "paged", paged);
     list.add(family, dtypes, Role::kPaged, "paged_fp8", "paged_fp8", paged_fp8);
+    list.add(family, dtypes, Role::kPagedTickets, "paged_tickets", "paged", paged);
     list.add(family, dtypes, Role::kPagedCombine, "paged_combine", "paged", paged);
   };
   add_mma_sync("sm80", both, sm80::kFwd, sm80::kFwdBias, sm80::kFwdDropout, sm80::kBwd,
@@ -281,9 +286,9 @@ std::vector<Kernel> list_kernels() {
   list.add_fp32("sm75", "fp32", sm75::fp32::kFwd, sm75::fp32::kBwd, sm75::fp32::kBiasSum);
   list.add_small("sm75", fp32, small);
   list.add("sm90", both, Role::kPagedChunk, "paged_chunk", "paged_chunk", sm90::kPagedChunk);
-  add_paged("sm90", both, sm90::kPaged, sm90::kPagedFp8);
-  add_paged("sm80", both, sm80::kPaged, sm80::kPagedFp8);
-  add_paged("sm75", fp16, sm75::kPaged, sm75::kPagedFp8);
+  add_paged("sm90", both, sm90::kPagedDecode, sm90::kPagedDecodeFp8, sm90::kPaged, sm90::kPagedFp8);
+  add_paged("sm80", both, sm80::kPagedDecode, sm80::kPagedDecodeFp8, sm80::kPaged, sm80::kPagedFp8);
+  add_paged("sm75", fp16, sm75::kPagedDecode, sm75::kPagedDecodeFp8, sm75::kPaged, sm75::kPagedFp8);
   list.add_second("sm80", {DType::kFloat32, DType::kFloat16, DType::kBFloat16});
   list.add_second("sm75", {DType::kFloat32, DType::kFloat16});
   return list.take();
@@ -331,10 +336,14 @@ const char* role_name(Role role) {
       return "attention_bwd_bias_dq";
     case Role::kBackwardDropoutDq:
       return "attention_bwd_dropout_dq";
+    case Role::kPagedDecode:
+      return "attention_paged_decode";
     case Role::kPaged:
       return "attention_paged";
     case Role::kPagedChunk:
       return "attention_paged_chunk";
+    case Role::kPagedTickets:
+      return "attention_paged_tickets";
     case Role::kPagedCombine:
       return "attention_paged_combine";
     case Role::kTangent:
@@ -371,9 +380,12 @@ const Kernel* find_kernel(std::string_view name) {
 const Kernel* find_kernel(Role role, const Kernel& beside) {
   for (const Kernel& kernel : kernels()) {
     const bool same_tile = kernel.block_q == beside.block_q && kernel.block_k == beside.block_k;
+    const bool same_cache = role == Role::kPaged && kernel.cache_bytes == beside.cache_bytes;
+    const bool any_tile =
+        role == Role::kBiasSum || role == Role::kPagedTickets || role == Role::kPagedCombine;
     if (kernel.role == role && kernel.dtype == beside.dtype && kernel.tf32 == beside.tf32 &&
         kernel.head_dim == beside.head_dim && std::string_view(kernel.family) == beside.family &&
-        (same_tile || role == Role::kBiasSum || role == Role::kPagedCombine)) {
+        (same_tile || same_cache || any_tile)) {
       return &kernel;
     }
   }

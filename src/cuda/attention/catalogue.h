@@ -30,11 +30,13 @@ enum class Role {
   kBackwardDq,  // after it: dQ
   kBackwardBiasDq,
   kBackwardDropoutDq,
-  kBiasSum,     // the gradient of a bias that was broadcast
-  kSinkSum,     // the gradient of the sinks
-  kPaged,       // a forward pass over the pages of a cache
-  kPagedChunk,  // the same for sequences with many queries, where they have a kernel of their own
-  kPagedCombine,
+  kBiasSum,        // the gradient of a bias that was broadcast
+  kSinkSum,        // the gradient of the sinks
+  kPagedDecode,    // a forward pass over the pages of a cache: sequences with few rows,
+  kPaged,          // with more,
+  kPagedChunk,     // and with many queries, where they have a kernel of their own
+  kPagedTickets,   // before the first of these, where its CTAs take tickets
+  kPagedCombine,   // after it, where keys were split
   kTangent,        // forward mode
   kSecondRows,     // second derivatives: before all others, row by row
   kSecondQueries,  // by queries

@@ -15,12 +15,12 @@
 namespace flashmoe::cuda {
 namespace {
 
-// A split has at least so many keys: with fewer, what splits leave for each other and reading it
-// again weighs more than the keys (at 256 keys of D = 128 and a group of 4, 1.6% each).
-constexpr int64_t kLeastKeys = 256;
 constexpr int64_t kMostSplits = 128;
 // Queries of a sequence that are combined at once: most have one, and CTAs without work cost too.
 constexpr int64_t kCombinedQueries = 4;
+// CTAs of the kernel for few rows have an item each if they are so many times what the chip holds
+// at most: those of splits that a sequence turns out not to have end at once, which costs little.
+constexpr int64_t kMostOwnItems = 8;
 // From so many queries on, tiles of one head's queries are full enough to have a kernel of their
 // own.
 constexpr int64_t kChunkQueries = 64;
@@ -43,7 +43,7 @@ PagedSplits splits_of(const AttentionPlan& plan, int64_t multiprocessors) {
   const int64_t group = plan.heads_q / plan.heads_k;
   PagedSplits s;
   s.most = std::clamp<int64_t>(multiprocessors / plan.heads_k, 1, kMostSplits);
-  const int64_t by_keys = ceil_div(most_keys(plan), kLeastKeys);
+  const int64_t by_keys = ceil_div(most_keys(plan), kLeastSplitKeys);
   for (int64_t queries = 1; queries <= plan.len_q; ++queries) {
     const int64_t of_rows = s.most / ceil_div(queries * group, kDecodeRows);
     if (of_rows < 2) break;
@@ -57,7 +57,8 @@ PagedSplits splits_of(const AttentionPlan& plan, int64_t multiprocessors) {
 }
 
 struct PagedWorkspace {
-  size_t sequences = 0;    // PagedSequence (batch)
+  size_t sequences = 0;    // PagedSequence (batch + 1)
+  size_t tickets = 0;      // int32_t
   size_t partial_out = 0;  // float (batch, rows, heads_q, dim)
   size_t partial_lse = 0;  // float (batch, rows, heads_q)
   size_t bytes = 0;
@@ -71,7 +72,8 @@ PagedWorkspace workspace_of(const AttentionPlan& plan, const PagedSplits& splits
     return at;
   };
   const int64_t rows = plan.batch * splits.rows * plan.heads_q;
-  w.sequences = place(plan.batch * static_cast<int64_t>(sizeof(PagedSequence)));
+  w.sequences = place((plan.batch + 1) * static_cast<int64_t>(sizeof(PagedSequence)));
+  w.tickets = place(static_cast<int64_t>(sizeof(int32_t)));
   w.partial_out = place(rows * main_kernel(plan).head_dim * static_cast<int64_t>(sizeof(float)));
   w.partial_lse = place(rows * static_cast<int64_t>(sizeof(float)));
   return w;
@@ -83,25 +85,34 @@ int64_t most_tiles(const AttentionPlan& plan) {
   return ceil_div(plan.problem.query.size(0) * group, kDecodeRows) + plan.batch;
 }
 
-// Keys that count as one where work is shared out: as few as keep the sum in 32 bits.
-int64_t cost_keys(const AttentionPlan& plan) {
+// 2^this many keys count as one where work is shared out: as few as keep the sum in 32 bits.
+int32_t cost_keys_log2(const AttentionPlan& plan) {
   const double items = static_cast<double>(most_tiles(plan)) * static_cast<double>(plan.heads_k);
-  int64_t keys = 64;
+  int32_t log2 = 6;
   const auto sum = [&] {
-    return items * static_cast<double>(most_keys(plan) / keys + 2 * kMostSplits + 2);
+    return items * static_cast<double>((most_keys(plan) >> log2) + 2 * kMostSplits + 2);
   };
-  while (keys < kNoLimit && sum() > INT32_MAX) keys *= 2;
-  return keys;
+  while (log2 < 30 && sum() > INT32_MAX) ++log2;
+  return log2;
 }
 
-// As many as divide the key heads and the CTAs alike.
+bool is(Role role, const AttentionLaunch& step) { return kernel_of(step).role == role; }
+
+// Whether each CTA of the kernel for few rows has an item of its own.
+bool item_each(const AttentionPlan& plan, const AttentionLaunch& step) {
+  return is(Role::kPagedDecode, step) &&
+         step.grid == grid_of(plan.heads_k, plan.splits, plan.batch);
+}
+
+// As many as divide the key heads and the CTAs of each kernel alike.
 int32_t head_lanes(const AttentionPlan& plan) {
+  int64_t lanes = plan.heads_k;
   for (const AttentionLaunch& step : plan.launches) {
-    if (kernel_of(step).role == Role::kPaged) {
-      return static_cast<int32_t>(std::gcd(plan.heads_k, int64_t{step.grid[0]}));
+    if (is(Role::kPaged, step) || (is(Role::kPagedDecode, step) && !item_each(plan, step))) {
+      lanes = std::gcd(lanes, int64_t{step.grid[0]});
     }
   }
-  return 1;
+  return static_cast<int32_t>(lanes);
 }
 
 Strides token_strides(const TensorSpec& spec) {  // (tokens, heads, ...)
@@ -123,6 +134,15 @@ bool whole_chunks(const TensorSpec& cache) {
 }
 bool whole_chunks(const TensorSpec& cache, const void* data) {
   return whole_chunks(cache) && reinterpret_cast<uintptr_t>(data) % 16 == 0;
+}
+
+// Bytes from each row of the cache to the next, if it has only one such step; else 0.
+uint32_t row_step(const TensorSpec& cache) {
+  const int64_t blocks = cache.size(0), page = cache.size(1);
+  if (blocks * page > INT32_MAX) return 0;
+  if (blocks > 1 && page > 1 && cache.stride[0] != page * cache.stride[1]) return 0;
+  const int64_t bytes = cache.stride[page > 1 ? 1 : 0] * dtype_bytes(cache.dtype);
+  return bytes > 0 && bytes <= INT32_MAX ? static_cast<uint32_t>(bytes) : 0;
 }
 
 void fill_lengths(PagedParams& p, const Paged& paged, const AttentionTensors& t) {
@@ -172,7 +192,7 @@ const Kernel* choose_paged_tile(AttentionPlan& plan, const Family& family, const
   const int64_t dim = std::max(plan.head_dim, plan.head_dim_v);
   std::string tiles;
   for (const Kernel& k : kernels()) {
-    if (k.role != Role::kPaged || k.family != std::string_view(family.name) ||
+    if (k.role != Role::kPagedDecode || k.family != std::string_view(family.name) ||
         k.dtype != p.query.dtype || k.cache_bytes != dtype_bytes(p.key.dtype) || k.head_dim < dim) {
       continue;
     }
@@ -198,26 +218,38 @@ const Kernel* choose_paged_tile(AttentionPlan& plan, const Family& family, const
 void lay_out_paged(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
   const PagedSplits splits = splits_of(plan, gpu.multiprocessors);
   const int64_t items = (most_tiles(plan) + plan.batch * (splits.here - 1)) * plan.heads_k;
-  int64_t ctas = std::min(gpu.multiprocessors * resident_ctas(kernel, gpu.chip), items);
   plan.splits = splits.here;
   plan.work_items = items;
-  const bool chunks = plan.family == "sm90" && plan.len_q >= kChunkQueries &&
-                      whole_chunks(plan.problem.key) && whole_chunks(plan.problem.value);
+  // On Hopper a kernel begins where the one before it has left SMs, or left them to it.
+  const bool hopper = plan.family == "sm90";
+  const auto launch = [&](const Kernel& next, const Grid& grid) {
+    plan.launches.push_back(once(next, grid, Given::kCall));
+    plan.launches.back().overlaps = hopper && plan.launches.size() > 1;
+  };
+  const auto ctas = [&](const Kernel& next) {
+    return gpu.multiprocessors * resident_ctas(next, gpu.chip);
+  };
+  const auto shared_out = [&](const Kernel& next) {
+    return grid_of(std::max<int64_t>(std::min(ctas(next), items), 1));
+  };
+  const bool chunks = hopper && plan.len_q >= kChunkQueries && whole_chunks(plan.problem.key) &&
+                      whole_chunks(plan.problem.value);
   if (const Kernel* chunk = chunks ? sm90::find_chunk_kernel(plan) : nullptr) {
-    plan.launches.push_back(once(*chunk, grid_of(gpu.multiprocessors), Given::kCall));
+    launch(*chunk, grid_of(gpu.multiprocessors));
   }
-  // Beside the kernel for chunks there is no place for all CTAs at once: with more of them, those
-  // that begin late are a smaller part of the work.
-  const bool beside = !plan.launches.empty();
-  if (beside) ctas = std::min(2 * ctas, items);
-  plan.launches.push_back(once(kernel, grid_of(std::max<int64_t>(ctas, 1)), Given::kCall));
-  plan.launches.back().overlaps = beside;
+  if (plan.len_q * plan.heads_q > kDecodeRows * plan.heads_k) {
+    const Kernel& many = *find_kernel(Role::kPaged, kernel);
+    launch(many, shared_out(many));
+  }
+  const int64_t own_items = plan.heads_k * splits.here * plan.batch;
+  const bool each = own_items > 0 && own_items <= kMostOwnItems * ctas(kernel);
+  if (!each) launch(*find_kernel(Role::kPagedTickets, kernel), grid_of(1));
+  launch(kernel, each ? grid_of(plan.heads_k, splits.here, plan.batch) : shared_out(kernel));
   if (splits.rows > 0) {
     const Kernel& combine = *find_kernel(Role::kPagedCombine, kernel);
     const int64_t heads = ceil_div(plan.heads_q, kPagedCombineThreads / 32);
     const int64_t queries = std::min(splits.longest, kCombinedQueries);
-    plan.launches.push_back(once(combine, grid_of(plan.batch, heads, queries), Given::kCall));
-    plan.launches.back().overlaps = plan.family == "sm90";
+    launch(combine, grid_of(plan.batch, heads, queries));
   }
   plan.workspace_bytes = workspace_of(plan, splits).bytes;
 }
@@ -245,6 +277,12 @@ Status run_paged(const Call& call) {
   p.key_column = problem.key.stride[3];
   p.value_column = problem.value.stride[3];
   p.whole_chunks = whole_chunks(problem.key, t.key) && whole_chunks(problem.value, t.value);
+  const int64_t dim = main_kernel(plan).head_dim;
+  const uint32_t steps[2] = {row_step(problem.key), row_step(problem.value)};
+  if (p.whole_chunks && plan.head_dim == dim && plan.head_dim_v == dim && steps[0] && steps[1]) {
+    p.key_step = steps[0];
+    p.value_step = steps[1];
+  }
   p.tokens_q = problem.query.size(0);
   p.batch = static_cast<int32_t>(plan.batch);
   p.heads_q = static_cast<int32_t>(plan.heads_q);
@@ -263,25 +301,30 @@ Status run_paged(const Call& call) {
   fill_scales(p, *problem.paged, t);
   fill_sinks(p, call);
   p.most_splits = static_cast<int32_t>(splits.most);
-  p.least_keys = kLeastKeys;
-  p.cost_keys = static_cast<int32_t>(cost_keys(plan));
+  p.cost_keys_log2 = cost_keys_log2(plan);
   p.head_lanes = head_lanes(plan);
   p.partial_rows = static_cast<int32_t>(splits.rows);
   p.sequences = reinterpret_cast<PagedSequence*>(call.workspace + w.sequences);
   p.partial_out = reinterpret_cast<float*>(call.workspace + w.partial_out);
   p.partial_lse = reinterpret_cast<float*>(call.workspace + w.partial_lse);
-  // TMA wants whole chunks too; what it cannot load the kernel for all others can.
-  const auto is_chunk = [](const AttentionLaunch& step) {
-    return kernel_of(step).role == Role::kPagedChunk;
-  };
-  if (is_chunk(plan.launches.front()) && p.whole_chunks) p.chunk_queries = kChunkQueries;
+  // TMA wants whole chunks too; what it cannot load the kernel for many rows can.
+  if (is(Role::kPagedChunk, plan.launches.front()) && p.whole_chunks) {
+    p.chunk_queries = kChunkQueries;
+  }
+  for (const AttentionLaunch& step : plan.launches) {
+    if (is(Role::kPagedTickets, step)) {
+      p.tickets = reinterpret_cast<int32_t*>(call.workspace + w.tickets);
+    }
+  }
   bool first = true;
   for (AttentionLaunch step : plan.launches) {
-    if (is_chunk(step) && !p.chunk_queries) continue;
+    const bool chunk = is(Role::kPagedChunk, step);
+    if (chunk && !p.chunk_queries) continue;
     step.overlaps = step.overlaps && !first;  // never a launch of somebody else
     first = false;
-    Status status = is_chunk(step) ? sm90::run_chunk(call, step, p)
-                                   : launch_step(call, step, plan.batch, &p, sizeof(p));
+    p.item_each = item_each(plan, step);
+    Status status =
+        chunk ? sm90::run_chunk(call, step, p) : launch_step(call, step, plan.batch, &p, sizeof(p));
     if (!status.ok()) return status;
   }
   return {};

@@ -1,4 +1,5 @@
 // The tiles over pages of every family, apart from the other tables: these change without them.
+// First those for sequences with few rows, then those for all others.
 #pragma once
 
 #include "cuda/attention/paged.h"
@@ -9,19 +10,33 @@ namespace flashmoe::cuda::sm90 {
 
 // Two CTAs on an SM, each with two tiles of a team or more on their way: 128 KB of an SM's at D =
 // 128.
+inline constexpr PagedTile kPagedDecode[] = {
+    // head_dim, block_q, block_k, warps, teams, stages, ctas, cache_bytes
+    {64, 16, 64, 4, 4, 6, 2, 2},
+    {128, 16, 64, 4, 4, 3, 2, 2},
+    {256, 16, 32, 4, 2, 2, 2, 2},
+    {512, 16, 16, 4, 1, 2, 2, 2},
+};
+inline constexpr PagedTile kPagedDecodeFp8[] = {
+    // head_dim, block_q, block_k, warps, teams, stages, ctas, cache_bytes
+    {64, 16, 128, 4, 4, 6, 2, 1},
+    {128, 16, 128, 4, 4, 3, 2, 1},
+    {256, 16, 64, 4, 2, 2, 2, 1},
+    {512, 16, 32, 4, 1, 2, 2, 1},
+};
 inline constexpr PagedTile kPaged[] = {
-    // head_dim, block_q, block_k, warps, teams, team_keys, stages, ctas, cache_bytes
-    {64, 64, 64, 4, 4, 16, 6, 2, 2},
-    {128, 64, 64, 4, 4, 16, 3, 2, 2},
-    {256, 64, 32, 4, 2, 16, 2, 2, 2},
-    {512, 32, 16, 4, 1, 16, 2, 2, 2},
+    // head_dim, block_q, block_k, warps, teams, stages, ctas, cache_bytes
+    {64, 64, 64, 4, 1, 6, 2, 2},
+    {128, 64, 64, 4, 1, 3, 2, 2},
+    {256, 64, 32, 4, 1, 2, 2, 2},
+    {512, 32, 16, 4, 1, 2, 2, 2},
 };
 inline constexpr PagedTile kPagedFp8[] = {
-    // head_dim, block_q, block_k, warps, teams, team_keys, stages, ctas, cache_bytes
-    {64, 64, 64, 4, 4, 32, 6, 2, 1},
-    {128, 64, 64, 4, 4, 32, 3, 2, 1},
-    {256, 64, 32, 4, 2, 32, 2, 2, 1},
-    {512, 32, 32, 4, 1, 32, 2, 2, 1},
+    // head_dim, block_q, block_k, warps, teams, stages, ctas, cache_bytes
+    {64, 64, 64, 4, 1, 6, 2, 1},
+    {128, 64, 64, 4, 1, 3, 2, 1},
+    {256, 64, 32, 4, 1, 2, 2, 1},
+    {512, 32, 32, 4, 1, 2, 2, 1},
 };
 
 }  // namespace flashmoe::cuda::sm90
@@ -30,19 +45,33 @@ namespace flashmoe::cuda::sm80 {
 
 // Shared memory for one CTA on every chip from Ampere on, up to D = 128 for two on an A100. Above,
 // two warps or four share a tile's rows, or O would not fit in their registers.
+inline constexpr PagedTile kPagedDecode[] = {
+    // head_dim, block_q, block_k, warps, teams, stages, ctas, cache_bytes
+    {64, 16, 64, 4, 4, 4, 2, 2},
+    {128, 16, 64, 4, 4, 2, 2, 2},
+    {256, 16, 32, 4, 2, 2, 2, 2},
+    {512, 16, 16, 4, 1, 2, 2, 2},
+};
+inline constexpr PagedTile kPagedDecodeFp8[] = {
+    // head_dim, block_q, block_k, warps, teams, stages, ctas, cache_bytes
+    {64, 16, 128, 4, 4, 4, 2, 1},
+    {128, 16, 128, 4, 4, 2, 2, 1},
+    {256, 16, 64, 4, 2, 2, 2, 1},
+    {512, 16, 32, 4, 1, 2, 2, 1},
+};
 inline constexpr PagedTile kPaged[] = {
-    // head_dim, block_q, block_k, warps, teams, team_keys, stages, ctas, cache_bytes
-    {64, 64, 64, 4, 4, 16, 4, 2, 2},
-    {128, 64, 64, 4, 4, 16, 2, 2, 2},
-    {256, 64, 32, 4, 2, 16, 2, 2, 2},
-    {512, 32, 16, 4, 1, 16, 2, 2, 2},
+    // head_dim, block_q, block_k, warps, teams, stages, ctas, cache_bytes
+    {64, 64, 64, 4, 1, 4, 2, 2},
+    {128, 64, 64, 4, 1, 2, 2, 2},
+    {256, 64, 32, 4, 1, 2, 2, 2},
+    {512, 32, 16, 4, 1, 2, 2, 2},
 };
 inline constexpr PagedTile kPagedFp8[] = {
-    // head_dim, block_q, block_k, warps, teams, team_keys, stages, ctas, cache_bytes
-    {64, 64, 64, 4, 4, 32, 4, 2, 1},
-    {128, 64, 64, 4, 4, 32, 2, 2, 1},
-    {256, 64, 32, 4, 2, 32, 2, 2, 1},
-    {512, 32, 32, 4, 1, 32, 2, 2, 1},
+    // head_dim, block_q, block_k, warps, teams, stages, ctas, cache_bytes
+    {64, 64, 64, 4, 1, 4, 2, 1},
+    {128, 64, 64, 4, 1, 2, 2, 1},
+    {256, 64, 32, 4, 1, 2, 2, 1},
+    {512, 32, 32, 4, 1, 2, 2, 1},
 };
 
 }  // namespace flashmoe::cuda::sm80
@@ -50,19 +79,33 @@ inline constexpr PagedTile kPagedFp8[] = {
 namespace flashmoe::cuda::sm75 {
 
 // Turing copies nothing in the background: one stage.
+inline constexpr PagedTile kPagedDecode[] = {
+    // head_dim, block_q, block_k, warps, teams, stages, ctas, cache_bytes
+    {64, 16, 64, 4, 4, 1, 2, 2},
+    {128, 16, 64, 4, 4, 1, 1, 2},
+    {256, 16, 16, 4, 1, 1, 1, 2},
+    {512, 16, 16, 4, 1, 1, 1, 2},
+};
+inline constexpr PagedTile kPagedDecodeFp8[] = {
+    // head_dim, block_q, block_k, warps, teams, stages, ctas, cache_bytes
+    {64, 16, 128, 4, 4, 1, 2, 1},
+    {128, 16, 128, 4, 4, 1, 1, 1},
+    {256, 16, 32, 4, 1, 1, 1, 1},
+    {512, 16, 32, 4, 1, 1, 1, 1},
+};
 inline constexpr PagedTile kPaged[] = {
-    // head_dim, block_q, block_k, warps, teams, team_keys, stages, ctas, cache_bytes
-    {64, 64, 64, 4, 4, 16, 1, 2, 2},
-    {128, 64, 64, 4, 4, 16, 1, 1, 2},
-    {256, 64, 16, 4, 1, 16, 1, 1, 2},
-    {512, 16, 16, 4, 1, 16, 1, 1, 2},
+    // head_dim, block_q, block_k, warps, teams, stages, ctas, cache_bytes
+    {64, 64, 64, 4, 1, 1, 2, 2},
+    {128, 64, 64, 4, 1, 1, 1, 2},
+    {256, 64, 16, 4, 1, 1, 1, 2},
+    {512, 16, 16, 4, 1, 1, 1, 2},
 };
 inline constexpr PagedTile kPagedFp8[] = {
-    // head_dim, block_q, block_k, warps, teams, team_keys, stages, ctas, cache_bytes
-    {64, 64, 64, 4, 4, 32, 1, 2, 1},
-    {128, 64, 64, 4, 4, 32, 1, 1, 1},
-    {256, 64, 32, 4, 1, 32, 1, 1, 1},
-    {512, 16, 32, 4, 1, 32, 1, 1, 1},
+    // head_dim, block_q, block_k, warps, teams, stages, ctas, cache_bytes
+    {64, 64, 64, 4, 1, 1, 2, 1},
+    {128, 64, 64, 4, 1, 1, 1, 1},
+    {256, 64, 32, 4, 1, 1, 1, 1},
+    {512, 16, 32, 4, 1, 1, 1, 1},
 };
 
 }  // namespace flashmoe::cuda::sm75

@@ -3,19 +3,19 @@
 //   O = softmax(S) V      S as score.cuh has it      LSE = log of the softmax's denominator
 //
 // A CTA takes items (paged_work.cuh) until its share is done. The rows of a tile are the heads of a
-// group for one query after the other. With few of them the work is reading the cache:
+// group for one query after the other. There is a kernel for sequences with few of them, whose work
+// is reading the cache:
 //
 //                keys of a split ->
 //   16 rows  |team 0|team 1|team 2|team 3|team 0|...      a warp (or two) each, which loads its
-//   keys
-//                                                         by itself, some tiles ahead, and waits
-//                                                         for no other team until all are merged
+//                                                         keys by itself, some tiles ahead, and
+//                                                         waits for no other until all are merged
 //
 // Loads do not stop between items: a team's next tiles are on their way, those of the next item
 // too, while the teams of this one are merged. So a task is found two items ahead, by one thread.
 //
-// With more rows all warps share the keys, a warp takes 16 rows and all columns, and one barrier a
-// tile keeps a stage from being overwritten while it is read.
+// In the one for more rows all warps share the keys, a warp takes 16 rows and all columns, and one
+// barrier a tile keeps a stage from being overwritten while it is read.
 //
 //   shared memory: above D = 128 sQ rows x D, 16-bit; K and V of each team and stage, as the cache
 //   has them; at the end of an item a team's O in fp32 in the place of the tile it has just used
@@ -216,42 +216,6 @@ __device__ __forceinline__ void paged_keys(FwdState<C>& t, PagedLoader<C>& loade
   if (guarded) add_nonfinite_pages<C>(t, warp, task, p);
 }
 
-// One item, whose first tiles are on their way.
-template <class C>
-__device__ __forceinline__ void paged_tile(PagedLoader<C>& loader, int number, char* shared,
-                                           uint32_t smem, const PagedTask* tasks,
-                                           const PagedParams& p) {
-  const PagedWarp<C> warp;
-  const PagedTask& task = tasks[number % kPagedTasks];
-  TeamWords<C>& words = team_words<C>(shared);
-  FwdState<C> t;
-  float factors[2];
-  load_query<C>(t, factors, shared, warp, task, p);
-#pragma unroll 1
-  for (int guarded = 0;; guarded = 1) {
-    paged_keys<C>(t, loader, number, shared, smem, guarded, factors, warp, tasks, p);
-    if constexpr (C::kTeams > 1) {
-      leave_for_merge<C>(t, shared, loader.free_stage(warp), words, warp, task);
-    }
-    const bool bad = __any_sync(0xffffffffu, loader.bad & 1);
-    if (warp.lane == 0) words.bad[number % 2][threadIdx.x / 32] = bad;
-    // Whether there are keys that some rows see and others do not: something in V that is not
-    // finite must reach the ones only. Then all is computed once more.
-    const bool masked = task.full_begin > task.key_begin || task.full_end < task.key_end;
-    // Also: everything that teams leave for each other is there, and the task that was found.
-    if (!__syncthreads_or(masked && !guarded && !all_finite(t.o))) break;
-    loader.start(number, smem, warp, tasks, p);
-  }
-  const float factor = C::kFp8 && p.v_scale ? p.v_scale[task.head * p.v_scale_stride] : 1;
-  const float poison = words.any_bad(number) ? NAN : 1;
-  if constexpr (C::kTeams > 1) {
-    merge_teams<C>(factor, poison, shared, words, task, p);
-    __syncthreads();  // what teams left is read: tiles may take its place
-  } else {
-    store_rows<C>(t, factor, poison, warp, task, p);
-  }
-}
-
 // A CTA's tasks, found two ahead.
 template <class Schedule>
 struct PagedTasks {
@@ -266,10 +230,9 @@ struct PagedTasks {
     if (threadIdx.x == 0) {
       PagedTask& task = tasks[number % kPagedTasks];
       const PagedTask& last = tasks[(number + kPagedTasks - 1) % kPagedTasks];
-      if (number > 0 && last.has_next_split()) {
+      if (number > 0 && last.has_next_split() && schedule.take_next(last.cost)) {
         task = last;
         task.go_to_next_split();
-        task.more = schedule.take_next(task.cost);
       } else {
         task.more = schedule.next(task, p);
       }
@@ -278,60 +241,114 @@ struct PagedTasks {
   }
 };
 
-// All items of one shape up to one that is not. Returns the number of that one.
+// One item.
 template <class C, class Schedule>
-__device__ __forceinline__ int paged_items(int number, PagedTasks<Schedule>& tasks, char* shared,
-                                           uint32_t smem, const PagedParams& p) {
-  PagedLoader<C> loader;
-  loader.start(number, smem, PagedWarp<C>(), tasks.tasks, p);
+__device__ __forceinline__ void paged_tile(PagedLoader<C>& loader, int number,
+                                           PagedTasks<Schedule>& all, char* shared, uint32_t smem,
+                                           const PagedParams& p) {
+  const PagedWarp<C> warp;
+  const PagedTask *const tasks = all.tasks, &task = all[number];
+  TeamWords<C>& words = team_words<C>(shared);
+  FwdState<C> t;
 #pragma unroll 1
-  for (;;) {
-    tasks.find(number + 2, p);
-    paged_tile<C>(loader, number, shared, smem, tasks.tasks, p);
-    number = __shfl_sync(0xffffffffu, number + 1, 0);  // in a uniform register: no other is left
-    if (!loader.takes(tasks[number])) return number;
-    loader.go_on(number, smem, PagedWarp<C>(), tasks.tasks, p);
+  for (int guarded = 0;; guarded = 1) {
+    loader.begin(number, guarded, smem, warp, tasks, p);
+    if (!guarded) all.find(number + 2, p);
+    float factors[2];
+    load_query<C>(t, factors, shared, warp, task, p);
+    paged_keys<C>(t, loader, number, shared, smem, guarded, factors, warp, tasks, p);
+    if constexpr (C::kTeams > 1) {
+      leave_for_merge<C>(t, shared, loader.free_stage(warp), words, warp, task);
+    }
+    const bool bad = __any_sync(0xffffffffu, loader.bad & 1);
+    if (warp.lane == 0) words.bad[number % 2][threadIdx.x / 32] = bad;
+    // Whether there are keys that some rows see and others do not: something in V that is not
+    // finite must reach the ones only. Then all is computed once more.
+    const bool masked = task.full_begin > task.key_begin || task.full_end < task.key_end;
+    // Also: everything that teams leave for each other is there, and the task that was found.
+    if (!__syncthreads_or(masked && !guarded && !all_finite(t.o))) break;
+  }
+  const float factor = C::kFp8 && p.v_scale ? p.v_scale[task.head * p.v_scale_stride] : 1;
+  const float poison = words.any_bad(number) ? NAN : 1;
+  if constexpr (C::kTeams > 1) {
+    merge_teams<C>(factor, poison, shared, words, task, p);
+    __syncthreads();  // what teams left is read: tiles may take its place
+  } else {
+    store_rows<C>(t, factor, poison, warp, task, p);
   }
 }
 
-// The kernel. Decode and Chunk are the two shapes of its tile.
-template <class Decode, class Chunk>
+// The kernel before that for few rows, where CTAs take tickets: there is none yet. It ends when
+// those before it have, so that whoever waits for one waits for all.
+__device__ __forceinline__ void attention_paged_tickets(const PagedParams& p) {
+  ptx::griddepcontrol_launch_dependents();
+  if (threadIdx.x == 0) *p.tickets = 0;
+  ptx::griddepcontrol_wait();
+}
+
+// With few rows and no more CTAs than the chip holds a few times over each has an item of its own:
+// a head, a split, a sequence. Returns whether cumulative lengths fall somewhere.
+template <class C, class Schedule>
+__device__ __forceinline__ bool find_own_task(PagedTasks<Schedule>& tasks, const PagedParams& p) {
+  using Items = FewRowsItems<C::kCacheBytes>;
+  const int head = blockIdx.x, split = blockIdx.y, sequence = blockIdx.z;
+  PagedTask& task = tasks.tasks[0];
+  if (threadIdx.x == 0) {
+    const PagedWork w = Items::find(sequence, p);
+    task.more = w.tiles > 0 && split < w.splits;
+    if (task.more) Items::take_split(task, sequence, w, head, split, p);
+    if (head == 0 && split == 0 && w.few) tell(sequence, w, w.splits, p);
+    tasks.tasks[1].more = false;
+    tasks.schedule.start_empty();
+  }
+  if (!p.cu_seqlens_q) return false;
+  bool fall = false;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < p.batch; i += C::kThreads) fall |= falls(i, p);
+  const bool broken = __syncthreads_or(fall);
+  if (broken && threadIdx.x == 0) task.more = false;
+  return broken;
+}
+
+// The kernel. The one for few rows also stores what is no sequence's.
+template <class C>
 __device__ __forceinline__ void attention_paged(const PagedParams& p) {
   extern __shared__ __align__(1024) char shared[];
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  ptx::griddepcontrol_launch_dependents();  // the combining kernel, which waits for all of this
-  using Items = PairItems<Decode::kBlockQ, Decode::kCacheBytes>;
-  using Schedule = PagedSchedule<Decode::kThreads, Items>;
-  Schedule schedule(reinterpret_cast<int*>(shared + Decode::kSmemWork), gridDim.x, p);
-  store_rest<typename Decode::Query>(schedule.broken, p);
-  if (blockIdx.x == 0) {  // the combining kernel looks here
-    const int thread = threadIdx.x;
-    for (int i = Schedule::first_of(thread, p); i < Schedule::first_of(thread + 1, p); ++i) {
-      const PagedWork w = Items::find(i, p);
-      p.sequences[i] = {w.token_q, w.len_q, schedule.broken || w.chunk ? 1 : w.splits};
-    }
-  }
-  PagedTasks<Schedule> tasks{reinterpret_cast<PagedTask*>(shared + Decode::kSmemTasks), schedule};
+  ptx::griddepcontrol_launch_dependents();  // the kernel after this one
+  using Items = std::conditional_t<C::kFewRows, FewRowsItems<C::kCacheBytes>,
+                                   ManyRowsItems<C::kRows, C::kCacheBytes>>;
+  using Schedule = PagedSchedule<C::kThreads, Items>;
+  Schedule schedule{reinterpret_cast<int*>(shared + C::kSmemWork)};
+  PagedTasks<Schedule> tasks{reinterpret_cast<PagedTask*>(shared + C::kSmemTasks), schedule};
+  bool broken;
+  if (C::kFewRows && p.item_each) {
+    broken = find_own_task<C>(tasks, p);
+  } else {
+    broken = schedule.start(p);
 #pragma unroll 1
-  for (int number = 0; number < 2; ++number) tasks.find(number, p);
+    for (int number = 0; number < 2; ++number) tasks.find(number, p);
+  }
   __syncthreads();  // two tasks are there
+  PagedLoader<C> loader;
 #pragma unroll 1
   for (int number = 0; tasks[number].more;) {
-    if (!tasks[number].valid) {
-      tasks.find(number + 2, p);
-      store_nan<Decode>(tasks[number], p);
-      __syncthreads();  // the task that was found is there
-      ++number;
-    } else if (tasks[number].tile_rows == kDecodeRows) {
-      number = paged_items<Decode>(number, tasks, shared, smem, p);
+    if (tasks[number].valid) {
+      paged_tile<C>(loader, number, tasks, shared, smem, p);
     } else {
-      number = paged_items<Chunk>(number, tasks, shared, smem, p);
+      tasks.find(number + 2, p);
+      store_nan<C>(tasks[number], p);
+      __syncthreads();  // the task that was found is there
     }
+    number = __shfl_sync(0xffffffffu, number + 1, 0);  // in a uniform register: no other is left
   }
-  // Where the kernel for chunks is still at work beside this one, the last CTA of the grid waits
-  // for it: whoever waits for this kernel then waits for both. Others would keep places from CTAs
-  // that have not begun.
-  if (blockIdx.x + 1 == gridDim.x) ptx::griddepcontrol_wait();
+  if constexpr (C::kFewRows) store_rest<typename C::Query>(broken, p);
+  // A kernel before this one may still be at work beside it. The last CTA of the grid waits for it:
+  // whoever waits for this kernel then waits for both. Others would keep places from CTAs that have
+  // not begun.
+  const bool last =
+      blockIdx.x + 1 == gridDim.x && blockIdx.y + 1 == gridDim.y && blockIdx.z + 1 == gridDim.z;
+  if (last) ptx::griddepcontrol_wait();
 }
 
 }  // namespace flashmoe::cuda

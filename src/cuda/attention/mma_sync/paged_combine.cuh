@@ -63,7 +63,7 @@ __device__ __forceinline__ void attention_paged_combine(const PagedParams& p) {
   const int sequence = blockIdx.x;
   const int head = blockIdx.y * (kPagedCombineThreads / 32) + threadIdx.x / 32;
   const PagedSequence seq = p.sequences[sequence];
-  if (seq.splits == 1 || head >= p.heads_q) return;
+  if (seq.splits == 1 || head >= p.heads_q || p.sequences[p.batch].splits) return;
   for (int query = blockIdx.z; query < seq.len_q; query += gridDim.z) {
     combine_row<T, kDim>(seq, sequence, query, head, p);
   }

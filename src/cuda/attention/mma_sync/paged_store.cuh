@@ -178,6 +178,7 @@ __device__ __forceinline__ void merge_teams(float factor, float poison, const ch
 __device__ __forceinline__ void fill_row(int64_t out, int64_t lse, uint32_t value, float lse_value,
                                          const PagedParams& p) {
   uint16_t* const to = static_cast<uint16_t*>(p.out) + out;
+#pragma unroll 1
   for (int i = threadIdx.x; i < p.head_dim_v; i += blockDim.x) {
     to[i] = static_cast<uint16_t>(value);
   }
@@ -187,6 +188,7 @@ __device__ __forceinline__ void fill_row(int64_t out, int64_t lse, uint32_t valu
 // Sets the rows of a task whose lengths are wrong to NaN.
 template <class C>
 __device__ __forceinline__ void store_nan(const PagedTask& task, const PagedParams& p) {
+#pragma unroll 1
   for (int row = 0; row < task.rows; ++row) {
     fill_row(row_offset(row, p.out_strides, task, p), row_offset(row, p.lse_strides, task, p),
              C::Query::kNan, NAN, p);
@@ -194,16 +196,20 @@ __device__ __forceinline__ void store_nan(const PagedTask& task, const PagedPara
 }
 
 // Rows after the last sequence: 0, and an LSE of -inf. Where cumulative lengths fall nobody knows
-// whose rows are whose, and all of them are NaN.
+// whose rows are whose: all of them are NaN, and there is nothing to combine.
 template <class T>
 __device__ __forceinline__ void store_rest(bool broken, const PagedParams& p) {
+  const int ctas = gridDim.x * gridDim.y * gridDim.z;
+  const int cta = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+  if (cta == 0 && threadIdx.x == 0) p.sequences[p.batch].splits = broken;
   if (!p.cu_seqlens_q) return;
   int64_t first = 0;
   if (!broken && p.batch > 0) {
     first = max(read_length(p.cu_seqlens_q, p.batch * p.cu_stride, p.cu_is_int64), int64_t{0});
   }
   const int64_t rows = (p.tokens_q - first) * p.heads_q;
-  for (int64_t i = blockIdx.x; i < rows; i += gridDim.x) {
+#pragma unroll 1
+  for (int64_t i = cta; i < rows; i += ctas) {
     const int64_t token = first + i / p.heads_q, head = i % p.heads_q;
     fill_row(token * p.out_strides.row + head * p.out_strides.head,
              token * p.lse_strides.row + head * p.lse_strides.head, broken ? T::kNan : 0,

@@ -14,31 +14,29 @@
 
 namespace flashmoe::cuda {
 
-// One of the two shapes of a kernel's tiles. With few rows (kDecode) every team of warps has keys
-// of its own, loads them itself and waits for nobody; what the teams found is merged at the end.
-// With many rows all warps are one team. Warps of a team share out its rows, and where they are
-// more than there are m16 fragments of rows, each takes some of the columns of O and computes all
-// scores itself.
+// A kernel's tiles. With few rows (kFewRows) every team of warps has keys of its own, loads them
+// itself and waits for nobody; what the teams found is merged at the end. With many rows all warps
+// are one team. Warps of a team share out its rows, and where they are more than there are m16
+// fragments of rows, each takes some of the columns of O and computes all scores itself.
 //   T       the query's type: what Q comes in and O leaves in
 //   Product the type of the products: T, or fp16 where the cache is fp8, which fp16 holds exactly
-template <class Chip_, class T, class Product, PagedTile kTile_, bool kDecode>
+template <class Chip_, class T, class Product, PagedTile kTile_, bool kFewRows_>
 struct PagedShape {
   using Chip = Chip_;
   using Query = T;
   using Type = Product;
   static constexpr PagedTile kTile = kTile_;
+  static constexpr bool kFewRows = kFewRows_;
   static constexpr int kCacheBytes = kTile.cache_bytes;
   static constexpr bool kFp8 = kCacheBytes == 1;
   static constexpr int kThreads = kTile.threads(), kDim = kTile.head_dim;
-  static constexpr int kStages = kTile.stages, kBlockQ = kTile.block_q;
-  static constexpr bool kDecodeShape = kDecode;
-  static constexpr int kTeams = kDecode ? kTile.teams : 1;
+  static constexpr int kStages = kTile.stages, kRows = kTile.block_q;
+  static constexpr int kTeams = kTile.teams;
   static constexpr int kTeamWarps = kTile.warps / kTeams;
-  static constexpr int kColumnWarps = kDecode ? kTeamWarps : kTile.row_columns();
-  static constexpr int kRows = kTeamWarps / kColumnWarps * 16;
-  static constexpr int kKeys = kDecode ? kTile.team_keys : kTile.block_k;
-  static constexpr int kWarpKeys = kKeys / kTeamWarps;  // that a warp loads of a tile
-  static constexpr int kColumns = kDim / kColumnWarps;  // of O, of a warp
+  static constexpr int kColumnWarps = kTeamWarps * 16 / kRows;  // that share rows
+  static constexpr int kKeys = kTile.block_k / kTeams;          // of a team's tile
+  static constexpr int kWarpKeys = kKeys / kTeamWarps;          // that a warp loads of a tile
+  static constexpr int kColumns = kDim / kColumnWarps;          // of O, of a warp
 
   // As the pieces of the dense kernel want to know it.
   static constexpr int kRowTiles = 1, kKeyTiles = kKeys / 8, kDimTiles = kColumns / 8;
@@ -64,12 +62,11 @@ struct PagedShape {
   static constexpr int kRowPasses = (CacheLayout::kChunks + 31) / 32;
   static_assert(kWarpKeys % kRowsAtOnce == 0 && CacheLayout::kChunks % kRowLanes == 0);
 
-  static_assert(kRows % 16 == 0 && kRows > 0);
-  static_assert(kQSteps > 0 || kRows <= kTile.query_rows());
+  static_assert(kRows % 16 == 0 && kTeamWarps % (kRows / 16) == 0);
+  static_assert(kFewRows ? kRows == kDecodeRows : kTeams == 1);
   // A team leaves its O in the place of a tile: see merge_teams().
   static_assert(kTeams == 1 || kDecodeRows * kDim * 4 <= 2 * kTileBytes);
   static_assert(kKeys % 16 == 0 && kWarpKeys > 0 && kWarpKeys <= 32 && kColumns % 16 == 0);
-  static_assert(kTeams * kStages * 2 * kTileBytes <= kStages * kTile.stage_bytes());
   static_assert(kTileBytes % 1024 == 0 || kDim * kCacheBytes < 128);
   static_assert(kTileBytes % 128 == 0 && kSmemKv % 128 == 0 && kSmemTasks % 16 == 0);
 };
@@ -110,9 +107,30 @@ __device__ __forceinline__ int64_t row_offset(int row, const Strides& strides,
          (task.head * p.group + pair - query * p.group) * strides.head;
 }
 
-// Copies a warp's keys of a tile, one tensor of them: row i is where lane i found it. kAll: all
-// rows are there, and as wide as the kernel's.
-template <class C, bool kAll>
+// Copies a warp's keys of a tile where rows of the whole cache are one step apart and as wide as
+// the kernel's. Lane i has the number of row i.
+template <class C>
+__device__ __forceinline__ void copy_even_rows(uint32_t sK, uint32_t sV, int first,
+                                               const char* keys, const char* values,
+                                               uint32_t number, int lane, const PagedParams& p) {
+  using Layout = typename C::CacheLayout;
+#pragma unroll
+  for (int i = 0; i < C::kWarpKeys; i += C::kRowsAtOnce) {
+    const int row = i + lane / C::kRowLanes;
+    const uint64_t from = __shfl_sync(0xffffffffu, number, row);
+#pragma unroll
+    for (int pass = 0; pass < C::kRowPasses; ++pass) {
+      const int chunk = lane % C::kRowLanes + pass * C::kRowLanes;
+      const uint32_t to = Layout::at(first + row, chunk);
+      C::Chip::copy_16(sK + to, keys + chunk * 16 + from * p.key_step, true);
+      C::Chip::copy_16(sV + to, values + chunk * 16 + from * p.value_step, true);
+    }
+  }
+}
+
+// The same for one tensor, whose rows are where lanes found them; zeros where that is negative, and
+// beyond `dim`.
+template <class C>
 __device__ __forceinline__ void copy_rows(uint32_t shared, int first, const char* from,
                                           int64_t offset, int dim, int lane) {
   using Layout = typename C::CacheLayout;
@@ -123,7 +141,7 @@ __device__ __forceinline__ void copy_rows(uint32_t shared, int first, const char
 #pragma unroll
     for (int pass = 0; pass < C::kRowPasses; ++pass) {
       const int chunk = lane % C::kRowLanes + pass * C::kRowLanes;
-      const bool there = kAll || (where >= 0 && chunk * 16 < dim * C::kCacheBytes);
+      const bool there = where >= 0 && chunk * 16 < dim * C::kCacheBytes;
       C::Chip::copy_16(shared + Layout::at(first + row, chunk), from + where + chunk * 16, there);
     }
   }
@@ -162,7 +180,8 @@ struct PagedLoader {
   static constexpr int kAhead = C::kStages - 1;  // tiles that are on their way
 
   PageRow page;     // the lane's key of the tile that is loaded next; its row is -1: none
-  int tile = 0;     // the tile that is loaded next, of the team's in its task
+  int key = 0;      // that key
+  int left = 0;     // tiles of its task that are still to be loaded
   int ahead = 0;    // tiles that are loaded or on their way, and not used yet
   int stage = 0;    // of the tile that is used next
   int in_next = 0;  // 1: that task is the next one
@@ -177,10 +196,6 @@ struct PagedLoader {
     const int all = ceil_div(task.key_end - task.key_begin, C::kKeys);
     return ceil_div(max(all - warp.team, 0), C::kTeams);
   }
-  // Whether tasks of this shape follow each other: the kernel has two.
-  static __device__ __forceinline__ bool takes(const PagedTask& task) {
-    return task.more && task.valid && (task.tile_rows == kDecodeRows) == C::kDecodeShape;
-  }
   static __device__ __forceinline__ int wrap(int stage) {
     return C::kStages == 1 ? 0 : stage >= C::kStages ? stage - C::kStages : stage;
   }
@@ -192,23 +207,21 @@ struct PagedLoader {
     return stage_at(wrap(stage + kAhead), warp);
   }
 
-  // Begins with task `current`, or once more with it.
-  __device__ __forceinline__ void start(int current, uint32_t smem, const PagedWarp<C>& warp,
-                                        const PagedTask* tasks, const PagedParams& p) {
-    C::Chip::template wait<0>();
-    ahead = bad = 0;
+  // Begins with task `current`, whose first tiles may be on their way already; or, `again`, once
+  // more.
+  __device__ __forceinline__ void begin(int current, bool again, uint32_t smem,
+                                        const PagedWarp<C>& warp, const PagedTask* tasks,
+                                        const PagedParams& p) {
+    if (again) {
+      C::Chip::template wait<0>();
+      ahead = in_next = 0;
+    }
+    bad = in_next ? bad / 2 : 0;
+    if (!in_next) enter(current, warp, tasks, p);
     in_next = 0;
-    enter(current, warp, tasks, p);
-    fill(current, smem, warp, tasks, p);
-  }
-  // Task `current` comes after the one before, whose tiles are all used.
-  __device__ __forceinline__ void go_on(int current, uint32_t smem, const PagedWarp<C>& warp,
-                                        const PagedTask* tasks, const PagedParams& p) {
-    bad /= 2;
-    if (!in_next) enter(current, warp, tasks, p);  // the team had no tile of the one before
-    in_next = 0;
-    if (!has_tile(current, warp, tasks)) enter_next(current, warp, tasks, p);
-    fill(current, smem, warp, tasks, p);
+    if (left == 0) enter_next(current, warp, tasks, p);
+#pragma unroll 1
+    while (ahead < kAhead && left > 0) load_tile(current, smem, warp, tasks, p);
   }
   // Waits for the next tile, by the team, and has another one loaded. Returns where the tile is.
   __device__ __forceinline__ uint32_t next(int current, uint32_t smem, const PagedWarp<C>& warp,
@@ -225,74 +238,65 @@ struct PagedLoader {
     sync_team<C>();  // the tile is there for the team, which is done with the one before
     const uint32_t here = stage_at(stage, warp);
     // The stage of the tile before is free, and one more tile may be on its way.
-    if (kAhead > 0 && has_tile(current, warp, tasks)) load_tile(current, smem, warp, tasks, p);
+    if (kAhead > 0 && left > 0) load_tile(current, smem, warp, tasks, p);
     --ahead;
     stage = wrap(stage + 1);
     return here;
   }
 
  private:
-  // Whether there is a tile to load of the task that it is in.
-  __device__ __forceinline__ bool has_tile(int current, const PagedWarp<C>& warp,
-                                           const PagedTask* tasks) const {
-    return tile < tiles(warp, tasks[(current + in_next) % kPagedTasks]);
-  }
   __device__ __forceinline__ void look_up(const PagedWarp<C>& warp, const PagedTask& task,
                                           const PagedParams& p) {
-    const int key = first_key(tile, warp, task) + warp.in_team * C::kWarpKeys + warp.lane;
     page.row = -1;
     if (warp.lane < C::kWarpKeys && key < task.key_end) page.look_up(key, task.table, p);
   }
   __device__ __forceinline__ void enter(int number, const PagedWarp<C>& warp,
                                         const PagedTask* tasks, const PagedParams& p) {
     const PagedTask& task = tasks[number % kPagedTasks];
-    tile = 0;
-    if (tiles(warp, task) > 0) look_up(warp, task, p);
+    left = tiles(warp, task);
+    key = first_key(0, warp, task) + warp.in_team * C::kWarpKeys + warp.lane;
+    if (left > 0) look_up(warp, task, p);
   }
   // Goes on to the task after `current`, unless it is there already or there is none. With many
   // rows the work is not loading, and registers are few.
   __device__ __forceinline__ void enter_next(int current, const PagedWarp<C>& warp,
                                              const PagedTask* tasks, const PagedParams& p) {
-    if (!C::kDecodeShape || in_next || !takes(tasks[(current + 1) % kPagedTasks])) return;
+    const PagedTask& next = tasks[(current + 1) % kPagedTasks];
+    if (!C::kFewRows || in_next || !next.more || !next.valid) return;
     in_next = 1;
     enter(current + 1, warp, tasks, p);
-  }
-  __device__ __forceinline__ void fill(int current, uint32_t smem, const PagedWarp<C>& warp,
-                                       const PagedTask* tasks, const PagedParams& p) {
-#pragma unroll 1
-    while (ahead < kAhead && has_tile(current, warp, tasks)) {
-      load_tile(current, smem, warp, tasks, p);
-    }
   }
   __device__ __forceinline__ void load_tile(int current, uint32_t smem, const PagedWarp<C>& warp,
                                             const PagedTask* tasks, const PagedParams& p) {
     const PagedTask& task = tasks[(current + in_next) % kPagedTasks];
     const uint32_t sK = smem + stage_at(wrap(stage + ahead), warp), sV = sK + C::kTileBytes;
     const int first = warp.in_team * C::kWarpKeys;
-    int64_t key = -1, value = -1;  // nothing is read
-    if (page.row >= 0 && page.sound(p)) {
-      key = page.offset<C::kCacheBytes>(p.key_block, p.key_strides.row);
-      value = page.offset<C::kCacheBytes>(p.value_block, p.value_strides.row);
-    } else if (page.row >= 0) {
-      bad |= in_next ? 2 : 1;
-    }
+    const bool sound = page.row >= 0 && page.sound(p);
+    if (page.row >= 0 && !sound) bad |= in_next ? 2 : 1;
+    const PageRow now = page;
     const char *keys = task.key, *values = task.value;
     ++ahead;
-    if (++tile < tiles(warp, task)) {
+    key += C::kTeams * C::kKeys;
+    if (--left > 0) {
       look_up(warp, task, p);
     } else {
       enter_next(current, warp, tasks, p);
     }
-    const bool some_miss = __any_sync(0xffffffffu, key < 0 && warp.lane < C::kWarpKeys);
-    if (p.whole_chunks && !some_miss && p.head_dim == C::kDim && p.head_dim_v == C::kDim) {
-      copy_rows<C, true>(sK, first, keys, key, C::kDim, warp.lane);
-      copy_rows<C, true>(sV, first, values, value, C::kDim, warp.lane);
-    } else if (p.whole_chunks) {
-      copy_rows<C, false>(sK, first, keys, key, p.head_dim, warp.lane);
-      copy_rows<C, false>(sV, first, values, value, p.head_dim_v, warp.lane);
+    if (p.key_step && __all_sync(0xffffffffu, sound || warp.lane >= C::kWarpKeys)) {
+      copy_even_rows<C>(sK, sV, first, keys, values, now.number(p), warp.lane, p);
     } else {
-      gather_rows<C>(sK, first, keys, key, p.key_column, p.head_dim, warp.lane);
-      gather_rows<C>(sV, first, values, value, p.value_column, p.head_dim_v, warp.lane);
+      int64_t from_key = -1, from_value = -1;  // nothing is read
+      if (sound) {
+        from_key = now.offset<C::kCacheBytes>(p.key_block, p.key_strides.row);
+        from_value = now.offset<C::kCacheBytes>(p.value_block, p.value_strides.row);
+      }
+      if (p.whole_chunks) {
+        copy_rows<C>(sK, first, keys, from_key, p.head_dim, warp.lane);
+        copy_rows<C>(sV, first, values, from_value, p.head_dim_v, warp.lane);
+      } else {
+        gather_rows<C>(sK, first, keys, from_key, p.key_column, p.head_dim, warp.lane);
+        gather_rows<C>(sV, first, values, from_value, p.value_column, p.head_dim_v, warp.lane);
+      }
     }
     C::Chip::commit();
   }

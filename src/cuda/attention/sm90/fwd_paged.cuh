@@ -22,7 +22,6 @@
 #include "cuda/attention/paged_work.cuh"
 #include "cuda/attention/sm90/fwd.cuh"
 #include "cuda/attention/sm90/paged.h"
-#include "cuda/attention/softmax.cuh"
 
 namespace flashmoe::cuda::sm90 {
 
@@ -75,18 +74,20 @@ struct FwdPagedConfig : FwdConfig<T, kChunkTile> {
 template <class C>
 struct ChunkItems {
   using Task = FwdTask;
+  static constexpr bool kTickets = false;
   static __device__ __forceinline__ int lanes(const PagedParams&) { return 1; }
   static __device__ __forceinline__ PagedWork find(int i, const PagedParams& p) {
-    PagedWork w = find_work<C::kBlockQ>(i, p);
-    w.tiles = ceil_div(w.len_q, C::kBlockQ);
-    w.cost = ceil_div(w.len_k, p.cost_keys) + 1;
+    PagedWork w = find_sequence(i, p);
+    w.tiles = w.chunk ? ceil_div(w.len_q, C::kBlockQ) : 0;
+    w.cost = cost_of(w.len_k, p);
     return w;
   }
+  static __device__ __forceinline__ void note(int, const PagedWork&, const PagedParams&) {}
   static __device__ __forceinline__ int count(const PagedWork& w, const PagedParams& p) {
-    return w.chunk ? w.tiles * p.heads_q : 0;
+    return w.tiles * p.heads_q;
   }
   static __device__ __forceinline__ void take(FwdTask& task, int sequence, const PagedWork& w,
-                                              int item, const PagedParams& p) {
+                                              int item, int, const PagedParams& p) {
     Sequence seq;
     seq.token_q = w.token_q;
     seq.token_k = sequence * p.table_row;  // where its row of the table begins
@@ -100,52 +101,6 @@ struct ChunkItems {
     task.lse = w.token_q * p.lse_strides.row + task.head * p.lse_strides.head;
   }
 };
-
-// How many CTAs take chunks. The others end at once, and leave their SMs to the kernel for
-// sequences with few queries, which begins beside this one. That one's time is reading the cache,
-// for which some of the SMs are enough, and this one's is multiplying: together they take less than
-// one after the other, if chunks get as many SMs as let both end at about the same time.
-//
-// Times are counted in keys of one head that the whole chip reads. In `rounds` rounds of tasks:
-//   chunks end after   rounds x keys of a task x kKeysOfTile
-//   until then others have read, of all they have to, what SMs without chunks can read; then all do
-template <class C>
-__device__ __forceinline__ int chunk_ctas(float (*shared)[3], const PagedParams& p) {
-  // Keys of a head that the chip reads while an SM multiplies one with a tile of queries (H200:
-  // 0.13 and 12.5 ns), and the part of the SMs that reads as fast as all do.
-  constexpr float kKeysOfTile = 96.f * C::kBlockQ / 128, kReaders = 0.6f;
-  float mine[3] = {0, 0, 0};  // tasks, their keys, keys of others
-  for (int i = threadIdx.x; i < p.batch; i += C::kThreads) {
-    const PagedWork w = ChunkItems<C>::find(i, p);
-    const float tasks = ChunkItems<C>::count(w, p);
-    mine[0] += tasks;
-    mine[1] += tasks * (w.len_k - w.len_q / 2);
-    if (!w.chunk) mine[2] += static_cast<float>(w.len_k) * p.heads_k;
-  }
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll
-  for (int i = 0; i < 3; ++i) {
-    const float sum = warp_sum(mine[i]);
-    if (lane == 0) shared[warp][i] = sum;
-  }
-  __syncthreads();  // every warp's sums are there
-  float all[3] = {0, 0, 0};
-  for (int from = 0; from < C::kThreads / 32; ++from) {
-#pragma unroll
-    for (int i = 0; i < 3; ++i) all[i] += shared[from][i];
-  }
-  __syncthreads();  // everyone has read them
-  const int tasks = static_cast<int>(all[0]), sms = gridDim.x;
-  if (tasks == 0 || all[2] == 0) return sms;
-  // A lane for each number of rounds.
-  const int rounds = ceil_div(tasks, sms) + lane, ctas = ceil_div(tasks, rounds);
-  const float chunks = rounds * kKeysOfTile * (all[1] / tasks);
-  const float rate = fminf(1, (sms - ctas) / (kReaders * sms));
-  const float total = chunks + fmaxf(all[2] - chunks * rate, 0);
-  const float best = -warp_max(-total) * 1.001f;
-  // The most rounds of those that are as good.
-  return __shfl_sync(0xffffffffu, ctas, 31 - __clz(__ballot_sync(0xffffffffu, total <= best)));
-}
 
 // The keys that the rows of a task see, and its tiles of them.
 struct SeenKeys {
@@ -418,10 +373,9 @@ __device__ __forceinline__ void attention_fwd_paged(const Sm90PagedParams& p) {
   const bool copies = C::copies_keys(p);
   if (threadIdx.x == 0) C::init_barriers(smem, copies);
   ptx::griddepcontrol_launch_dependents();  // the kernel for all other sequences
-  const int ctas = chunk_ctas<C>(reinterpret_cast<float(*)[3]>(shared_memory), p.pages);
-  if (blockIdx.x >= ctas) return;
-  const PagedSchedule<C::kThreads, ChunkItems<C>> schedule(
-      reinterpret_cast<int*>(shared_memory + C::kSmemWork), ctas, p.pages);
+  PagedSchedule<C::kThreads, ChunkItems<C>> schedule{
+      reinterpret_cast<int*>(shared_memory + C::kSmemWork)};
+  schedule.start(p.pages);
   __syncthreads();  // the barriers are initialised
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<C::kProducerRegisters>();

@@ -18,7 +18,7 @@ struct Sm90PagedParams : Sm90FwdParams {
 };
 
 // Shared memory beside that of the forward kernel: the work before each thread's sequences.
-constexpr int paged_work_bytes(int threads) { return (threads + 1 + threads / 32) * 4; }
+constexpr int paged_work_bytes(int threads) { return (threads + kPagedWorkWords) * 4; }
 // Pages have boxes if these have so many rows: of fewer, threads copy rows faster than one warp can
 // ask for boxes.
 inline constexpr int kLeastBoxKeys = 64;

@@ -474,8 +474,9 @@ OVER_PAGES = [
         )
     )
 ]
-# Few sequences: around the call torch goes through them one by one.
-MANY_ITEMS = tuple((1, (70, 1, 0, 15)[i % 4]) for i in range(20))
+# More items than have a CTA each, as far as the longest sequence tells. Few sequences: around the
+# call torch goes through them one by one.
+MANY_ITEMS = ((1, 2000), *((1, (70, 1, 0, 15)[i % 4]) for i in range(20)))
 OVER_PAGES.append(replace(OVER_PAGES[0], seed=8, heads_q=32, heads_k=16, lengths=MANY_ITEMS))
 
 

@@ -85,14 +85,15 @@ int64_t most_tiles(const AttentionPlan& plan) {
   return ceil_div(plan.problem.query.size(0) * group, kDecodeRows) + plan.batch;
 }
 
-// 2^this many keys count as one where work is shared out: as few as keep the sum in 32 bits.
+// 2^this many keys count as one where work is shared out: as few as keep the sum in 32 bits, with
+// room for what CTAs count behind the end when there is nothing left.
 int32_t cost_keys_log2(const AttentionPlan& plan) {
   const double items = static_cast<double>(most_tiles(plan)) * static_cast<double>(plan.heads_k);
   int32_t log2 = 6;
   const auto sum = [&] {
     return items * static_cast<double>((most_keys(plan) >> log2) + 2 * kMostSplits + 2);
   };
-  while (log2 < 30 && sum() > INT32_MAX) ++log2;
+  while (log2 < 30 && sum() > INT32_MAX / 2) ++log2;
   return log2;
 }
 

@@ -16,7 +16,7 @@ void lay_out(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu);
 Status run(const Call& call);
 
 // Sequences of many queries over pages: the kernel for them, or null where it cannot run the
-// problem; and its launch, from what the kernel for all others is given.
+// problem; and its launch, from what the kernels for others are given.
 const Kernel* find_chunk_kernel(const AttentionPlan& plan);
 Status run_chunk(const Call& call, const AttentionLaunch& step, const PagedParams& pages);
 

@@ -154,11 +154,17 @@ def call(made, **changes):
     return fm.flash_attention_paged(**{**made.tensors, **made.options, **changes}, return_lse=True)
 
 
-@pytest.mark.parametrize("queries", [1, 5, 100], ids=["decode", "few", "chunk"])
+# Sequences after those that a test is about. With as many, no CTA of a decode has one item alone:
+# they share out the work and take tickets.
+CROWDS = pytest.mark.parametrize("crowd", [(), ((1, 30),) * 1500], ids=["few", "many"])
+
+
+@CROWDS
+@pytest.mark.parametrize("queries", [1, 5, 100], ids=["decode", "some", "chunk"])
 @pytest.mark.parametrize("wrong", ["too long", "negative", "block", "negative block"])
-def test_what_cannot_be_is_nan_for_its_sequence(queries, wrong):
-    problem = replace(BASE, decode=False, lengths=((1, 600), (queries, 700), (2, 50)), slack=0)
-    made = pages.build(problem, DEVICE)
+def test_what_cannot_be_is_nan_for_its_sequence(queries, wrong, crowd):
+    lengths = ((1, 600), (queries, 700), (2, 50), *crowd)
+    made = pages.build(replace(BASE, decode=False, lengths=lengths, slack=0), DEVICE)
     right = call(made)
     if "block" in wrong:
         blocks = made.tensors["k_cache"].shape[0]
@@ -170,19 +176,21 @@ def test_what_cannot_be_is_nan_for_its_sequence(queries, wrong):
         assert same_bits(x[:1], want[:1]) and same_bits(x[1 + queries :], want[1 + queries :])
 
 
-def test_cumulative_lengths_that_fall_are_nan():
-    problem = replace(BASE, decode=False, lengths=((3, 60), (5, 70), (2, 50)))
+@CROWDS
+def test_cumulative_lengths_that_fall_are_nan(crowd):
+    problem = replace(BASE, decode=False, lengths=((3, 60), (5, 70), (2, 50), *crowd))
     made = pages.build(problem, DEVICE)
-    made.options["cu_seqlens_q"] = integers(0, 8, 3, 10)
+    made.options["cu_seqlens_q"][1:3] = integers(8, 3)
     out, lse = call(made)
     assert torch.isnan(out).all() and torch.isnan(lse).all()
 
 
 @on_a_gpu
+@CROWDS
 @pytest.mark.parametrize("float8", [False, True], ids=["16 bits", "fp8"])
-def test_a_captured_graph_serves_other_lengths(float8):
+def test_a_captured_graph_serves_other_lengths(float8, crowd):
     """Captured with the bounds; then lengths shrink, requests become padding, and grow again."""
-    lengths = ((1, 5000), (100, 3000), (1, 2000), (1, 1))
+    lengths = ((1, 5000), (100, 3000), (1, 2000), (1, 1), *crowd)
     problem = replace(BASE, decode=False, lengths=lengths, float8=float8, slack=0)
     made = pages.build(problem, DEVICE)
     memory = (made.results["out"], made.results["lse"])
@@ -198,8 +206,8 @@ def test_a_captured_graph_serves_other_lengths(float8):
         ((0, 0, 0, 0), (0, 0, 0, 0)),
         ((4999, 64, 1, 0), (1, 64, 1, 0)),
     ):
-        lens.copy_(torch.tensor(keys))
-        cu.copy_(torch.tensor([0, *queries]).cumsum(0))
+        lens[:4] = integers(*keys)
+        cu.copy_(torch.tensor([0, *queries, *(n for n, _ in crowd)]).cumsum(0))
         for x in memory:
             x.fill_(nan)
         graph.replay()

@@ -29,7 +29,7 @@ struct Slot {
 };
 
 // Which of kStages stages is next. Producer and consumers count stages each for themselves.
-template <int kStages>
+template <int kStages, bool kPowerOfTwo = (kStages & (kStages - 1)) == 0>
 class Ring {
  public:
   __device__ __forceinline__ explicit Ring(uint32_t count = 0) : count_(count) {}
@@ -48,8 +48,28 @@ class Ring {
   }
 
  private:
-  static_assert((kStages & (kStages - 1)) == 0);  // so that the count may overflow
-  uint32_t count_;
+  uint32_t count_;  // may overflow
+};
+
+// The same where kStages is no power of two.
+template <int kStages>
+class Ring<kStages, false> {
+ public:
+  __device__ __forceinline__ int at() const {
+    const uint32_t place = ptx::opaque(place_);
+    return place < kStages ? place : place - kStages;
+  }
+  __device__ __forceinline__ int parity() const { return place_ >= kStages; }
+  __device__ __forceinline__ void advance() { place_ = place_ + 1 < 2 * kStages ? place_ + 1 : 0; }
+  __device__ __forceinline__ void wait_full(const Slot& slot) const {
+    ptx::mbarrier_wait(slot.full, parity());
+  }
+  __device__ __forceinline__ void wait_empty(const Slot& slot) const {
+    ptx::mbarrier_wait(slot.empty, parity() ^ 1);
+  }
+
+ private:
+  uint32_t place_ = 0;  // of two rounds, which differ in parity
 };
 
 // Returns lane 0's `x`, which all lanes of the warp have: the compiler then knows that it is

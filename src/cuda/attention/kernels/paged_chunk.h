@@ -8,9 +8,9 @@ namespace flashmoe::cuda::sm90 {
 
 // clang-format off: a row is a line.
 inline constexpr Sm90ChunkTile kPagedChunk[] = {
-    // head_dim, block_q, block_k, stages, general_score
+    // head_dim, block_q, block_k, stages, general_score, bias, ctas, bias_tiles, more_key_stages
     {{64, 128, 128, 4, false}},
-    {{128, 128, 128, 2, false}},
+    {{128, 128, 128, 2, false, kNoBias, 1, 0, 1}},
     {{256, 128, 64, 2, false}},
 };
 // clang-format on

@@ -54,7 +54,8 @@ struct FwdConfig {
   using Type = T;
   static constexpr bool kBf16 = std::is_same_v<T, Bf16>;
   static constexpr Sm90FwdTile kTile = kTile_;
-  static constexpr int kDim = kTile.head_dim, kStages = kTile.stages;
+  static constexpr int kDim = kTile.head_dim, kStages = kTile.stages;  // of V
+  static constexpr int kKeyStages = kStages + kTile.more_key_stages;
   static constexpr int kTeams = kTile.teams(), kBlockQ = kTile.block_q / kTeams;
   static constexpr int kBlockK = kTile.block_k;
   static constexpr int kOutStages = kTile.out_stages();
@@ -78,9 +79,9 @@ struct FwdConfig {
     kTaskBarrier = 0,
     // Q. full: the producer; consumers wait. empty: each warp of the consumers; the producer waits.
     kQBarrier = 2,
-    // [kStages] K, and [kStages] V. As Q.
+    // [kKeyStages] K, and [kStages] V. As Q.
     kKBarrier = 3,
-    kVBarrier = kKBarrier + kStages,
+    kVBarrier = kKBarrier + kKeyStages,
     // [kStages] The bias, in kernels that load it tile by tile. As Q; by rows each thread of the
     // bias loaders fills it and waits for empty.
     kBiasBarrier = kVBarrier + kStages,
@@ -98,14 +99,14 @@ struct FwdConfig {
   // Where a bias stays: that of a team.
   struct PlainSmem {
     Rows sQ;
-    Keys sK[kStages], sV[kStages];
+    Keys sK[kKeyStages], sV[kStages];
     Out sO[kOutStages];  // O on its way out, up to 64 columns each
     FwdTask tasks[2];
     tma::Slot::Barriers barriers[kBarriers];
   };
   struct BiasSmem {
     Rows sQ;
-    Keys sK[kStages], sV[kStages];
+    Keys sK[kKeyStages], sV[kStages];
     BiasTile sBias[kStages];
     Out sO[kOutStages];
     FwdTask tasks[2];

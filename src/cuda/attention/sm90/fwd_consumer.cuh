@@ -81,14 +81,14 @@ class FwdConsumer {
   }
   // Both, S of the next tile and O of the tile before it. Returns the stage of that tile's V.
   __device__ __forceinline__ int issue_scores_and_values() {
-    const tma::Ring<C::kStages> before = wg_.keys;
+    const tma::Ring<C::kStages> before = wg_.values();
     wg_.keys.advance();
     start_scores();
-    wg_.wait_keys(wg_.keys, wg_.k_slot());
+    wg_.keys.wait_full(wg_.k_slot());
     wg_.wait_turn();
     ptx::wgmma_fence();
     issue_scores();
-    wg_.wait_keys(before, wg_.slot(C::kVBarrier + before.at()));
+    before.wait_full(wg_.slot(C::kVBarrier + before.at()));
     ptx::wgmma_fence();
     issue_values(before.at());
     wg_.pass_turn();
@@ -144,11 +144,12 @@ class FwdConsumer {
   __device__ __forceinline__ void skip_unseen_keys() {
 #pragma unroll 1
     for (int n = wg_.reload(wg_.task().key_end) - 1; tma::warp_uniform(n) > wg_.block; --n) {
-      const tma::Slot k = wg_.k_slot(), v = wg_.v_slot();
+      const tma::Ring<C::kStages> values = wg_.values();
+      const tma::Slot k = wg_.k_slot(), v = wg_.slot(C::kVBarrier + values.at());
       wg_.keys.wait_full(k);
       wg_.wait_turn();
       wg_.pass_turn();
-      wg_.keys.wait_full(v);
+      values.wait_full(v);
       constexpr bool kBiasPasses = C::kBias && !C::kBiasStays;
       if (kBiasPasses) wg_.keys.wait_full(wg_.bias_slot());
       if (lane() == 0) {
@@ -157,6 +158,7 @@ class FwdConsumer {
         if (kBiasPasses) ptx::mbarrier_arrive(wg_.bias_slot().empty);
       }
       wg_.keys.advance();
+      wg_.advance_values();
     }
   }
 
@@ -164,7 +166,7 @@ class FwdConsumer {
   __device__ __forceinline__ void first_scores() {
     start_scores();
     ptx::mbarrier_wait(wg_.slot(C::kQBarrier).full, wg_.tasks.count() % 2);
-    wg_.wait_keys(wg_.keys, wg_.k_slot());
+    wg_.keys.wait_full(wg_.k_slot());
     wg_.wait_turn();
     ptx::wgmma_fence();
     issue_scores();
@@ -208,6 +210,7 @@ class FwdConsumer {
     }
     release_bias();
     wg_.release(wg_.slot(C::kVBarrier + before));
+    wg_.advance_values();
     pack_probabilities();
     --wg_.block;
   }
@@ -226,9 +229,11 @@ class FwdConsumer {
 
   // O of the last tile; then O is whole.
   __device__ __forceinline__ void last_values() {
-    const int last = wg_.keys.at();
-    wg_.wait_keys(wg_.keys, wg_.slot(C::kVBarrier + last));
+    const tma::Ring<C::kStages> values = wg_.values();
+    const int last = values.at();
+    values.wait_full(wg_.slot(C::kVBarrier + last));
     wg_.keys.advance();
+    wg_.advance_values();
     ptx::wgmma_fence();
     issue_values(last);
     ptx::wgmma_wait_group<0>(rO_);

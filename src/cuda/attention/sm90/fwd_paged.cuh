@@ -1,17 +1,18 @@
 // Attention forward for Hopper over the pages of a cache, for sequences with many queries: the
 // consumers of fwd.cuh, with a producer that loads K and V page by page.
 //
-//   tile of keys   | page | page | page | page |     large pages: a lane of the producer's warp for
-//                  | box  | box  | box  | box  |     each box, which issues its own TMA
+//   tile of keys   | page | page | page | page |     pages of 8 keys and more: two warps have K and
+//                  | box  | box  | box  | box  |     two have V, each issues every other TMA
 //
-//                  |key|key|key| ...                 any page: a thread of the producer's four
-//                  warps
-//                                                    for each key; warps copy rows by cp.async, as
-//                                                    TMA would lay them out
+//                  |key|key|key| ...                 any page: a thread of the four warps for each
+//                                                    key; warps copy rows by cp.async, as TMA would
+//                                                    lay them out
 //
-// A lane issues a TMA in about 50 cycles, one after the other: 32 for a tile, as pages of 16 would
-// need, take longer than its MMAs (163 us where copies by TMA of large pages take 117: 1 x 512
-// queries over 8,192 keys, H200, 2026-11). Entries of the table are looked up one tile ahead.
+// What matters is how soon after a stage is empty it is full again. So entries of the table are
+// looked up while the tile before is on its way, where the first boxes come from is known before
+// there is room for them, and K, which is needed first, has a stage more at D = 128. One warp that
+// issued all boxes of pages of 16 took 163 us where this takes 118 (1 x 512 queries over 8,192
+// keys, H200, 2026-11). docs/log/paged.md has what else was tried.
 //
 // A task is a tile of queries of one head, found as in paged_work.cuh. Boxes or rows beyond the
 // keys that a tile's rows see repeat the first or the last that they do see: nothing else is looked
@@ -31,25 +32,24 @@ struct FwdPagedConfig : FwdConfig<T, kChunkTile> {
   static constexpr int kThreads = kChunkTile.threads();
   static constexpr uint32_t kSmemWork = kChunkTile.Sm90FwdTile::shared_bytes();
 
-  // Copies need more registers than TMA. Consumers have the rest.
+  // To copy, or to know where boxes come from, takes more than one TMA of a tile. Consumers have
+  // the rest.
   static constexpr int kProducerRegisters = 56;
   static constexpr int kConsumerRegisters = 224;
   static_assert(FwdPagedConfig::kAllWarpgroups == 2);
 
-  // Whether K and V come by cp.async.
-  static __device__ __forceinline__ bool copies_keys(const Sm90FwdParams& p) {
-    return static_cast<const Sm90PagedParams&>(p).box_keys == 0;
-  }
-  // With copies each thread of the producer fills K and V, and all but its first warp read tasks.
+  // All warps of the producer but the first read tasks too. With copies each of its threads fills K
+  // and V.
   static __device__ __forceinline__ void init_barriers(uint32_t smem, bool copies) {
     using Base = FwdConfig<T, kChunkTile>;
+    constexpr int kReaders = kWarpgroupWarps * Base::kWarpgroups;
     for (int i = 0; i < Base::kBarriers; ++i) {
       if (i < Base::kQBarrier) {
-        Base::slot(smem, i).init(
-            1, kWarpgroupThreads * Base::kWarpgroups + (copies ? kWarpgroupThreads - 32 : 0));
+        Base::slot(smem, i).init(1, kWarpgroupThreads * (Base::kWarpgroups + 1) - 32);
+      } else if (i < Base::kKBarrier) {
+        Base::slot(smem, i).init(1, kReaders);
       } else {
-        Base::slot(smem, i).init(copies && i >= Base::kKBarrier ? kWarpgroupThreads : 1,
-                                 kWarpgroupWarps * Base::kWarpgroups);
+        Base::slot(smem, i).init(copies ? kWarpgroupThreads : 1, kReaders);
       }
     }
     ptx::fence_mbarrier_init();
@@ -129,6 +129,32 @@ class FwdPagedTasks {
                                            const Sm90PagedParams& p)
       : shared_(shared), smem_(smem), schedule_(schedule), p_(p) {}
 
+  // load(task) for each of them, by all threads of the producer's warps: the first warp finds them.
+  template <class Load>
+  __device__ __forceinline__ void for_each(const Load& load) {
+    const bool gives = threadIdx.x < 32;
+    if (threadIdx.x == 0) {
+      ptx::prefetch_tensormap(&p_.query_map);
+      ptx::prefetch_tensormap(&p_.out_map);
+    }
+#pragma unroll 1
+    for (;;) {
+      FwdTask& task = gives ? give() : take();
+      if (!task.more) return;
+      load(task);
+      if (!gives) release();
+    }
+  }
+  // By one thread.
+  __device__ __forceinline__ void load_queries(const FwdTask& task) {
+    const tma::Slot q = C::slot(smem_, C::kQBarrier);
+    queries_.wait_empty(q);
+    tma::fill<typename C::Rows>(q, smem_ + offsetof(Smem, sQ), p_.query_map, 0,
+                                task.first_token(p_), task.head, 0);
+    queries_.advance();
+  }
+
+ private:
   // By a warp: finds the next task and hands it to everyone.
   __device__ __forceinline__ FwdTask& give() {
     FwdTask& task = shared_.tasks[ring_.at()];
@@ -154,16 +180,7 @@ class FwdPagedTasks {
     const tma::Ring<2> last(ring_.count() - 1);
     ptx::mbarrier_arrive(C::slot(smem_, C::kTaskBarrier + last.at()).empty);
   }
-  // By one thread.
-  __device__ __forceinline__ void load_queries(const FwdTask& task) {
-    const tma::Slot q = C::slot(smem_, C::kQBarrier);
-    queries_.wait_empty(q);
-    tma::fill<typename C::Rows>(q, smem_ + offsetof(Smem, sQ), p_.query_map, 0,
-                                task.first_token(p_), task.head, 0);
-    queries_.advance();
-  }
 
- private:
   Smem& shared_;
   const uint32_t smem_;
   Schedule schedule_;
@@ -172,94 +189,129 @@ class FwdPagedTasks {
   tma::Ring<1> queries_;
 };
 
-// A warp that loads by TMA. All its lanes wait for stages, lane 0 arrives, and each lane has a box
-// of every tile.
+// A thread of the four warps that load by TMA: two have K and two have V, each every other box of a
+// tile. Lanes look up the pages, lane 0 issues.
 template <class C>
 class FwdPagedProducer {
   using Smem = typename C::Smem;
   using Keys = typename C::Keys;
-  using Schedule = PagedSchedule<C::kThreads, ChunkItems<C>>;
 
  public:
-  __device__ __forceinline__ FwdPagedProducer(Smem& shared, uint32_t smem, const Schedule& schedule,
+  __device__ __forceinline__ FwdPagedProducer(uint32_t smem, FwdPagedTasks<C>& tasks,
                                               const Sm90PagedParams& p)
-      : smem_(smem), p_(p), tasks_(shared, smem, schedule, p), lane_(threadIdx.x % 32) {}
-
-  __device__ __forceinline__ void run() {
-    if (lane_ == 0) {
-      for (const TensorMap* map : {&p_.query_map, &p_.key_map, &p_.value_map, &p_.out_map}) {
-        ptx::prefetch_tensormap(map);
-      }
-    }
-#pragma unroll 1
-    for (;;) {
-      FwdTask& task = tasks_.give();
-      if (!task.more) return;
-      load(task);
-    }
-  }
-
- private:
-  __device__ __forceinline__ int boxes() const { return C::kBlockK / p_.box_keys; }
-
-  __device__ __forceinline__ void look_up(PageRow& page, int n, const SeenKeys& keys,
-                                          const FwdTask& task) const {
-    if (lane_ >= boxes()) return;
-    page.look_up(keys.nearest(n * C::kBlockK + lane_ * p_.box_keys, p_.box_keys), task.seq.token_k,
-                 p_.pages);
-  }
-  __device__ __forceinline__ void fill(const tma::Slot& slot, uint32_t to, const TensorMap& map,
-                                       int block, int row, bool any, int key_head) const {
-    if (lane_ == 0) {
-      if (any) {
-        ptx::mbarrier_arrive_expect_tx(slot.full, Keys::kBytes);
-      } else {
-        ptx::mbarrier_arrive(slot.full);
-      }
-    }
-    __syncwarp();  // the bytes are expected
-    if (!any || lane_ >= boxes()) return;
-#pragma unroll
-    for (int i = 0; i < Keys::kBlocks; ++i) {
-      ptx::tma_load(to + i * Keys::kBlockBytes + lane_ * p_.box_keys * Keys::kRowBytes, &map,
-                    slot.full, i * Keys::kBlockCols, key_head, row, block);
+      : smem_(smem),
+        tasks_(tasks),
+        p_(p),
+        warp_(__shfl_sync(0xffffffffu, threadIdx.x / 32, 0)),
+        lane_(threadIdx.x % 32),
+        boxes_(C::kBlockK / p.box_keys),
+        units_((boxes_ * Keys::kBlocks + 1 - warp_ % 2) / 2) {
+    if (threadIdx.x == 0) {
+      ptx::prefetch_tensormap(&p.key_map);
+      ptx::prefetch_tensormap(&p.value_map);
     }
   }
 
   __device__ __forceinline__ void load(FwdTask& task) {
+    if (warp_ < 2) {
+      load(task, keys_, C::kKBarrier, offsetof(Smem, sK), p_.key_map);
+    } else {
+      load(task, values_, C::kVBarrier, offsetof(Smem, sV), p_.value_map);
+    }
+  }
+
+ private:
+  // The warp's part of all tiles of K or of V.
+  template <class Ring>
+  __device__ __forceinline__ void load(FwdTask& task, Ring& ring, int barrier, uint32_t stages,
+                                       const TensorMap& map) {
     const SeenKeys keys = SeenKeys::of<C>(task, p_);
     const bool any = keys.any();  // whether any row sees any key
+    const bool leads = warp_ % 2 == 0;
     const int key_head = task.head / p_.group;
     PageRow page;
     if (any) look_up(page, task.key_end - 1, keys, task);
 #pragma unroll 1
-    for (int n = task.key_end - 1; n >= task.key_begin; --n, keys_.advance()) {
-      const uint32_t stage = keys_.at() * sizeof(Keys);
-      const tma::Slot k = C::slot(smem_, C::kKBarrier + keys_.at());
-      const tma::Slot v = C::slot(smem_, C::kVBarrier + keys_.at());
-      keys_.wait_empty(k);
+    for (int n = task.key_end - 1; n >= task.key_begin; --n, ring.advance()) {
+      const tma::Slot slot = C::slot(smem_, barrier + ring.at());
+      const uint32_t to = smem_ + stages + ring.at() * sizeof(Keys);
       // A block out of the cache is one where TMA reads zeros, and the results become NaN.
-      int block = static_cast<int>(page.low);
-      const int row = page.row;
-      if (any && lane_ < boxes() && !page.sound(p_.pages)) {
-        block = p_.pages.blocks;
+      if (any && lane_ < boxes_ && !page.sound(p_.pages)) {
+        page.low = p_.pages.blocks;
         task.seq.valid = false;
       }
-      if (any && n > task.key_begin) look_up(page, n - 1, keys, task);
+      Boxes first = take_boxes(page, 0);
       __syncwarp();  // `valid` is written before the arrival
-      fill(k, smem_ + offsetof(Smem, sK) + stage, p_.key_map, block, row, any, key_head);
-      if (n == task.key_end - 1 && lane_ == 0) tasks_.load_queries(task);
+      ring.wait_empty(slot);
+      if (leads && lane_ == 0) {
+        if (any) {
+          ptx::mbarrier_arrive_expect_tx(slot.full, Keys::kBytes);
+        } else {
+          ptx::mbarrier_arrive(slot.full);
+        }
+      }
+      if (any) {
+        issue(slot, to, map, first, 0, key_head);
+#pragma unroll 1
+        for (int i = kAtOnce; i < units_; i += kAtOnce) {
+          issue(slot, to, map, take_boxes(page, i), i, key_head);
+        }
+      }
+      if (n == task.key_end - 1 && threadIdx.x == 0) tasks_.load_queries(task);
       __syncwarp();
-      keys_.wait_empty(v);
-      fill(v, smem_ + offsetof(Smem, sV) + stage, p_.value_map, block, row, any, key_head);
+      if (any && n > task.key_begin) look_up(page, n - 1, keys, task);
+    }
+  }
+
+  // A warp's boxes of a tile are counted as (page's rows, 64 columns), of which two warps take
+  // every other one. So many are prepared before there is room for them, and issued at once.
+  static constexpr int kAtOnce = 4;
+  struct Boxes {
+    int block[kAtOnce], row[kAtOnce];
+  };
+
+  __device__ __forceinline__ void look_up(PageRow& page, int n, const SeenKeys& keys,
+                                          const FwdTask& task) const {
+    if (lane_ >= boxes_) return;
+    page.look_up(keys.nearest(n * C::kBlockK + lane_ * p_.box_keys, p_.box_keys), task.seq.token_k,
+                 p_.pages);
+  }
+  // The warp's box `i`: which of the tile's, and which columns.
+  __device__ __forceinline__ int box(int i) const { return (2 * i + warp_ % 2) / Keys::kBlocks; }
+  __device__ __forceinline__ int columns(int i) const {
+    return (2 * i + warp_ % 2) % Keys::kBlocks;
+  }
+  __device__ __forceinline__ Boxes take_boxes(const PageRow& page, int first) const {
+    Boxes taken;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      taken.block[i] = __shfl_sync(0xffffffffu, page.low, box(first + i) % 32);
+      taken.row[i] = __shfl_sync(0xffffffffu, page.row, box(first + i) % 32);
+    }
+    return taken;
+  }
+  __device__ __forceinline__ void issue(const tma::Slot& slot, uint32_t to, const TensorMap& map,
+                                        const Boxes& from, int first, int key_head) const {
+    if (lane_ > 0) return;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (first + i >= units_) break;
+      const int column = columns(first + i);
+      const uint32_t at =
+          to + column * Keys::kBlockBytes + box(first + i) * p_.box_keys * Keys::kRowBytes;
+      ptx::tma_load(at, &map, slot.full, column * Keys::kBlockCols, key_head, from.row[i],
+                    from.block[i]);
     }
   }
 
   const uint32_t smem_;
+  FwdPagedTasks<C>& tasks_;
   const Sm90PagedParams& p_;
-  FwdPagedTasks<C> tasks_;
-  const int lane_;
-  tma::Ring<C::kStages> keys_;
+  const int warp_, lane_;
+  const int boxes_;  // of a tile
+  const int units_;  // of this warp: see Boxes
+  tma::Ring<C::kKeyStages> keys_;
+  tma::Ring<C::kStages> values_;
 };
 
 // A thread of the four warps that load by cp.async. It looks up one key of a tile; its warp copies
@@ -268,33 +320,68 @@ template <class C>
 class FwdPagedCopier {
   using Smem = typename C::Smem;
   using Keys = typename C::Keys;
-  using Schedule = PagedSchedule<C::kThreads, ChunkItems<C>>;
   static constexpr int kWarpKeys = C::kBlockK / kWarpgroupWarps;  // of a tile, of a warp
   static constexpr int kRowLanes = C::kDim / 8;                   // that copy a row
   static constexpr int kRowsAtOnce = 32 / kRowLanes;
   static_assert(kWarpKeys <= 32 && kWarpKeys % kRowsAtOnce == 0 && kRowLanes <= 32);
 
  public:
-  __device__ __forceinline__ FwdPagedCopier(Smem& shared, uint32_t smem, const Schedule& schedule,
+  __device__ __forceinline__ FwdPagedCopier(uint32_t smem, FwdPagedTasks<C>& tasks,
                                             const Sm90PagedParams& p)
-      : smem_(smem), p_(p), tasks_(shared, smem, schedule, p) {}
+      : smem_(smem), tasks_(tasks), p_(p) {}
 
-  __device__ __forceinline__ void run() {
-    const bool gives = threadIdx.x < 32;
-    if (threadIdx.x == 0) {
-      ptx::prefetch_tensormap(&p_.query_map);
-      ptx::prefetch_tensormap(&p_.out_map);
-    }
+  __device__ __forceinline__ void load(FwdTask& task) {
+    const PagedParams& p = p_.pages;
+    const SeenKeys keys = SeenKeys::of<C>(task, p_);
+    const bool any = keys.any();  // whether any row sees any key
+    const int64_t key_head = task.head / p_.group;
+    const char* const gK = static_cast<const char*>(p.key) + key_head * p.key_strides.head * 2;
+    const char* const gV = static_cast<const char*>(p.value) + key_head * p.value_strides.head * 2;
+    PageRow page;
+    uint32_t last_v = 0;  // the barrier of the tile before
+    if (any) look_up(page, task.key_end - 1, keys, task);
 #pragma unroll 1
-    for (;;) {
-      FwdTask& task = gives ? tasks_.give() : tasks_.take();
-      if (!task.more) return;
-      load(task);
-      if (!gives) tasks_.release();
+    for (int n = task.key_end - 1; n >= task.key_begin; --n, keys_.advance(), values_.advance()) {
+      const tma::Slot k = C::slot(smem_, C::kKBarrier + keys_.at());
+      const tma::Slot v = C::slot(smem_, C::kVBarrier + values_.at());
+      const uint32_t sK = smem_ + offsetof(Smem, sK) + keys_.at() * sizeof(Keys);
+      const uint32_t sV = smem_ + offsetof(Smem, sV) + values_.at() * sizeof(Keys);
+      int64_t key = -1, value = -1;
+      if (any && lane() < kWarpKeys) {
+        if (page.sound(p)) {
+          key = page.offset<2>(p.key_block, p.key_strides.row);
+          value = page.offset<2>(p.value_block, p.value_strides.row);
+        } else {
+          task.seq.valid = false;  // the results become NaN
+          __threadfence_block();   // before the stage is full
+        }
+      }
+      __syncwarp();
+      keys_.wait_empty(k);
+      if (any) copy(sK, gK, key, p.head_dim);
+      ptx::cp_async_commit_group();
+      if (n < task.key_end - 1) announce<1>(last_v);
+      if (n == task.key_end - 1 && threadIdx.x == 0) tasks_.load_queries(task);
+      __syncwarp();
+      if (any && n > task.key_begin) look_up(page, n - 1, keys, task);
+      values_.wait_empty(v);
+      if (any) copy(sV, gV, value, p.head_dim_v);
+      ptx::cp_async_commit_group();
+      announce<1>(k.full);
+      last_v = v.full;
     }
+    announce<0>(last_v);
   }
 
  private:
+  // Says that K or V is there: all copies but those of the last kLeft groups. wgmma is to see what
+  // this thread has written, which a fence is for; consumers need none then.
+  template <int kLeft>
+  static __device__ __forceinline__ void announce(uint32_t full) {
+    ptx::cp_async_wait_group<kLeft>();
+    ptx::fence_proxy_async_shared();
+    ptx::mbarrier_arrive(full);
+  }
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
   static __device__ __forceinline__ int first_row() { return threadIdx.x / 32 * kWarpKeys; }
 
@@ -321,47 +408,11 @@ class FwdPagedCopier {
     }
   }
 
-  __device__ __forceinline__ void load(FwdTask& task) {
-    const PagedParams& p = p_.pages;
-    const SeenKeys keys = SeenKeys::of<C>(task, p_);
-    const bool any = keys.any();  // whether any row sees any key
-    const int64_t key_head = task.head / p_.group;
-    const char* const gK = static_cast<const char*>(p.key) + key_head * p.key_strides.head * 2;
-    const char* const gV = static_cast<const char*>(p.value) + key_head * p.value_strides.head * 2;
-    PageRow page;
-    if (any) look_up(page, task.key_end - 1, keys, task);
-#pragma unroll 1
-    for (int n = task.key_end - 1; n >= task.key_begin; --n, keys_.advance()) {
-      const uint32_t stage = keys_.at() * sizeof(Keys);
-      const tma::Slot k = C::slot(smem_, C::kKBarrier + keys_.at());
-      const tma::Slot v = C::slot(smem_, C::kVBarrier + keys_.at());
-      int64_t key = -1, value = -1;
-      keys_.wait_empty(k);
-      if (any && lane() < kWarpKeys) {
-        if (page.sound(p)) {
-          key = page.offset<2>(p.key_block, p.key_strides.row);
-          value = page.offset<2>(p.value_block, p.value_strides.row);
-        } else {
-          task.seq.valid = false;  // the results become NaN
-          __threadfence_block();   // before the stage is full
-        }
-      }
-      if (any && n > task.key_begin) look_up(page, n - 1, keys, task);
-      __syncwarp();
-      if (any) copy(smem_ + offsetof(Smem, sK) + stage, gK, key, p.head_dim);
-      ptx::cp_async_mbarrier_arrive_noinc(k.full);
-      if (n == task.key_end - 1 && threadIdx.x == 0) tasks_.load_queries(task);
-      __syncwarp();
-      keys_.wait_empty(v);
-      if (any) copy(smem_ + offsetof(Smem, sV) + stage, gV, value, p.head_dim_v);
-      ptx::cp_async_mbarrier_arrive_noinc(v.full);
-    }
-  }
-
   const uint32_t smem_;
+  FwdPagedTasks<C>& tasks_;
   const Sm90PagedParams& p_;
-  FwdPagedTasks<C> tasks_;
-  tma::Ring<C::kStages> keys_;
+  tma::Ring<C::kKeyStages> keys_;
+  tma::Ring<C::kStages> values_;
 };
 
 template <class C>
@@ -370,7 +421,7 @@ __device__ __forceinline__ void attention_fwd_paged(const Sm90PagedParams& p) {
   auto& shared = *reinterpret_cast<typename C::Smem*>(shared_memory);
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroupThreads, 0);
-  const bool copies = C::copies_keys(p);
+  const bool copies = p.box_keys == 0;  // K and V come by cp.async
   if (threadIdx.x == 0) C::init_barriers(smem, copies);
   ptx::griddepcontrol_launch_dependents();  // the kernel for all other sequences
   PagedSchedule<C::kThreads, ChunkItems<C>> schedule{
@@ -379,10 +430,13 @@ __device__ __forceinline__ void attention_fwd_paged(const Sm90PagedParams& p) {
   __syncthreads();  // the barriers are initialised
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<C::kProducerRegisters>();
+    FwdPagedTasks<C> tasks(shared, smem, schedule, p);
     if (copies) {
-      FwdPagedCopier<C>(shared, smem, schedule, p).run();
-    } else if (threadIdx.x < 32) {
-      FwdPagedProducer<C>(shared, smem, schedule, p).run();
+      FwdPagedCopier<C> copier(smem, tasks, p);
+      tasks.for_each([&](FwdTask& task) { copier.load(task); });
+    } else {
+      FwdPagedProducer<C> producer(smem, tasks, p);
+      tasks.for_each([&](FwdTask& task) { producer.load(task); });
     }
   } else {
     ptx::setmaxnreg_inc<C::kConsumerRegisters>();

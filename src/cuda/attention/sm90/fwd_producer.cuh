@@ -12,6 +12,7 @@ namespace flashmoe::cuda::sm90 {
 template <class C>
 class FwdProducer {
   using Smem = typename C::Smem;
+  static_assert(C::kKeyStages == C::kStages);  // one ring for both
 
  public:
   __device__ __forceinline__ FwdProducer(Smem& shared, uint32_t smem, const Sm90FwdParams& p,

@@ -8,6 +8,8 @@
 
 namespace flashmoe::cuda::sm90 {
 
+struct NoRing {};  // V has K's
+
 template <class C>
 struct FwdWarpgroup {
   typename C::Smem& shared;
@@ -16,7 +18,10 @@ struct FwdWarpgroup {
   const int index;  // of the consumers, or of those of its team
   const int team;   // 0 where there is one
   tma::Ring<2> tasks;
-  tma::Ring<C::kStages> keys;
+  tma::Ring<C::kKeyStages> keys;  // the stage of K
+  // And that of V, which is used a step later: where there are as many, K's of a step before.
+  static constexpr bool kOwnValues = C::kKeyStages != C::kStages;
+  [[no_unique_address]] std::conditional_t<kOwnValues, tma::Ring<C::kStages>, NoRing> own_values;
   int block;  // the tile of keys that is next
 
   __device__ __forceinline__ FwdWarpgroup(typename C::Smem& shared, uint32_t smem, int index,
@@ -25,18 +30,19 @@ struct FwdWarpgroup {
 
   __device__ __forceinline__ tma::Slot slot(int barrier) const { return C::slot(smem, barrier); }
   __device__ __forceinline__ tma::Slot k_slot() const { return slot(C::kKBarrier + keys.at()); }
-  __device__ __forceinline__ tma::Slot v_slot() const { return slot(C::kVBarrier + keys.at()); }
+  __device__ __forceinline__ tma::Ring<C::kStages> values() const {
+    if constexpr (kOwnValues) {
+      return own_values;
+    } else {
+      return keys;
+    }
+  }
+  // On to the next tile's V, where that has a ring of its own.
+  __device__ __forceinline__ void advance_values() {
+    if constexpr (kOwnValues) own_values.advance();
+  }
   __device__ __forceinline__ tma::Slot bias_slot() const {
     return slot(C::kBiasBarrier + keys.at());
-  }
-  // Waits for K or V of a stage. What threads have copied is ordered with wgmma by whoever has
-  // waited for it.
-  __device__ __forceinline__ void wait_keys(const tma::Ring<C::kStages>& stage,
-                                            const tma::Slot& slot) const {
-    stage.wait_full(slot);
-    if constexpr (requires { C::kPaged; }) {
-      if (C::copies_keys(p)) ptx::fence_proxy_async_shared();
-    }
   }
   __device__ __forceinline__ void release(const tma::Slot& slot) const { warp_arrive(slot.empty); }
   // The bias of the tile of keys that is next.

@@ -19,9 +19,8 @@ struct Sm90PagedParams : Sm90FwdParams {
 
 // Shared memory beside that of the forward kernel: the work before each thread's sequences.
 constexpr int paged_work_bytes(int threads) { return (threads + kPagedWorkWords) * 4; }
-// Pages have boxes if these have so many rows: of fewer, threads copy rows faster than one warp can
-// ask for boxes.
-inline constexpr int kLeastBoxKeys = 64;
+// Pages have boxes if these have so many rows at least: as many as a swizzle goes over.
+inline constexpr int kLeastBoxKeys = 8;
 
 struct Sm90ChunkTile : Sm90FwdTile {
   static constexpr bool kCountsTasks = false;

@@ -39,8 +39,9 @@ struct Sm90FwdTile {
   int stages;            // of K and V in shared memory
   bool general_score;    // whether there may be a softcap, or a scale that is not positive
   BiasInput bias = kNoBias;
-  int ctas = 1;        // per SM, of which each has its share of shared memory and registers
-  int bias_tiles = 0;  // tiles of keys whose bias stays in shared memory: see fwd.cuh
+  int ctas = 1;             // per SM, of which each has its share of shared memory and registers
+  int bias_tiles = 0;       // tiles of keys whose bias stays in shared memory: see fwd.cuh
+  int more_key_stages = 0;  // of K: it is needed before V, and for as long
   static constexpr bool kCountsTasks = true;
 
   constexpr int threads() const { return (block_q / 64 + 1) * 128; }
@@ -51,7 +52,7 @@ struct Sm90FwdTile {
   constexpr int bias_chunk_bytes() const { return bias == kBytesByRows ? 8 : 16; }
   constexpr int shared_bytes() const {
     const int team_q = block_q / teams();
-    const int rows = team_q + 2 * stages * block_k;
+    const int rows = team_q + (2 * stages + more_key_stages) * block_k;
     const int out_bytes = out_stages() * team_q * (head_dim <= 32 ? 64 : 128);
     const int tiles = rows * tile_row_bytes(head_dim) + out_bytes;
     const int bias_bytes = (bias_tiles > 0 ? bias_tiles : stages) *

@@ -39,8 +39,9 @@ struct PagedParams : AttentionFwdParams {
   // bytes at a time then, else number by number.
   int32_t whole_chunks;
   // Bytes from one row to the next, from block to block too, where that is so, rows are whole
-  // chunks and as wide as the kernel's; 0: it is not so, of K or of V.
+  // chunks and as wide as the kernel's, of K and of V: then even_blocks is `blocks`, else 0.
   uint32_t key_step, value_step;
+  int32_t even_blocks;
   int64_t tokens_q;
   int32_t heads_q, heads_k;
   int32_t blocks, page;
@@ -48,6 +49,7 @@ struct PagedParams : AttentionFwdParams {
 
   const void* block_table;          // (batch, blocks of a sequence), int64 or int32
   int64_t table_row, table_column;  // its strides
+  uint32_t table_step;              // table_column in bytes
   const void* seq_lens;             // (batch)
   const void* cu_seqlens_q;         // (batch + 1); null: one query each
   int64_t seq_lens_stride, cu_stride;
@@ -72,7 +74,7 @@ struct PagedParams : AttentionFwdParams {
 
 struct PagedTile {
   int head_dim;
-  int block_q, block_k;  // warps of a team share out its rows, then its columns
+  int block_q, block_k;  // warps of a team share out its rows, then its columns; few rows: columns
   int warps;
   int teams;        // of warps, each with keys of its own: with few rows only
   int stages;       // tiles of K and V in shared memory
@@ -81,7 +83,9 @@ struct PagedTile {
 
   constexpr int threads() const { return warps * 32; }
   // Whether Q stays in registers.
-  constexpr bool keeps_queries() const { return head_dim <= 128; }
+  constexpr bool keeps_queries() const {
+    return head_dim <= 128 || (head_dim <= 256 && block_q == 8);
+  }
   // Q unless it stays in registers, the stages of K and V, a factor for each row of Q where the
   // cache is fp8, what teams tell each other, the work before each thread's sequences, and tasks.
   constexpr int stage_bytes() const { return 2 * block_k * head_dim * cache_bytes; }

@@ -152,6 +152,7 @@ void fill_lengths(PagedParams& p, const Paged& paged, const AttentionTensors& t)
   p.table_row = paged.block_table.stride[0];
   p.table_column = paged.block_table.stride[1];
   p.table_is_int64 = is_int64(paged.block_table);
+  p.table_step = static_cast<uint32_t>(p.table_column * dtype_bytes(paged.block_table.dtype));
   p.seq_lens = t.seq_lens;
   p.seq_lens_stride = paged.seq_lens.stride[0];
   p.seq_lens_are_int64 = is_int64(paged.seq_lens);
@@ -178,6 +179,10 @@ std::string missing_over_pages(const AttentionPlan& plan) {
   if (p.key.size(0) > INT32_MAX || p.key.size(1) > INT32_MAX) {
     return "a cache has more than 2^31 - 1 blocks, or rows in a block";
   }
+  const TensorSpec& table = p.paged->block_table;
+  if (table.size(1) > 1 && table.stride[1] * dtype_bytes(table.dtype) > UINT32_MAX) {
+    return "columns of block_table are more than 2^32 - 1 bytes apart";
+  }
   if (plan.batch > (1 << 24)) return text("there are more than ", 1 << 24, " sequences");
   if (most_keys(plan) >= kNoLimit) return text("sequences are longer than ", kNoLimit - 1);
   if (p.query.size(0) * plan.heads_q > INT32_MAX) {
@@ -191,14 +196,21 @@ const Kernel* choose_paged_tile(AttentionPlan& plan, const Family& family, const
                                 const std::optional<ForcedTile>& forced, std::string& why) {
   const AttentionProblem& p = plan.problem;
   const int64_t dim = std::max(plan.head_dim, plan.head_dim_v);
+  // Of a sequence that the kernel for few rows may have.
+  const int64_t rows = std::min<int64_t>(plan.len_q * (plan.heads_q / plan.heads_k), kDecodeRows);
   std::string tiles;
   for (const Kernel& k : kernels()) {
     if (k.role != Role::kPagedDecode || k.family != std::string_view(family.name) ||
         k.dtype != p.query.dtype || k.cache_bytes != dtype_bytes(p.key.dtype) || k.head_dim < dim) {
       continue;
     }
-    tiles += text(tiles.empty() ? "" : ", ", k.block_q, "x", k.block_k);
+    if (k.block_q >= rows) tiles += text(tiles.empty() ? "" : ", ", k.block_q, "x", k.block_k);
     if (forced && (k.block_q != forced->rows || k.block_k != forced->columns)) continue;
+    if (k.block_q < rows) {
+      plan.candidates.push_back(
+          {k.id.name, text("passed over: has ", k.block_q, " rows, sequences may have ", rows)});
+      continue;
+    }
     if (static_cast<size_t>(k.shared_bytes) > gpu.chip.shared_bytes) {
       plan.candidates.push_back(
           {k.id.name, text("passed over: needs ", k.shared_bytes, " bytes of shared memory, ",
@@ -210,7 +222,7 @@ const Kernel* choose_paged_tile(AttentionPlan& plan, const Family& family, const
   why = tiles.empty() ? text("has no kernels over pages for ", dtype_name(p.query.dtype), " over ",
                              dtype_name(p.key.dtype), " with head dim ", dim)
         : forced      ? text("FLASHMOE_TILE asks for ", forced->rows, "x", forced->columns,
-                             "; over pages there are ", tiles)
+                             "; over pages, for ", rows, " rows, there are ", tiles)
                       : text("no tile over pages for head dim ", dim, " fits ",
                              chip_name(gpu.compute_capability));
   return nullptr;
@@ -230,8 +242,13 @@ void lay_out_paged(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
   const auto ctas = [&](const Kernel& next) {
     return gpu.multiprocessors * resident_ctas(next, gpu.chip);
   };
+  // With few rows some CTAs are left out if up to 8 heads are read side by side then: see
+  // head_lanes. 3 on each of 132 SMs are 8 x 49 and 4 more.
   const auto shared_out = [&](const Kernel& next) {
-    return grid_of(std::max<int64_t>(std::min(ctas(next), items), 1));
+    int64_t here = std::min(ctas(next), items);
+    const int64_t rest = here % std::gcd(plan.heads_k, int64_t{8});
+    if (next.role == Role::kPagedDecode && rest <= here / 64) here -= rest;
+    return grid_of(std::max<int64_t>(here, 1));
   };
   const bool chunks = hopper && plan.len_q >= kChunkQueries && whole_chunks(plan.problem.key) &&
                       whole_chunks(plan.problem.value);
@@ -283,6 +300,7 @@ Status run_paged(const Call& call) {
   if (p.whole_chunks && plan.head_dim == dim && plan.head_dim_v == dim && steps[0] && steps[1]) {
     p.key_step = steps[0];
     p.value_step = steps[1];
+    p.even_blocks = static_cast<int32_t>(problem.key.size(0));
   }
   p.tokens_q = problem.query.size(0);
   p.batch = static_cast<int32_t>(plan.batch);

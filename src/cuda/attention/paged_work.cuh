@@ -17,6 +17,7 @@
 
 #include "cuda/attention/paged.h"
 #include "cuda/attention/sequence.cuh"
+#include "cuda/ptx/arithmetic.cuh"
 #include "cuda/ptx/grid.cuh"
 
 namespace flashmoe::cuda {
@@ -93,7 +94,7 @@ struct PagedTask {
   int share, cost;           // keys of a split; how wide the item is
   int full_begin, full_end;  // those of the sequence that every row sees
   const char *key, *value;   // row 0 of block 0 of the head
-  int64_t table;             // where the sequence's row of the table begins
+  const char* table;         // the sequence's row of the table
 
   // Row `row` of the tile sees the keys [begin, end).
   __device__ __forceinline__ int position(int row, const PagedParams& p) const {
@@ -147,7 +148,8 @@ __device__ __forceinline__ void fill_task(PagedTask& task, int sequence, const P
   task.key_end = min(task.key_begin + task.share, task.seen_end);
   task.key = static_cast<const char*>(p.key) + head * p.key_strides.head * kCacheBytes;
   task.value = static_cast<const char*>(p.value) + head * p.value_strides.head * kCacheBytes;
-  task.table = sequence * p.table_row;
+  task.table = static_cast<const char*>(p.block_table) +
+               sequence * p.table_row * (p.table_is_int64 ? int64_t{8} : int64_t{4});
 }
 
 // The head of item `item` of a lane, of which each head has `of_head`.
@@ -272,10 +274,23 @@ struct PageRow {
       high = 0;
     }
   }
-  // Whether the cache has that block. Negative numbers are large ones here.
-  __device__ __forceinline__ bool sound(const PagedParams& p) const {
-    return high == 0 && low < static_cast<uint32_t>(p.blocks);
+  // The same from the sequence's row of the table, if there is such a key; if not, no cache has its
+  // block.
+  __device__ __forceinline__ void look_up(int key, bool is_there, const char* table,
+                                          const PagedParams& p) {
+    const int page = page_of(key, p);
+    const uint32_t* at =
+        reinterpret_cast<const uint32_t*>(ptx::mad_wide(page, p.table_step, table));
+    row = key - page * p.page;
+    high = !is_there;
+    if (is_there) low = __ldg(at);
+    if (is_there && p.table_is_int64) high = __ldg(at + 1);
   }
+  // Whether a cache of so many blocks has that block. Negative numbers are large ones here.
+  __device__ __forceinline__ bool in(int blocks) const {
+    return high == 0 && low < static_cast<uint32_t>(blocks);
+  }
+  __device__ __forceinline__ bool sound(const PagedParams& p) const { return in(p.blocks); }
   // Of all rows of the cache.
   __device__ __forceinline__ uint32_t number(const PagedParams& p) const {
     return low * p.page + row;

@@ -1,27 +1,39 @@
 // The tiles over pages of every family, apart from the other tables: these change without them.
-// First those for sequences with few rows, then those for all others.
+// First those for sequences with few rows, then those for all others. Of the former the ones with 8
+// rows are for calls in which no sequence has more.
 #pragma once
 
 #include "cuda/attention/paged.h"
 
-// clang-format off: a row is a line.
+// A row is a line.
+// clang-format off
 
 namespace flashmoe::cuda::sm90 {
 
-// Two CTAs on an SM, each with two tiles of a team or more on their way: 128 KB of an SM's at D =
-// 128.
+// With 8 rows three CTAs on an SM or more: a decode waits for its own instructions, and 12 warps
+// hide more of them than 8. With 16 rows registers are for two, each with two tiles of a team or
+// more on their way: 128 KB of an SM's at D = 128. Tiles of one head dim that differ in their rows
+// have the same keys and teams, in every family: a request has the same bits in both.
 inline constexpr PagedTile kPagedDecode[] = {
     // head_dim, block_q, block_k, warps, teams, stages, ctas, cache_bytes
+    {64, 8, 64, 4, 4, 3, 4, 2},
     {64, 16, 64, 4, 4, 6, 2, 2},
+    {128, 8, 64, 4, 4, 2, 3, 2},
     {128, 16, 64, 4, 4, 3, 2, 2},
+    {256, 8, 32, 4, 2, 2, 3, 2},
     {256, 16, 32, 4, 2, 2, 2, 2},
+    {512, 8, 16, 4, 1, 2, 3, 2},
     {512, 16, 16, 4, 1, 2, 2, 2},
 };
 inline constexpr PagedTile kPagedDecodeFp8[] = {
     // head_dim, block_q, block_k, warps, teams, stages, ctas, cache_bytes
+    {64, 8, 128, 4, 4, 3, 4, 1},
     {64, 16, 128, 4, 4, 6, 2, 1},
+    {128, 8, 128, 4, 4, 2, 3, 1},
     {128, 16, 128, 4, 4, 3, 2, 1},
+    {256, 8, 64, 4, 2, 2, 3, 1},
     {256, 16, 64, 4, 2, 2, 2, 1},
+    {512, 8, 32, 4, 1, 2, 3, 1},
     {512, 16, 32, 4, 1, 2, 2, 1},
 };
 inline constexpr PagedTile kPaged[] = {
@@ -47,16 +59,24 @@ namespace flashmoe::cuda::sm80 {
 // two warps or four share a tile's rows, or O would not fit in their registers.
 inline constexpr PagedTile kPagedDecode[] = {
     // head_dim, block_q, block_k, warps, teams, stages, ctas, cache_bytes
+    {64, 8, 64, 4, 4, 4, 2, 2},
     {64, 16, 64, 4, 4, 4, 2, 2},
+    {128, 8, 64, 4, 4, 2, 2, 2},
     {128, 16, 64, 4, 4, 2, 2, 2},
+    {256, 8, 32, 4, 2, 2, 2, 2},
     {256, 16, 32, 4, 2, 2, 2, 2},
+    {512, 8, 16, 4, 1, 2, 2, 2},
     {512, 16, 16, 4, 1, 2, 2, 2},
 };
 inline constexpr PagedTile kPagedDecodeFp8[] = {
     // head_dim, block_q, block_k, warps, teams, stages, ctas, cache_bytes
+    {64, 8, 128, 4, 4, 4, 2, 1},
     {64, 16, 128, 4, 4, 4, 2, 1},
+    {128, 8, 128, 4, 4, 2, 2, 1},
     {128, 16, 128, 4, 4, 2, 2, 1},
+    {256, 8, 64, 4, 2, 2, 2, 1},
     {256, 16, 64, 4, 2, 2, 2, 1},
+    {512, 8, 32, 4, 1, 2, 2, 1},
     {512, 16, 32, 4, 1, 2, 2, 1},
 };
 inline constexpr PagedTile kPaged[] = {
@@ -81,16 +101,24 @@ namespace flashmoe::cuda::sm75 {
 // Turing copies nothing in the background: one stage.
 inline constexpr PagedTile kPagedDecode[] = {
     // head_dim, block_q, block_k, warps, teams, stages, ctas, cache_bytes
+    {64, 8, 64, 4, 4, 1, 2, 2},
     {64, 16, 64, 4, 4, 1, 2, 2},
+    {128, 8, 64, 4, 4, 1, 1, 2},
     {128, 16, 64, 4, 4, 1, 1, 2},
+    {256, 8, 16, 4, 1, 1, 1, 2},
     {256, 16, 16, 4, 1, 1, 1, 2},
+    {512, 8, 16, 4, 1, 1, 1, 2},
     {512, 16, 16, 4, 1, 1, 1, 2},
 };
 inline constexpr PagedTile kPagedDecodeFp8[] = {
     // head_dim, block_q, block_k, warps, teams, stages, ctas, cache_bytes
+    {64, 8, 128, 4, 4, 1, 2, 1},
     {64, 16, 128, 4, 4, 1, 2, 1},
+    {128, 8, 128, 4, 4, 1, 1, 1},
     {128, 16, 128, 4, 4, 1, 1, 1},
+    {256, 8, 32, 4, 1, 1, 1, 1},
     {256, 16, 32, 4, 1, 1, 1, 1},
+    {512, 8, 32, 4, 1, 1, 1, 1},
     {512, 16, 32, 4, 1, 1, 1, 1},
 };
 inline constexpr PagedTile kPaged[] = {

@@ -6,10 +6,14 @@
 // group for one query after the other. There is a kernel for sequences with few of them, whose work
 // is reading the cache:
 //
-//                keys of a split ->
-//   16 rows  |team 0|team 1|team 2|team 3|team 0|...      a warp (or two) each, which loads its
-//                                                         keys by itself, some tiles ahead, and
-//                                                         waits for no other until all are merged
+//                     keys of a split ->
+//   8 or 16 rows  |team 0|team 1|team 2|team 3|team 0|...   a warp (or two) each, which loads its
+//                                                           keys by itself, some tiles ahead, and
+//                                                           waits for no other until all are merged
+//
+// There the operands of the MMAs have changed places (paged_decode.cuh): with 8 rows there are half
+// as many MMAs, accumulators and exponentials as with 16, and more warps fit on an SM. A tile of 16
+// keys of D = 128 takes 189 instructions of a warp.
 //
 // Loads do not stop between items: a team's next tiles are on their way, those of the next item
 // too, while the teams of this one are merged. So a task is found two items ahead, by one thread.
@@ -17,16 +21,20 @@
 // In the one for more rows all warps share the keys, a warp takes 16 rows and all columns, and one
 // barrier a tile keeps a stage from being overwritten while it is read.
 //
-//   shared memory: above D = 128 sQ rows x D, 16-bit; K and V of each team and stage, as the cache
-//   has them; at the end of an item a team's O in fp32 in the place of the tile it has just used
+//   shared memory: sQ rows x D, 16-bit, unless Q stays in registers (up to D = 128, with 8 rows up
+//   to 256); K and V of each team and stage, as the cache has them; at the end of an item a team's
+//   O in fp32 in the place of the tile it has just used
 //
 // Keys come through the block table: a lane looks up one key for the tile after the next, so that
 // its copies wait for nobody (PageRow). Nothing past key_end is looked up or read. Where keys were
 // split, paged_combine.cuh makes one result of the parts.
 #pragma once
 
+#include <climits>
+
 #include "cuda/attention/guard.cuh"
 #include "cuda/attention/mma_sync/fwd.cuh"
+#include "cuda/attention/mma_sync/paged_decode.cuh"
 #include "cuda/attention/mma_sync/paged_fp8.cuh"
 #include "cuda/attention/mma_sync/paged_store.cuh"
 #include "cuda/attention/mma_sync/paged_tile.cuh"
@@ -34,13 +42,27 @@
 
 namespace flashmoe::cuda {
 
-// Loads Q: to registers, or to shared memory, where the CTA waits until it is there. Where the
-// cache is fp8 the products of a row are to be times of a factor, which is in the same place.
+// What a warp has with many rows. Where the cache is fp8 the products of a row are to be times a
+// factor, which is here if Q is, else in shared memory.
 template <class C>
-__device__ __forceinline__ void load_query(FwdState<C>& t, float (&factors)[2], char* shared,
+struct ManyRowsState : FwdState<C> {
+  float factors[2];
+
+  __device__ __forceinline__ void clear() {
+    set_zero(this->o);
+    this->rows[0] = RowState();
+  }
+};
+
+// Loads Q: to registers, or to shared memory, where the CTA waits until it is there.
+template <class C>
+__device__ __forceinline__ void load_query(ManyRowsState<C>& t, char* shared,
                                            const PagedWarp<C>& warp, const PagedTask& task,
                                            const PagedParams& p) {
   const float scale = C::kFp8 && p.k_scale ? p.k_scale[task.head * p.k_scale_stride] : 1;
+  const auto pair = [&](int half, int step, int i) -> uint32_t& {
+    return t.rQ[0][step][2 * i + half];
+  };
   if constexpr (C::kQSteps == 0) {
     if constexpr (C::kFp8) {
       load_queries_fp8<C>(shared, scale, task, p);
@@ -49,11 +71,11 @@ __device__ __forceinline__ void load_query(FwdState<C>& t, float (&factors)[2], 
     }
     __syncthreads();  // Q is there
   } else if constexpr (C::kFp8) {
-    load_query_fragments_fp8<C>(t.rQ, factors, warp, task, p);
-    factors[0] *= scale;
-    factors[1] *= scale;
+    load_query_fragments_fp8<C>(pair, t.factors, warp, task, p);
+    t.factors[0] *= scale;
+    t.factors[1] *= scale;
   } else {
-    load_query_fragments<C>(t.rQ, warp, task, p);
+    load_query_fragments<C, 2>(pair, warp, task, p);
   }
 }
 template <class C>
@@ -116,9 +138,19 @@ __device__ __forceinline__ void drop_nonfinite_pages(char* sV, const PagedWarp<C
   sync_team<C>();  // the tile is finite
 }
 
-// Adds what was left out to the rows that see it, key by key.
+// Adds x, which was left out at a column of `key`, to the lane's rows that see it.
 template <class C>
-__device__ __forceinline__ void add_nonfinite_pages(FwdState<C>& t, const PagedWarp<C>& warp,
+__device__ __forceinline__ void add_to_rows(ManyRowsState<C>& t, int d, int c, int key, float x,
+                                            const PagedBounds<C>& rows) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (key >= rows.begin[half] && key < rows.end[half]) t.o[0][d][2 * half + c] += x;
+  }
+}
+
+// Adds what was left out to the rows that see it, key by key.
+template <class C, class State>
+__device__ __forceinline__ void add_nonfinite_pages(State& t, const PagedWarp<C>& warp,
                                                     const PagedTask& task, const PagedParams& p) {
   const auto infinite = [&](const char* row, int column) -> float {
     if (column >= p.head_dim_v) return 0;
@@ -129,40 +161,33 @@ __device__ __forceinline__ void add_nonfinite_pages(FwdState<C>& t, const PagedW
       return infinity_or_nan<typename C::Type>(reinterpret_cast<const uint16_t*>(row)[at]);
     }
   };
-  const PagedBounds<C> rows(warp, task, p);
+  const std::conditional_t<C::kFewRows, DecodeBounds<C>, PagedBounds<C>> rows(warp, task, p);
   const int tiles = PagedLoader<C>::tiles(warp, task);
 #pragma unroll 1
   for (int i = 0; i < tiles * C::kKeys; ++i) {
     const int key = PagedLoader<C>::first_key(i / C::kKeys, warp, task) + i % C::kKeys;
     if (key >= task.key_end) continue;
     PageRow page;
-    page.look_up(key, task.table, p);
+    page.look_up(key, true, task.table, p);
     if (!page.sound(p)) continue;
     const char* row = task.value + page.offset<C::kCacheBytes>(p.value_block, p.value_strides.row);
     // Opaque: ahead of the loop over keys there are no registers for as many columns.
-    const int quarter = ptx::opaque(warp.lane) % 4;
+    const uint32_t lane = ptx::opaque(warp.lane);
 #pragma unroll
     for (int d = 0; d < C::kDimTiles; ++d) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        // See for_each_column().
-        const int column = warp.column + (C::kFp8 ? 8 * (d & ~1) + 4 * quarter + 2 * c + d % 2
-                                                  : 8 * d + 2 * quarter + c);
-        const float x = infinite(row, column);
-        if (x == 0) continue;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          if (key >= rows.begin[half] && key < rows.end[half]) t.o[0][d][2 * half + c] += x;
-        }
+        const float x = infinite(row, warp.column + lane_column<C>(d, c, lane));
+        if (x != 0) add_to_rows<C>(t, d, c, key, x, rows);
       }
     }
   }
 }
 
-// One tile of keys, in shared memory.
+// One tile of keys, in shared memory, under many rows.
 template <class C>
-__device__ __forceinline__ void paged_step(FwdState<C>& t, char* shared, uint32_t smem, uint32_t sK,
-                                           int first_key, bool guarded, const float (&factors)[2],
+__device__ __forceinline__ void paged_step(ManyRowsState<C>& t, char* shared, uint32_t smem,
+                                           uint32_t sK, int first_key, bool guarded,
                                            const PagedWarp<C>& warp, const PagedTask& task,
                                            const PagedParams& p) {
   using Cache = typename C::CacheLayout;
@@ -176,7 +201,7 @@ __device__ __forceinline__ void paged_step(FwdState<C>& t, char* shared, uint32_
     add_scores_fp8<C>(s, t.rQ, lane_q, lane_k);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float factor = query_factor<C>(factors, half, shared, warp);
+      const float factor = query_factor<C>(t.factors, half, shared, warp);
 #pragma unroll
       for (int i = 0; i < C::kKeyTiles * 2; ++i) s[0][i / 2][2 * half + i % 2] *= factor;
     }
@@ -197,21 +222,49 @@ __device__ __forceinline__ void paged_step(FwdState<C>& t, char* shared, uint32_
   }
 }
 
-// Accumulates O over the team's keys.
+// Accumulates O over the team's keys, under few rows. What few tiles need, or few calls, is behind
+// one branch.
 template <class C>
-__device__ __forceinline__ void paged_keys(FwdState<C>& t, PagedLoader<C>& loader, int number,
+__device__ __forceinline__ void paged_keys(DecodeState<C>& t, PagedLoader<C>& loader, int number,
                                            char* shared, uint32_t smem, bool guarded,
-                                           const float (&factors)[2], const PagedWarp<C>& warp,
-                                           const PagedTask* tasks, const PagedParams& p) {
+                                           const PagedWarp<C>& warp, const PagedTask* tasks,
+                                           const PagedParams& p) {
   const PagedTask& task = tasks[number % kPagedTasks];
-  set_zero(t.o);
-  t.rows[0] = RowState();
+  const DecodeLanes<C> lanes(warp);
+  const ScoreRule rule(p);
+  const int key_end = task.key_end, full_end = min(task.full_end, key_end);
+  const int plain_end = guarded || rule.transforms() ? INT_MIN : full_end - C::kKeys + 1;
+  const int full_begin = task.full_begin;
+  t.clear();
+#pragma unroll 1
+  for (int key = loader.first_key(0, warp, task); key < key_end; key += C::kTeams * C::kKeys) {
+    const uint32_t sK = loader.next(number, smem, warp, tasks, p);
+    float s[C::kRowTiles][C::kKeyTiles][4];
+    decode_scores<C>(s, t, smem + lanes.q, smem + sK + lanes.k);
+    if (key < full_begin || key >= plain_end) {
+      if (rule.transforms()) transform_scores<C>(s, rule);
+      if (key < full_begin || key + C::kKeys > full_end) mask_decode<C>(s, key, warp, task, p);
+      if (guarded) drop_nonfinite_pages<C>(shared + sK + C::kTileBytes, warp);
+    }
+    update_decode_references<C>(t, s, rule.scale_log2());
+    accumulate_decode<C>(t, s, rule, smem + sK + lanes.v);
+  }
+  if (guarded) add_nonfinite_pages<C>(t, warp, task, p);
+}
+
+// The same under many rows.
+template <class C>
+__device__ __forceinline__ void paged_keys(ManyRowsState<C>& t, PagedLoader<C>& loader, int number,
+                                           char* shared, uint32_t smem, bool guarded,
+                                           const PagedWarp<C>& warp, const PagedTask* tasks,
+                                           const PagedParams& p) {
+  const PagedTask& task = tasks[number % kPagedTasks];
+  t.clear();
   const int tiles = loader.tiles(warp, task);
 #pragma unroll 1
   for (int tile = 0; tile < tiles; ++tile) {
     const uint32_t sK = loader.next(number, smem, warp, tasks, p);
-    paged_step<C>(t, shared, smem, sK, loader.first_key(tile, warp, task), guarded, factors, warp,
-                  task, p);
+    paged_step<C>(t, shared, smem, sK, loader.first_key(tile, warp, task), guarded, warp, task, p);
   }
   if (guarded) add_nonfinite_pages<C>(t, warp, task, p);
 }
@@ -249,15 +302,14 @@ __device__ __forceinline__ void paged_tile(PagedLoader<C>& loader, int number,
   const PagedWarp<C> warp;
   const PagedTask *const tasks = all.tasks, &task = all[number];
   TeamWords<C>& words = team_words<C>(shared);
-  FwdState<C> t;
+  std::conditional_t<C::kFewRows, DecodeState<C>, ManyRowsState<C>> t;
 #pragma unroll 1
   for (int guarded = 0;; guarded = 1) {
     loader.begin(number, guarded, smem, warp, tasks, p);
     if (!guarded) all.find(number + 2, p);
-    float factors[2];
-    load_query<C>(t, factors, shared, warp, task, p);
-    paged_keys<C>(t, loader, number, shared, smem, guarded, factors, warp, tasks, p);
-    if constexpr (C::kTeams > 1) {
+    load_query<C>(t, shared, warp, task, p);
+    paged_keys<C>(t, loader, number, shared, smem, guarded, warp, tasks, p);
+    if constexpr (C::kFewRows) {
       leave_for_merge<C>(t, shared, loader.free_stage(warp), words, warp, task);
     }
     const bool bad = __any_sync(0xffffffffu, loader.bad & 1);
@@ -270,7 +322,7 @@ __device__ __forceinline__ void paged_tile(PagedLoader<C>& loader, int number,
   }
   const float factor = C::kFp8 && p.v_scale ? p.v_scale[task.head * p.v_scale_stride] : 1;
   const float poison = words.any_bad(number) ? NAN : 1;
-  if constexpr (C::kTeams > 1) {
+  if constexpr (C::kFewRows) {
     merge_teams<C>(factor, poison, shared, words, task, p);
     __syncthreads();  // what teams left is read: tiles may take its place
   } else {

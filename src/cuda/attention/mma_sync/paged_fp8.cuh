@@ -89,17 +89,17 @@ __device__ __forceinline__ float power_for_fp16(float top) {
   return __uint_as_float(static_cast<uint32_t>(up + 127) << 23);
 }
 
-// A lane's fragments of Q from global memory as fp16, in the order that add_scores_fp8() wants.
-// `inverse` gets one over the factor of each of its two rows.
-template <class C>
-__device__ __forceinline__ void load_query_fragments_fp8(uint32_t (&rQ)[1][C::kQSteps + 1][4],
-                                                         float (&inverse)[2],
+// load_query_fragments() as fp16, columns in the order that add_scores_fp8() wants. `inverse` gets
+// one over the factor of each of the rows.
+template <class C, int kHalves, class Pair>
+__device__ __forceinline__ void load_query_fragments_fp8(const Pair& pair_at,
+                                                         float (&inverse)[kHalves],
                                                          const PagedWarp<C>& warp,
                                                          const PagedTask& task,
                                                          const PagedParams& p) {
   using T = typename C::Query;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int half = 0; half < kHalves; ++half) {
     const int row = warp.row + 8 * half + warp.lane / 4;
     const typename T::Storage* from = static_cast<const typename T::Storage*>(p.query) +
                                       row_offset(row, p.query_strides, task, p);
@@ -108,7 +108,6 @@ __device__ __forceinline__ void load_query_fragments_fp8(uint32_t (&rQ)[1][C::kQ
 #pragma unroll
     for (int step = 0; step < C::kQSteps; ++step) {
       const int column = 16 * step + 4 * (warp.lane % 4);
-      uint32_t(&fragment)[4] = rQ[0][step];
       uint2 four = {0, 0};
       if (column + 4 <= dim) {
         four = *reinterpret_cast<const uint2*>(from + column);
@@ -117,8 +116,8 @@ __device__ __forceinline__ void load_query_fragments_fp8(uint32_t (&rQ)[1][C::kQ
         if (column + 1 < dim) four.x |= uint32_t{from[column + 1]} << 16;
         if (column + 2 < dim) four.y = from[column + 2];
       }
-      fragment[half] = four.x;
-      fragment[2 + half] = four.y;
+      pair_at(half, step, 0) = four.x;
+      pair_at(half, step, 1) = four.y;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const uint32_t two = i < 2 ? four.x : four.y;
@@ -130,7 +129,7 @@ __device__ __forceinline__ void load_query_fragments_fp8(uint32_t (&rQ)[1][C::kQ
     if constexpr (T::kExponent != C::Type::kExponent) {
 #pragma unroll
       for (int i = 0; i < 2 * C::kQSteps; ++i) {
-        uint32_t& two = rQ[0][i / 2][i % 2 * 2 + half];
+        uint32_t& two = pair_at(half, i / 2, i % 2);
         const float low = T::unpack(static_cast<typename T::Storage>(two));
         const float high = T::unpack(static_cast<typename T::Storage>(two >> 16));
         two = C::Type::pack(low * factor, high * factor);

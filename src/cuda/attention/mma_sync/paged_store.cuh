@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/attention/mma_sync/fwd_store.cuh"
+#include "cuda/attention/mma_sync/paged_decode.cuh"
 #include "cuda/attention/mma_sync/paged_tile.cuh"
 
 namespace flashmoe::cuda {
@@ -70,7 +71,7 @@ __device__ __forceinline__ void for_each_column(const float (&o)[C::kDimTiles][4
   }
 }
 
-// Stores the rows of the only team. `poison` is NaN where the block table led out of the cache,
+// Stores the rows of a warp, of many. `poison` is NaN where the block table led out of the cache,
 // else 1.
 template <class C>
 __device__ __forceinline__ void store_rows(const FwdState<C>& t, float factor, float poison,
@@ -113,29 +114,38 @@ __device__ __forceinline__ TeamWords<C>& team_words(char* shared) {
 }
 
 // Teams leave O in fp32 in the stage that their loader keeps free. Eight columns are moved to
-// others in each row of eight, so that a fragment's rows lie in different banks.
+// others in each pair of rows, so that those of a fragment's that are written at once lie in
+// different banks.
 template <class C>
 __device__ __forceinline__ int merge_place(int row, int column) {
-  static_assert(C::kDim % 64 == 0);
-  return row * C::kDim + (column ^ row % 8 * 8);
+  static_assert(C::kDim % 32 == 0);
+  return row * C::kDim + (column ^ row / 2 % 4 * 8);
 }
 template <class C>
-__device__ __forceinline__ void leave_for_merge(const FwdState<C>& t, char* shared, uint32_t stage,
-                                                TeamWords<C>& words, const PagedWarp<C>& warp,
-                                                const PagedTask& task) {
+__device__ __forceinline__ void leave_for_merge(const DecodeState<C>& t, char* shared,
+                                                uint32_t stage, TeamWords<C>& words,
+                                                const PagedWarp<C>& warp, const PagedTask& task) {
   float* const sO = reinterpret_cast<float*>(shared + stage);
   if (warp.in_team == 0 && warp.lane == 0) words.stage[warp.team] = stage;
   sync_team<C>();  // the team is done with the tile in whose place O is put
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const float sum = quad_sum(t.rows[0].sum[half]);
-    const int row = warp.row + 8 * half + warp.lane / 4;
+  for (int i = 0; i < 2 * C::kRowTiles; ++i) {
+    const int n = i / 2, c = i % 2, row = decode_row<C>(n, c, warp);
+    const float sum = column_sum(t.sum[n][c]);
     if (row >= task.rows) continue;
-    for_each_column<C>(t.o[0], half, warp, [&](int column, float x, float y) {
-      *reinterpret_cast<float2*>(sO + merge_place<C>(row, column)) = {x, y};
-    });
-    if (warp.lane % 4 == 0 && warp.column == 0) {
-      words.row[warp.team][row] = {t.rows[0].reference[half], sum};
+#pragma unroll
+    for (int d = 0; d < C::kDimTiles; ++d) {
+      const float x = t.o[d][n][c], y = t.o[d][n][2 + c];
+      const int column = warp.column + lane_column<C>(d, 0, warp.lane);
+      if constexpr (C::kFp8) {  // neighbours
+        *reinterpret_cast<float2*>(sO + merge_place<C>(row, column)) = {x, y};
+      } else {
+        sO[merge_place<C>(row, column)] = x;
+        sO[merge_place<C>(row, column + 8)] = y;
+      }
+    }
+    if (warp.lane / 4 == 0 && warp.column == 0) {
+      words.row[warp.team][row] = {t.reference[n][c], sum};
     }
   }
 }
@@ -152,7 +162,6 @@ __device__ __forceinline__ void merge_teams(float factor, float poison, const ch
     float top = -INFINITY;
 #pragma unroll
     for (int team = 0; team < C::kTeams; ++team) top = fmaxf(top, words.row[team][row].x);
-    if (top == -INFINITY) top = 0;
     float sum = 0, value[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int team = 0; team < C::kTeams; ++team) {

@@ -33,13 +33,16 @@ struct PagedShape {
   static constexpr int kStages = kTile.stages, kRows = kTile.block_q;
   static constexpr int kTeams = kTile.teams;
   static constexpr int kTeamWarps = kTile.warps / kTeams;
-  static constexpr int kColumnWarps = kTeamWarps * 16 / kRows;  // that share rows
-  static constexpr int kKeys = kTile.block_k / kTeams;          // of a team's tile
-  static constexpr int kWarpKeys = kKeys / kTeamWarps;          // that a warp loads of a tile
-  static constexpr int kColumns = kDim / kColumnWarps;          // of O, of a warp
+  static constexpr int kColumnWarps = kFewRows ? kTeamWarps : kTeamWarps * 16 / kRows;
+  static constexpr int kKeys = kTile.block_k / kTeams;  // of a team's tile
+  static constexpr int kWarpKeys = kKeys / kTeamWarps;  // that a warp loads of a tile
+  static constexpr int kColumns = kDim / kColumnWarps;  // of O, of a warp
 
-  // As the pieces of the dense kernel want to know it.
-  static constexpr int kRowTiles = 1, kKeyTiles = kKeys / 8, kDimTiles = kColumns / 8;
+  // Fragments of a warp, as the pieces of the dense kernel want to know it: of rows (m16), keys and
+  // columns of O (n8). With few rows the other way round: see paged_decode.cuh.
+  static constexpr int kRowTiles = kFewRows ? kRows / 8 : 1;
+  static constexpr int kKeyTiles = kKeys / (kFewRows ? 16 : 8);
+  static constexpr int kDimTiles = kColumns / (kFewRows ? 16 : 8);
   static constexpr int kDimSteps = kDim / 16, kKeySteps = kKeys / 16;
   static constexpr int kQSteps = kTile.keeps_queries() ? kDimSteps : 0;  // of Q in registers
   using Layout = Swizzled<kDim>;                                         // of Q in shared memory
@@ -55,17 +58,22 @@ struct PagedShape {
   static constexpr uint32_t kSmemTasks = kSmemWork + kTile.work_bytes();
   static_assert(kSmemTasks + kPagedTasks * kPagedTaskBytes == kTile.shared_bytes());
 
-  // How a warp copies rows of K and V: lanes of a row, rows at once, passes over a row.
-  static constexpr int kRowLanes =
-      power_of_two_from(CacheLayout::kChunks < 32 ? CacheLayout::kChunks : 32);
+  // How a warp copies rows of K and V: lanes of a row, rows at once, passes over a row. Of a row
+  // 128 bytes at once: the rest lies at constant distances, and an address takes five instructions.
+  static constexpr int kRowLanes = CacheLayout::kChunks < 8 ? CacheLayout::kChunks : 8;
   static constexpr int kRowsAtOnce = 32 / kRowLanes;
-  static constexpr int kRowPasses = (CacheLayout::kChunks + 31) / 32;
+  static constexpr int kRowPasses = CacheLayout::kChunks / kRowLanes;
   static_assert(kWarpKeys % kRowsAtOnce == 0 && CacheLayout::kChunks % kRowLanes == 0);
 
-  static_assert(kRows % 16 == 0 && kTeamWarps % (kRows / 16) == 0);
-  static_assert(kFewRows ? kRows == kDecodeRows : kTeams == 1);
+  // How many rows a lane copies. It asks for each by a constant, since lanes that copy the same
+  // rows look up these: see looked_up_row().
+  static constexpr int kRowsOfLanes = kWarpKeys / kRowsAtOnce;
+  static_assert(kRowsOfLanes <= kRowLanes && (kWarpKeys & (kWarpKeys - 1)) == 0);
+
+  static_assert(kFewRows ? kRows == 8 || kRows == kDecodeRows
+                         : kTeams == 1 && kRows % 16 == 0 && kTeamWarps % (kRows / 16) == 0);
   // A team leaves its O in the place of a tile: see merge_teams().
-  static_assert(kTeams == 1 || kDecodeRows * kDim * 4 <= 2 * kTileBytes);
+  static_assert(!kFewRows || kRows * kDim * 4 <= 2 * kTileBytes);
   static_assert(kKeys % 16 == 0 && kWarpKeys > 0 && kWarpKeys <= 32 && kColumns % 16 == 0);
   static_assert(kTileBytes % 1024 == 0 || kDim * kCacheBytes < 128);
   static_assert(kTileBytes % 128 == 0 && kSmemKv % 128 == 0 && kSmemTasks % 16 == 0);
@@ -76,7 +84,7 @@ template <class C>
 struct PagedWarp {
   int lane, team, in_team, row, column;  // row: its first, of the tile; column: its first, of O
   __device__ __forceinline__ PagedWarp() {
-    const int thread = ptx::opaque_thread(), warp = thread / 32;
+    const uint32_t thread = ptx::opaque_thread(), warp = thread / 32;
     lane = thread % 32;
     team = warp / C::kTeamWarps;
     in_team = warp % C::kTeamWarps;
@@ -84,6 +92,17 @@ struct PagedWarp {
     column = in_team % C::kColumnWarps * C::kColumns;
   }
 };
+
+// Which of a warp's columns of O lane `lane` has in fragment d, as the first or the second (c).
+template <class C>
+__device__ __forceinline__ int lane_column(int d, int c, uint32_t lane) {
+  if constexpr (C::kFewRows) {  // a row of O^T
+    return 16 * d + (C::kFp8 ? 2 * (lane / 4) + c : lane / 4 + 8 * c);
+  } else {  // of fp8 even and odd columns of 16
+    const int quarter = lane % 4;
+    return C::kFp8 ? 8 * (d & ~1) + 4 * quarter + 2 * c + d % 2 : 8 * d + 2 * quarter + c;
+  }
+}
 
 // Waits for the warps of the team.
 template <class C>
@@ -107,42 +126,67 @@ __device__ __forceinline__ int64_t row_offset(int row, const Strides& strides,
          (task.head * p.group + pair - query * p.group) * strides.head;
 }
 
-// Copies a warp's keys of a tile where rows of the whole cache are one step apart and as wide as
-// the kernel's. Lane i has the number of row i.
+// Which of a warp's keys lane `lane` looks up, others the same one perhaps, and which lane looks up
+// key `row`.
 template <class C>
-__device__ __forceinline__ void copy_even_rows(uint32_t sK, uint32_t sV, int first,
-                                               const char* keys, const char* values,
-                                               uint32_t number, int lane, const PagedParams& p) {
+__device__ __forceinline__ int looked_up_row(uint32_t lane) {
+  return lane % C::kRowsOfLanes * C::kRowsAtOnce + lane / C::kRowLanes;
+}
+template <class C>
+__device__ __forceinline__ int lane_of_row(uint32_t row) {
+  return row / C::kRowsAtOnce + row % C::kRowsAtOnce * C::kRowLanes;
+}
+// What the lane knows that looked up row i + lane / kRowLanes, where i is a multiple of
+// kRowsAtOnce.
+template <class C, class Number>
+__device__ __forceinline__ Number of_row(Number x, int i) {
+  return __shfl_sync(0xffffffffu, x, i / C::kRowsAtOnce, C::kRowLanes);
+}
+
+// Where a lane's first chunk of a warp's first keys goes in a tile.
+template <class C>
+__device__ __forceinline__ uint32_t copied_chunk(int first, uint32_t lane) {
+  return C::CacheLayout::at(first + lane / C::kRowLanes, lane % C::kRowLanes);
+}
+
+// Copies a warp's keys of a tile where rows of the whole cache are one step apart and as wide as
+// the kernel's: to `shared` and behind it, from the lane's chunk of row 0. `number` is that of the
+// row that the lane looked up.
+template <class C>
+__device__ __forceinline__ void copy_even_rows(uint32_t shared, const char* keys,
+                                               const char* values, uint32_t number,
+                                               const PagedParams& p) {
   using Layout = typename C::CacheLayout;
 #pragma unroll
   for (int i = 0; i < C::kWarpKeys; i += C::kRowsAtOnce) {
-    const int row = i + lane / C::kRowLanes;
-    const uint64_t from = __shfl_sync(0xffffffffu, number, row);
+    const uint32_t from = of_row<C>(number, i), to = Layout::down(shared, i);
+    const char* const key = ptx::mad_wide(from, p.key_step, keys);
+    const char* const value = ptx::mad_wide(from, p.value_step, values);
 #pragma unroll
     for (int pass = 0; pass < C::kRowPasses; ++pass) {
-      const int chunk = lane % C::kRowLanes + pass * C::kRowLanes;
-      const uint32_t to = Layout::at(first + row, chunk);
-      C::Chip::copy_16(sK + to, keys + chunk * 16 + from * p.key_step, true);
-      C::Chip::copy_16(sV + to, values + chunk * 16 + from * p.value_step, true);
+      const int chunk = pass * C::kRowLanes;
+      C::Chip::copy_16(to + chunk * 16, key + chunk * 16, true);
+      C::Chip::copy_16(to + chunk * 16 + C::kTileBytes, value + chunk * 16, true);
     }
   }
 }
 
 // The same for one tensor, whose rows are where lanes found them; zeros where that is negative, and
-// beyond `dim`.
+// beyond `dim`. `from` is the lane's chunk of row 0.
 template <class C>
 __device__ __forceinline__ void copy_rows(uint32_t shared, int first, const char* from,
-                                          int64_t offset, int dim, int lane) {
+                                          int64_t offset, int dim, uint32_t lane) {
   using Layout = typename C::CacheLayout;
+  shared += copied_chunk<C>(first, lane);
 #pragma unroll
   for (int i = 0; i < C::kWarpKeys; i += C::kRowsAtOnce) {
-    const int row = i + lane / C::kRowLanes;
-    const int64_t where = __shfl_sync(0xffffffffu, offset, row);
+    const int64_t where = of_row<C>(offset, i);
 #pragma unroll
     for (int pass = 0; pass < C::kRowPasses; ++pass) {
       const int chunk = lane % C::kRowLanes + pass * C::kRowLanes;
       const bool there = where >= 0 && chunk * 16 < dim * C::kCacheBytes;
-      C::Chip::copy_16(shared + Layout::at(first + row, chunk), from + where + chunk * 16, there);
+      C::Chip::copy_16(Layout::down(shared, i) + pass * C::kRowLanes * 16,
+                       from + where + pass * C::kRowLanes * 16, there);
     }
   }
 }
@@ -158,7 +202,7 @@ __device__ __forceinline__ void gather_rows(uint32_t shared, int first, const ch
 #pragma unroll 1
   for (int i = lane; i < C::kWarpKeys * kWords; i += 32) {
     const int row = i / kWords, word = i % kWords;
-    const int64_t where = __shfl_sync(0xffffffffu, offset, row);
+    const int64_t where = __shfl_sync(0xffffffffu, offset, lane_of_row<C>(row));
     uint32_t packed = 0;
 #pragma unroll
     for (int e = 0; e < kNumbers; ++e) {
@@ -179,9 +223,12 @@ template <class C>
 struct PagedLoader {
   static constexpr int kAhead = C::kStages - 1;  // tiles that are on their way
 
-  PageRow page;     // the lane's key of the tile that is loaded next; its row is -1: none
-  int key = 0;      // that key
-  int left = 0;     // tiles of its task that are still to be loaded
+  PageRow page;  // the lane's key of the tile that is loaded next
+  int key = 0;   // that key
+  // Of its task: the end of its keys, its row of the table, and the lane's chunks of row 0.
+  int key_end = 0;
+  const char *table = nullptr, *keys = nullptr, *values = nullptr;
+  int left = 0;     // tiles of that task that are still to be loaded
   int ahead = 0;    // tiles that are loaded or on their way, and not used yet
   int stage = 0;    // of the tile that is used next
   int in_next = 0;  // 1: that task is the next one
@@ -245,17 +292,19 @@ struct PagedLoader {
   }
 
  private:
-  __device__ __forceinline__ void look_up(const PagedWarp<C>& warp, const PagedTask& task,
-                                          const PagedParams& p) {
-    page.row = -1;
-    if (warp.lane < C::kWarpKeys && key < task.key_end) page.look_up(key, task.table, p);
+  __device__ __forceinline__ void look_up(const PagedParams& p) {
+    page.look_up(key, key < key_end, table, p);
   }
   __device__ __forceinline__ void enter(int number, const PagedWarp<C>& warp,
                                         const PagedTask* tasks, const PagedParams& p) {
     const PagedTask& task = tasks[number % kPagedTasks];
     left = tiles(warp, task);
-    key = first_key(0, warp, task) + warp.in_team * C::kWarpKeys + warp.lane;
-    if (left > 0) look_up(warp, task, p);
+    key = first_key(0, warp, task) + warp.in_team * C::kWarpKeys + looked_up_row<C>(warp.lane);
+    key_end = task.key_end;
+    table = task.table;
+    keys = ptx::mad_wide(warp.lane % C::kRowLanes, 16, task.key);
+    values = ptx::mad_wide(warp.lane % C::kRowLanes, 16, task.value);
+    if (left > 0) look_up(p);
   }
   // Goes on to the task after `current`, unless it is there already or there is none. With many
   // rows the work is not loading, and registers are few.
@@ -268,47 +317,46 @@ struct PagedLoader {
   }
   __device__ __forceinline__ void load_tile(int current, uint32_t smem, const PagedWarp<C>& warp,
                                             const PagedTask* tasks, const PagedParams& p) {
-    const PagedTask& task = tasks[(current + in_next) % kPagedTasks];
     const uint32_t sK = smem + stage_at(wrap(stage + ahead), warp), sV = sK + C::kTileBytes;
     const int first = warp.in_team * C::kWarpKeys;
-    const bool sound = page.row >= 0 && page.sound(p);
-    if (page.row >= 0 && !sound) bad |= in_next ? 2 : 1;
-    const PageRow now = page;
-    const char *keys = task.key, *values = task.value;
-    ++ahead;
-    key += C::kTeams * C::kKeys;
-    if (--left > 0) {
-      look_up(warp, task, p);
+    if (__all_sync(0xffffffffu, page.in(p.even_blocks))) {
+      copy_even_rows<C>(sK + copied_chunk<C>(first, warp.lane), keys, values, page.number(p), p);
     } else {
-      enter_next(current, warp, tasks, p);
-    }
-    if (p.key_step && __all_sync(0xffffffffu, sound || warp.lane >= C::kWarpKeys)) {
-      copy_even_rows<C>(sK, sV, first, keys, values, now.number(p), warp.lane, p);
-    } else {
+      const bool sound = page.sound(p);
+      if (key < key_end && !sound) bad |= in_next ? 2 : 1;
       int64_t from_key = -1, from_value = -1;  // nothing is read
       if (sound) {
-        from_key = now.offset<C::kCacheBytes>(p.key_block, p.key_strides.row);
-        from_value = now.offset<C::kCacheBytes>(p.value_block, p.value_strides.row);
+        from_key = page.offset<C::kCacheBytes>(p.key_block, p.key_strides.row);
+        from_value = page.offset<C::kCacheBytes>(p.value_block, p.value_strides.row);
       }
       if (p.whole_chunks) {
         copy_rows<C>(sK, first, keys, from_key, p.head_dim, warp.lane);
         copy_rows<C>(sV, first, values, from_value, p.head_dim_v, warp.lane);
       } else {
-        gather_rows<C>(sK, first, keys, from_key, p.key_column, p.head_dim, warp.lane);
-        gather_rows<C>(sV, first, values, from_value, p.value_column, p.head_dim_v, warp.lane);
+        const int back = warp.lane % C::kRowLanes * 16;
+        gather_rows<C>(sK, first, keys - back, from_key, p.key_column, p.head_dim, warp.lane);
+        gather_rows<C>(sV, first, values - back, from_value, p.value_column, p.head_dim_v,
+                       warp.lane);
       }
     }
     C::Chip::commit();
+    ++ahead;
+    key += C::kTeams * C::kKeys;
+    if (--left > 0) {
+      look_up(p);
+    } else {
+      enter_next(current, warp, tasks, p);
+    }
   }
 };
 
-// A lane's fragments of Q from global memory, in the order of mma.sync's operand.
-template <class C>
-__device__ __forceinline__ void load_query_fragments(uint32_t (&rQ)[1][C::kQSteps + 1][4],
-                                                     const PagedWarp<C>& warp,
+// A lane's fragments of Q from global memory. Of row lane / 4 + 8 `half`, pair(half, step, i) is
+// where the columns 16 step + 8 i + lane % 4 * 2 and the next one go.
+template <class C, int kHalves, class Pair>
+__device__ __forceinline__ void load_query_fragments(const Pair& pair_at, const PagedWarp<C>& warp,
                                                      const PagedTask& task, const PagedParams& p) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int half = 0; half < kHalves; ++half) {
     const int row = warp.row + 8 * half + warp.lane / 4;
     const uint16_t* from =
         static_cast<const uint16_t*>(p.query) + row_offset(row, p.query_strides, task, p);
@@ -316,7 +364,7 @@ __device__ __forceinline__ void load_query_fragments(uint32_t (&rQ)[1][C::kQStep
 #pragma unroll
     for (int i = 0; i < 2 * C::kQSteps; ++i) {
       const int column = 8 * i + warp.lane % 4 * 2;
-      uint32_t& pair = rQ[0][i / 2][i % 2 * 2 + half];
+      uint32_t& pair = pair_at(half, i / 2, i % 2);
       pair = 0;
       if (column + 1 < dim) {
         pair = *reinterpret_cast<const uint32_t*>(from + column);

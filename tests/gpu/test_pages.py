@@ -77,6 +77,54 @@ def test_groups_and_head_dims(group, d, float8):
     )
 
 
+# Heads of a group and queries: 1 to 16 rows. Up to 8 have a tile of their own if no sequence of the
+# call may have more.
+UP_TO_8 = ((1, 1), (1, 2), (1, 3), (1, 4), (3, 1), (3, 2), (4, 1), (4, 2), (5, 1), (7, 1), (8, 1))
+UP_TO_16 = ((3, 3), (3, 4), (4, 3), (4, 4), (8, 2), (12, 1), (13, 1), (16, 1))
+FEW_ROWS = pytest.mark.parametrize(("group", "queries"), (*UP_TO_8, *UP_TO_16))
+DTYPES = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+
+
+def few_rows(group, queries, **changes) -> Problem:
+    lengths = ((queries, 300), (queries, 17), (1, 1500), (queries, queries), (queries, 0))
+    scales = "(Hk,)" if changes.get("float8") else None
+    problem = replace(BASE, decode=False, heads_q=2 * group, lengths=lengths, scales=scales)
+    problem = replace(problem, **changes)
+    if not taken(problem):
+        pytest.skip("another family has bf16")
+    return problem
+
+
+@pytest.mark.parametrize("float8", [False, True], ids=["16 bits", "fp8"])
+@DTYPES
+@pytest.mark.parametrize("d", [64, 128, 256, 512])
+@FEW_ROWS
+def test_few_rows(group, queries, d, dtype, float8):
+    sizes = {"head_dim": d, "head_dim_v": d}
+    accept(few_rows(group, queries, dtype=dtype, float8=float8, sinks="float32", **sizes))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [{}, {"window": (37, 0)}, {"causal": False}, {"softcap": 2.0}, {"scale": -0.2}, {"page": 5}],
+    ids=["causal", "window", "all", "softcap", "scale", "page"],
+)
+@pytest.mark.parametrize("float8", [False, True], ids=["16 bits", "fp8"])
+@DTYPES
+@pytest.mark.parametrize("d", [64, 128, 256, 512])
+def test_bits_do_not_depend_on_the_bound_on_queries(d, dtype, float8, rule):
+    """That is, on whether the tile has 8 rows or 16."""
+    sizes = {"head_dim": d, "head_dim_v": d, "spread": 4.0}
+    for group, queries in ((1, 1), (4, 1), (4, 2), (3, 2), (7, 1), (8, 1)):
+        made = pages.build(
+            few_rows(group, queries, dtype=dtype, float8=float8, **sizes, **rule), DEVICE
+        )
+        want = call(made)  # at most 8 rows
+        for bound in (9, 16, 100):
+            got = call(made, max_seqlen_q=bound)
+            assert all(same_bits(a, b) for a, b in zip(got, want, strict=True)), (group, bound)
+
+
 @pytest.mark.parametrize("page", [1, 8, 16, 24, 64, 256])
 @pytest.mark.parametrize("layout", pages.CACHE_LAYOUTS)
 def test_long_sequences(page, layout):
@@ -139,7 +187,7 @@ def test_chunks_with_sinks(page):
 
 def test_nan_behind_a_mask():
     """In V at the last key, which only the last query of a chunk sees."""
-    for queries in (3, 40, 200):
+    for queries in (2, 3, 40, 200):
         problem = replace(BASE, decode=False, lengths=((queries, 300), (1, 70)))
         made = pages.build(problem, DEVICE)
         table = made.tensors["block_table"]

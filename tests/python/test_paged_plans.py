@@ -84,7 +84,8 @@ def test_the_grid_is_what_the_chip_holds():
     """However long sequences may be: CTAs find their work themselves, the last of it by tickets."""
     for batch, keys in ((256, 131_072), (64, 1 << 20)):
         for fp8 in (False, True):
-            for chip, ctas in (("sm_90", 2 * 132), ("sm_80", 2 * 108)):
+            # On Hopper all but 4: a multiple of the 8 key heads, which are read side by side.
+            for chip, ctas in (("sm_90", 3 * 132 - 4), ("sm_80", 2 * 108)):
                 told_plan, _ = plan(chip, batch=batch, keys=keys, fp8=fp8)
                 assert told_plan["grid"] == (ctas, 1, 1)
                 family = CATALOGUE[told_plan["kernel"]]["family"]
@@ -97,9 +98,9 @@ def test_few_items_have_a_cta_each():
         told_plan, _ = plan("sm_90", batch=batch, keys=keys)
         assert told_plan["grid"] == (8, min(-(-keys // 256), 16), batch)
         assert told_plan["before"] == []
-    most = 8 * 2 * 132  # CTAs, in sequences of 8 heads and 16 splits
+    most = 8 * 3 * 132  # CTAs, in sequences of 8 heads and 16 splits
     assert plan("sm_90", batch=most // 128)[0]["grid"] == (8, 16, most // 128)
-    assert plan("sm_90", batch=most // 128 + 1)[0]["grid"] == (2 * 132, 1, 1)
+    assert plan("sm_90", batch=most // 128 + 1)[0]["grid"] == (3 * 132 - 4, 1, 1)
 
 
 MANY = "sm90_attention_paged_bf16_d128_64x64"
@@ -111,6 +112,31 @@ def test_more_rows_than_a_decode_has_have_a_kernel_of_their_own():
     fp8 = MANY.replace("paged_", "paged_fp8_")
     assert plan("sm_90", batch=2, tokens=5, fp8=True)[0]["before"] == [fp8]
     assert plan("sm_80", batch=2, tokens=5)[0]["before"] == [MANY.replace("sm90", "sm80")]
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["16 bits", "fp8"])
+@pytest.mark.parametrize("d", [64, 128, 256, 512])
+@pytest.mark.parametrize("chip", ["sm_75", "sm_80", "sm_90"])
+def test_up_to_8_rows_have_a_tile_of_their_own(chip, d, fp8, monkeypatch):
+    """By the bound, with the same keys in the same order: a request has the same bits in both."""
+
+    def tile(hq, tokens=None):
+        sizes = {"batch": 1, "hq": hq, "hk": 1, "d": d, "dtype": "fp16", "fp8": fp8}
+        kernel = CATALOGUE[plan(chip, tokens=tokens, **sizes)[0]["kernel"]]
+        assert kernel["role"] == "attention_paged_decode" and kernel["head_dim"] == d
+        return kernel["block_q"], kernel["block_k"]
+
+    few = [tile(1), tile(8), tile(1, 8), tile(4, 2), tile(2, 3)]
+    more = [tile(9), tile(16), tile(17), tile(1, 9), tile(4, 3), tile(4, 100)]
+    assert {rows for rows, _ in few} == {8} and {rows for rows, _ in more} == {16}
+    assert len({keys for _, keys in few + more}) == 1
+    keys = few[0][1]
+    monkeypatch.setenv("FLASHMOE_TILE", f"16x{keys}")
+    assert tile(1) == tile(9) == (16, keys)
+    monkeypatch.setenv("FLASHMOE_TILE", f"8x{keys}")
+    assert tile(8) == (8, keys)
+    with pytest.raises(RuntimeError, match=rf"asks for 8x{keys}; .* 9 rows, there are 16x{keys}"):
+        tile(9)
 
 
 def test_chunks_have_a_kernel_of_their_own_on_hopper():

@@ -88,8 +88,8 @@ __device__ __forceinline__ void load_query(DecodeState<C>& t, char* shared,
     load_query_fragments_fp8<C>(pair, inverse, warp, task, p);
 #pragma unroll
     for (int i = 0; i < 2 * C::kRowTiles; ++i) {
-      const int lane_of_row = 4 * decode_row<C>(0, i % 2, warp);
-      t.factor[i / 2][i % 2] = __shfl_sync(0xffffffffu, inverse[i / 2], lane_of_row) * scale;
+      const int lane = 4 * decode_row<C>(0, i % 2, warp);  // the first that has the row
+      t.factor[i / 2][i % 2] = __shfl_sync(0xffffffffu, inverse[i / 2], lane) * scale;
     }
   } else {
     load_query_fragments<C, C::kRowTiles>(pair, warp, task, p);

@@ -109,20 +109,25 @@ __device__ __forceinline__ void load_query_fragments_fp8(const Pair& pair_at,
     for (int step = 0; step < C::kQSteps; ++step) {
       const int column = 16 * step + 4 * (warp.lane % 4);
       uint2 four = {0, 0};
-      if (column + 4 <= dim) {
-        four = *reinterpret_cast<const uint2*>(from + column);
-      } else if (column < dim) {
-        four.x = from[column];
-        if (column + 1 < dim) four.x |= uint32_t{from[column + 1]} << 16;
-        if (column + 2 < dim) four.y = from[column + 2];
-      }
+      if (column + 4 <= dim) four = *reinterpret_cast<const uint2*>(from + column);
       pair_at(half, step, 0) = four.x;
       pair_at(half, step, 1) = four.y;
+    }
+    if (p.head_dim % 4 != 0) {  // one branch for all: most have no part
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint32_t two = i < 2 ? four.x : four.y;
-        top = fmaxf(top, fabsf(T::unpack(static_cast<typename T::Storage>(two >> (i % 2 * 16)))));
+      for (int step = 0; step < C::kQSteps; ++step) {
+        const int column = 16 * step + 4 * (warp.lane % 4);
+        if (column >= dim || column + 4 <= dim) continue;
+        uint32_t& first = pair_at(half, step, 0);
+        first = from[column];
+        if (column + 1 < dim) first |= uint32_t{from[column + 1]} << 16;
+        if (column + 2 < dim) pair_at(half, step, 1) = from[column + 2];
       }
+    }
+#pragma unroll
+    for (int i = 0; i < 4 * C::kQSteps; ++i) {
+      const uint32_t two = pair_at(half, i / 4, i / 2 % 2) >> (i % 2 * 16);
+      top = fmaxf(top, fabsf(T::unpack(static_cast<typename T::Storage>(two))));
     }
     const float factor = power_for_fp16<C>(quad_max(top));
     inverse[half] = 1 / factor;

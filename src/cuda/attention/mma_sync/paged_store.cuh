@@ -125,7 +125,15 @@ template <class C>
 __device__ __forceinline__ void leave_for_merge(const DecodeState<C>& t, char* shared,
                                                 uint32_t stage, TeamWords<C>& words,
                                                 const PagedWarp<C>& warp, const PagedTask& task) {
-  float* const sO = reinterpret_cast<float*>(shared + stage);
+  // Its columns of row 0 in the first two fragments of O^T: others are at constant distances.
+  float* sO[2][2];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int row = decode_row<C>(0, 0, warp), column = lane_column<C>(i / 2, i % 2, warp.lane);
+    sO[i / 2][i % 2] =
+        reinterpret_cast<float*>(shared + stage) + warp.column + merge_place<C>(row, column);
+  }
+  static_assert(C::kColumns % 32 == 0);
   if (warp.in_team == 0 && warp.lane == 0) words.stage[warp.team] = stage;
   sync_team<C>();  // the team is done with the tile in whose place O is put
 #pragma unroll
@@ -136,12 +144,12 @@ __device__ __forceinline__ void leave_for_merge(const DecodeState<C>& t, char* s
 #pragma unroll
     for (int d = 0; d < C::kDimTiles; ++d) {
       const float x = t.o[d][n][c], y = t.o[d][n][2 + c];
-      const int column = warp.column + lane_column<C>(d, 0, warp.lane);
+      const int further = (8 * n + c) * C::kDim + d / 2 * 32;
       if constexpr (C::kFp8) {  // neighbours
-        *reinterpret_cast<float2*>(sO + merge_place<C>(row, column)) = {x, y};
+        *reinterpret_cast<float2*>(sO[d % 2][0] + further) = {x, y};
       } else {
-        sO[merge_place<C>(row, column)] = x;
-        sO[merge_place<C>(row, column + 8)] = y;
+        sO[d % 2][0][further] = x;
+        sO[d % 2][1][further] = y;
       }
     }
     if (warp.lane / 4 == 0 && warp.column == 0) {

@@ -350,7 +350,7 @@ struct PagedLoader {
   }
 };
 
-// A lane's fragments of Q from global memory. Of row lane / 4 + 8 `half`, pair(half, step, i) is
+// A lane's fragments of Q from global memory. Of row lane / 4 + 8 `half`, pair_at(half, step, i) is
 // where the columns 16 step + 8 i + lane % 4 * 2 and the next one go.
 template <class C, int kHalves, class Pair>
 __device__ __forceinline__ void load_query_fragments(const Pair& pair_at, const PagedWarp<C>& warp,
@@ -365,12 +365,13 @@ __device__ __forceinline__ void load_query_fragments(const Pair& pair_at, const 
     for (int i = 0; i < 2 * C::kQSteps; ++i) {
       const int column = 8 * i + warp.lane % 4 * 2;
       uint32_t& pair = pair_at(half, i / 2, i % 2);
-      pair = 0;
-      if (column + 1 < dim) {
-        pair = *reinterpret_cast<const uint32_t*>(from + column);
-      } else if (column < dim) {
-        pair = from[column];
-      }
+      pair = column + 1 < dim ? *reinterpret_cast<const uint32_t*>(from + column) : 0;
+    }
+    if (p.head_dim % 2 == 0) continue;  // one branch for all pairs: most have no half
+#pragma unroll
+    for (int i = 0; i < 2 * C::kQSteps; ++i) {
+      const int column = 8 * i + warp.lane % 4 * 2;
+      if (column + 1 == dim) pair_at(half, i / 2, i % 2) = from[column];
     }
   }
 }

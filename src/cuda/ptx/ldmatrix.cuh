@@ -30,13 +30,6 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t sha
                : "memory");
 }
 
-// PTX ISA, "movmatrix": an 8 x 8 matrix of 16-bit elements, transposed from registers to registers.
-__device__ __forceinline__ uint32_t movmatrix_trans(uint32_t x) {
-  uint32_t y;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-  return y;
-}
-
 // PTX ISA, "stmatrix" (sm_90): four 8 x 8 matrices; lane i gives the address of row i % 8 of matrix
 // i / 8.
 __device__ __forceinline__ void stmatrix_x4(uint32_t shared, const uint32_t (&x)[4]) {

@@ -36,10 +36,6 @@ struct Swizzled {
   static __device__ __forceinline__ uint32_t along(uint32_t address, int chunks) {
     return (address ^ (chunks % kSwizzle * 16)) + chunks / kSwizzle * (kSwizzle * 16);
   }
-  // The same `rows` rows on, if the two row numbers have no bit in common.
-  static __device__ __forceinline__ uint32_t down(uint32_t address, int rows) {
-    return (address ^ ((rows >> kRowShift & (kSwizzle - 1)) * 16)) + rows * kRowBytes;
-  }
 };
 
 }  // namespace flashmoe::cuda

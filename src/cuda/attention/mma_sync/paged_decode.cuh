@@ -18,6 +18,7 @@
 #include "cuda/attention/mma_sync/fwd.cuh"
 #include "cuda/attention/mma_sync/paged_fp8.cuh"
 #include "cuda/attention/mma_sync/paged_tile.cuh"
+#include "cuda/ptx/movmatrix.cuh"
 
 namespace flashmoe::cuda {
 

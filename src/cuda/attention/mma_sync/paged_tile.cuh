@@ -143,6 +143,14 @@ __device__ __forceinline__ Number of_row(Number x, int i) {
   return __shfl_sync(0xffffffffu, x, i / C::kRowsAtOnce, C::kRowLanes);
 }
 
+// From a lane's address in a tile, that of the same chunk `rows` rows on, if the two row numbers
+// have no bit in common.
+template <class Layout>
+__device__ __forceinline__ uint32_t rows_on(uint32_t address, int rows) {
+  const int mixed = rows >> Layout::kRowShift & (Layout::kSwizzle - 1);
+  return (address ^ mixed * 16) + rows * Layout::kRowBytes;
+}
+
 // Where a lane's first chunk of a warp's first keys goes in a tile.
 template <class C>
 __device__ __forceinline__ uint32_t copied_chunk(int first, uint32_t lane) {
@@ -159,7 +167,7 @@ __device__ __forceinline__ void copy_even_rows(uint32_t shared, const char* keys
   using Layout = typename C::CacheLayout;
 #pragma unroll
   for (int i = 0; i < C::kWarpKeys; i += C::kRowsAtOnce) {
-    const uint32_t from = of_row<C>(number, i), to = Layout::down(shared, i);
+    const uint32_t from = of_row<C>(number, i), to = rows_on<Layout>(shared, i);
     const char* const key = ptx::mad_wide(from, p.key_step, keys);
     const char* const value = ptx::mad_wide(from, p.value_step, values);
 #pragma unroll
@@ -185,7 +193,7 @@ __device__ __forceinline__ void copy_rows(uint32_t shared, int first, const char
     for (int pass = 0; pass < C::kRowPasses; ++pass) {
       const int chunk = lane % C::kRowLanes + pass * C::kRowLanes;
       const bool there = where >= 0 && chunk * 16 < dim * C::kCacheBytes;
-      C::Chip::copy_16(Layout::down(shared, i) + pass * C::kRowLanes * 16,
+      C::Chip::copy_16(rows_on<Layout>(shared, i) + pass * C::kRowLanes * 16,
                        from + where + pass * C::kRowLanes * 16, there);
     }
   }

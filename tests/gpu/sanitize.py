@@ -471,13 +471,19 @@ OVER_PAGES = [
             (512, False, 16, ((1, 300), (9, 40))),
             (128, True, 16, ((1, 1500), (70, 200), (1, 0))),
             (256, True, 1, ((1, 300), (9, 40))),
+            # At most 8 rows.
+            (64, False, 16, ((1, 600), (2, 40))),
+            (128, False, 16, ((2, 900), (1, 1), (0, 5))),
+            (128, True, 16, ((2, 900), (1, 1), (0, 5))),
+            (256, False, 1, ((1, 300), (2, 40))),
+            (512, True, 16, ((1, 300), (2, 40))),
         )
     )
 ]
 # More items than have a CTA each, as far as the longest sequence tells. Few sequences: around the
 # call torch goes through them one by one.
 MANY_ITEMS = ((1, 2000), *((1, (70, 1, 0, 15)[i % 4]) for i in range(20)))
-OVER_PAGES.append(replace(OVER_PAGES[0], seed=8, heads_q=32, heads_k=16, lengths=MANY_ITEMS))
+OVER_PAGES.append(replace(OVER_PAGES[0], seed=13, heads_q=32, heads_k=16, lengths=MANY_ITEMS))
 
 
 def far_off(name: str, got: torch.Tensor, want: torch.Tensor, eps: float) -> bool:

@@ -435,7 +435,7 @@ def speed_page(sections: list[Section], summaries: dict[str, str]) -> str:
         paragraph(
             "Generated from `bench/results/` by `make docs`. A ratio is the best peer's time over "
             "ours: above 1 we are faster, **below 1 slower**. Everyone is timed in the same run, "
-            "turn by turn, in rotated order; the median of the turns counts. Sustained: without "
+            "turn by turn, in changing order; the median of the turns counts. Sustained: without "
             "pauses, at the power limit of a GPU, as in training. Rested: the same pause before "
             "every turn. Sizes are a sequence's length, or batch, heads, length, head dim; over "
             "pages sequences x keys, q512 a chunk of so many tokens; of experts tokens, width, "

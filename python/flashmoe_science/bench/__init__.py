@@ -4,7 +4,7 @@ Peers of attention are PyTorch's SDPA backends in the same process with the same
 also its compiled FlexAttention ("flex") and varlen_attn ("varlen"); over pages they get the same
 keys without pages. Of mixtures of experts a loop over them, PyTorch's grouped_mm and transformers'
 own; --peer adds anybody's. Everyone is timed
-turn by turn under the same conditions, in rotated order, and a time is the median of the turns'
+turn by turn under the same conditions, in changing order, and a time is the median of the turns'
 medians. On a GPU that happens twice: sustained (without pauses, at the power limit as in training;
 the numbers that count) and rested (the same pause before every turn). Workloads of short calls are
 timed there as CUDA graphs, everyone's; --list says which, and results.json what could not be.

@@ -1,8 +1,9 @@
 """Clocks: how long implementations of one case take, measured side by side.
 
 Everyone has turns, as many calls as fit a budget each. In every round each implementation has one,
-and from round to round the order is rotated, so that a machine that warms up or slows down favours
-nobody. A time is the median of the medians of the turns.
+and every other round goes backwards: a machine that warms up or slows down favours nobody, and
+nobody always follows the same one, who may leave a GPU cooler than others do. A time is the median
+of the medians of the turns.
 
 There are two regimes. Sustained: turn follows turn without a pause, and a GPU is at its power limit
 as in training. Rested: the same pause comes before every turn, and everyone finds a GPU whose clock
@@ -65,7 +66,7 @@ class Schedule:
 
 
 # The pause is so much longer than a turn of a GPU that the turn ends before the clock is lowered.
-SCHEDULES = {"cpu": Schedule(3, 0.05), "cuda": Schedule(3, 0.04, REGIMES)}
+SCHEDULES = {"cpu": Schedule(3, 0.05), "cuda": Schedule(4, 0.04, REGIMES)}
 
 
 @dataclass
@@ -526,7 +527,7 @@ def run_turns(
         for name, runner in runners.items():
             busy_ms += runner.calls_of_sample * sum(runner.turn(clock, schedule, estimates[name]))
     for round_ in range(schedule.turns):
-        for name in rotated(list(runners), round_):
+        for name in order_of(round_, list(runners)):
             if regime == RESTED:
                 clock.pause()
             timings[name].turns.append(runners[name].turn(clock, schedule, estimates[name]))
@@ -535,7 +536,6 @@ def run_turns(
     return timings
 
 
-def rotated(names: list[str], by: int) -> list[str]:
-    """The same order, begun elsewhere: over as many rounds as names everyone has every place."""
-    start = by % len(names) if names else 0
-    return names[start:] + names[:start]
+def order_of(round_: int, names: list[str]) -> list[str]:
+    """Forth and back."""
+    return names[::-1] if round_ % 2 else names

@@ -139,9 +139,13 @@ __device__ __forceinline__ void decode_scores(float (&s)[C::kRowTiles][C::kKeyTi
                                               uint32_t lane_k) {
   const AlongA<typename C::CacheLayout> k{lane_k};
   float odd[C::kRowTiles][C::kKeyTiles][4];
+  // Unrolled altogether, a row of 512 takes more registers than there are where conversions from
+  // fp8 take several.
+  constexpr bool kLong = C::kFp8 && !ptx::kConvertsE4m3 && C::kDim > 256;
+  constexpr int kUnroll = kLong ? 4 : C::kDimSteps / 2;
   set_zero(s);
   set_zero(odd);
-#pragma unroll
+#pragma unroll kUnroll
   for (int two = 0; two < C::kDimSteps / 2; ++two) {
     uint32_t b[2][C::kRowTiles][2];
     query_of<C>(b, t, lane_q, two);

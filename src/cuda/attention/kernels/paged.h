@@ -10,9 +10,9 @@
 
 namespace flashmoe::cuda::sm90 {
 
-// With 8 rows three CTAs on an SM or more: a decode waits for its own instructions, and 12 warps
-// hide more of them than 8. With 16 rows registers are for two, each with two tiles of a team or
-// more on their way: 128 KB of an SM's at D = 128. Tiles of one head dim that differ in their rows
+// With 8 rows three CTAs on an SM or more: 12 warps hide more of what a warp waits for than 8. With
+// 16 rows registers are for two, each with two tiles of a team or more on their way: 128 KB of an
+// SM's at D = 128. Tiles of one head dim that differ in their rows
 // have the same keys and teams, in every family: a request has the same bits in both.
 inline constexpr PagedTile kPagedDecode[] = {
     // head_dim, block_q, block_k, warps, teams, stages, ctas, cache_bytes

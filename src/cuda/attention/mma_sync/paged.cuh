@@ -64,12 +64,7 @@ __device__ __forceinline__ void load_query(ManyRowsState<C>& t, char* shared,
     return t.rQ[0][step][2 * i + half];
   };
   if constexpr (C::kQSteps == 0) {
-    if constexpr (C::kFp8) {
-      load_queries_fp8<C>(shared, scale, task, p);
-    } else {
-      load_queries<C>(shared, task, p);
-    }
-    __syncthreads();  // Q is there
+    share_queries<C>(shared, scale, task, p);
   } else if constexpr (C::kFp8) {
     load_query_fragments_fp8<C>(pair, t.factors, warp, task, p);
     t.factors[0] *= scale;

@@ -63,7 +63,7 @@ __device__ __forceinline__ float column_sum(float x) {
   return x;
 }
 
-// Loads Q: see load_query().
+// Loads Q, as load_query() does under many rows.
 template <class C>
 __device__ __forceinline__ void load_query(DecodeState<C>& t, char* shared,
                                            const PagedWarp<C>& warp, const PagedTask& task,
@@ -71,12 +71,7 @@ __device__ __forceinline__ void load_query(DecodeState<C>& t, char* shared,
   const float scale = C::kFp8 && p.k_scale ? p.k_scale[task.head * p.k_scale_stride] : 1;
   const auto pair = [&](int n, int step, int i) -> uint32_t& { return t.rQ[step][n][i]; };
   if constexpr (C::kQSteps == 0) {
-    if constexpr (C::kFp8) {
-      load_queries_fp8<C>(shared, scale, task, p);
-    } else {
-      load_queries<C>(shared, task, p);
-    }
-    __syncthreads();  // Q is there
+    share_queries<C>(shared, scale, task, p);
     if constexpr (C::kFp8) {
       const float* of_rows = reinterpret_cast<const float*>(shared + C::kSmemFactors);
 #pragma unroll

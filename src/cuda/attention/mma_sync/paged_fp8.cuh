@@ -182,4 +182,16 @@ __device__ __forceinline__ void load_queries_fp8(char* shared, float scale, cons
   }
 }
 
+// Q to shared memory, where the CTA waits until it is there; `scale` is that of the keys.
+template <class C>
+__device__ __forceinline__ void share_queries(char* shared, float scale, const PagedTask& task,
+                                              const PagedParams& p) {
+  if constexpr (C::kFp8) {
+    load_queries_fp8<C>(shared, scale, task, p);
+  } else {
+    load_queries<C>(shared, task, p);
+  }
+  __syncthreads();  // Q is there
+}
+
 }  // namespace flashmoe::cuda

@@ -240,7 +240,7 @@ class FwdPagedProducer {
         page.low = p_.pages.blocks;
         task.seq.valid = false;
       }
-      Boxes first = take_boxes(page, 0);
+      const Boxes first = take_boxes(page, 0);
       __syncwarp();  // `valid` is written before the arrival
       ring.wait_empty(slot);
       if (leads && lane_ == 0) {

@@ -322,7 +322,7 @@ static std::string too_many_keys(const AttentionPlan& plan, const Kernel& k) {
 }
 
 // Three warpgroups have 1.2 times the speed of two, on rows that fill both, once there are enough
-// tiles of keys: more of these at D = 96, and where a causal mask leaves half of them.
+// tiles of keys: more of these at D = 96.
 std::string too_large(const AttentionPlan& plan, const Kernel& k, const Gpu& gpu) {
   constexpr int64_t kSmaller = 128, kShort = 1024, kMany = 8;
   if (plan.problem.pass == Pass::kBackward) return too_many_keys(plan, k);
@@ -332,8 +332,7 @@ std::string too_large(const AttentionPlan& plan, const Kernel& k, const Gpu& gpu
     return text("tiles of ", kSmaller, " rows are faster where fewer than ", kMany,
                 " share a bias");
   }
-  const bool causal = geometry(plan.problem).right >= 0;
-  if (mean_length(plan) <= kShort && (causal || k.head_dim > 64)) {
+  if (mean_length(plan) <= kShort && k.head_dim > 64) {
     return text("tiles of ", kSmaller, " rows are faster for up to ", kShort, " tokens");
   }
   const auto tokens = [&](int64_t block) {

@@ -176,6 +176,10 @@ struct FwdConfig {
       kBias && !kBiasRows && kDim <= 32;  // see FwdSoftmax::load_bias()
   static constexpr bool kLateBias = kBias && !kPackedBias && kWarpgroups == 2 && kTile.ctas == 1;
   static constexpr bool kEarlyBias = kBias && !kPackedBias && !kLateBias;
+  // Whether a warpgroup computes half of its first tile of keys where its rows see no more: under a
+  // causal mask that is so of every other one. At D = 128, where softmax hides under MMAs, it only
+  // waits for its turn the longer.
+  static constexpr bool kHalfTiles = kBlockK == 2 * kWarpgroupRows && kDim <= 64 && !kBias;
   // Whether consumers take turns in issuing MMAs. These are few at head dims up to 32.
   static constexpr bool kTakesTurns = kWarpgroups > 1 && kDim > 32;
 };

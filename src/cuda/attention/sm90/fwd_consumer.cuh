@@ -21,8 +21,7 @@ class FwdConsumer {
     wg_.begin_ping_pong();
     while (wg_.take_task()) {
       skip_unseen_keys();
-      first_scores();
-      first_softmax();
+      first_tile();
       for_each_key_tile();
       last_values();
       FwdEpilogue<C>(wg_).store(rO_, softmax_.rows);
@@ -55,8 +54,10 @@ class FwdConsumer {
   __device__ __forceinline__ void add_bias() {
     if constexpr (C::kLateBias || C::kPackedBias) softmax_.add_bias(wg_);
   }
-  // S = Q K^T, or S += Q K^T where it begins with the bias.
+  // S = Q K^T, or S += Q K^T where it begins with the bias, of the tile's first kKeys.
+  template <int kKeys>
   __device__ __forceinline__ void issue_scores() {
+    float(&rS)[kKeys / 2] = reinterpret_cast<float(&)[kKeys / 2]>(softmax_.rS);
     const uint32_t sQ =
         wg_.smem + offsetof(Smem, sQ) + wg_.index * kWarpgroupRows * C::Rows::kRowBytes;
     const uint32_t sK = wg_.smem + offsetof(Smem, sK) + wg_.keys.at() * sizeof(typename C::Keys);
@@ -64,22 +65,24 @@ class FwdConsumer {
     const uint32_t k = tma::warp_uniform(C::Keys::descriptor(sK));
 #pragma unroll
     for (int step = 0; step < C::kDim / 16; ++step) {
-      ptx::Wgmma<C::kBf16, C::kBlockK>::ss(softmax_.rS, C::Rows::along(q, step),
-                                           C::Keys::along(k, step), C::kEarlyBias || step > 0);
+      ptx::Wgmma<C::kBf16, kKeys>::ss(rS, C::Rows::along(q, step), C::Keys::along(k, step),
+                                      C::kEarlyBias || step > 0);
     }
     ptx::wgmma_commit_group();
   }
-  // O += P V
+  // O += P V, of the tile's first kKeys.
+  template <int kKeys>
   __device__ __forceinline__ void issue_values(int stage) {
     const uint32_t sV = wg_.smem + offsetof(Smem, sV) + stage * sizeof(typename C::Keys);
     const uint32_t v = tma::warp_uniform(C::Keys::descriptor(sV));
 #pragma unroll
-    for (int step = 0; step < C::kBlockK / 16; ++step) {
+    for (int step = 0; step < kKeys / 16; ++step) {
       ptx::Wgmma<C::kBf16, C::kDim>::rs_tb(rO_, rP_[step], C::Keys::across(v, step));
     }
     ptx::wgmma_commit_group();
   }
-  // Both, S of the next tile and O of the tile before it. Returns the stage of that tile's V.
+  // Both, S of the next tile and O of the tile before it, of kKeys. Returns the stage of that V.
+  template <int kKeys>
   __device__ __forceinline__ int issue_scores_and_values() {
     const tma::Ring<C::kStages> before = wg_.values();
     wg_.keys.advance();
@@ -87,10 +90,10 @@ class FwdConsumer {
     wg_.keys.wait_full(wg_.k_slot());
     wg_.wait_turn();
     ptx::wgmma_fence();
-    issue_scores();
+    issue_scores<C::kBlockK>();
     before.wait_full(wg_.slot(C::kVBarrier + before.at()));
     ptx::wgmma_fence();
-    issue_values(before.at());
+    issue_values<kKeys>(before.at());
     wg_.pass_turn();
     return before.at();
   }
@@ -105,9 +108,10 @@ class FwdConsumer {
   __device__ __forceinline__ void release_bias() {
     if constexpr (C::kBias && !C::kBiasStays) wg_.release(wg_.bias_slot());
   }
+  template <int kKeys = C::kBlockK>
   __device__ __forceinline__ void pack_probabilities() {
 #pragma unroll
-    for (int i = 0; i < C::kBlockK / 4; ++i) {
+    for (int i = 0; i < kKeys / 4; ++i) {
       rP_[i / 4][i % 4] = C::Type::pack(softmax_.rS[2 * i], softmax_.rS[2 * i + 1]);
     }
   }
@@ -162,36 +166,56 @@ class FwdConsumer {
     }
   }
 
-  // The first tile of a task.
+  // The first tile of a task; the second too where half of the first was enough.
+  __device__ __forceinline__ void first_tile() {
+    if constexpr (C::kHalfTiles) {
+      constexpr int kHalf = C::kBlockK / 2;
+      if (tma::warp_uniform(wg_.reload(wg_.task().half_first[wg_.index]))) {
+        first_scores<kHalf>();
+        first_softmax<kHalf>();
+        if (wg_.block >= tma::warp_uniform(wg_.reload(wg_.task().key_begin))) {
+          step<false, kHalf>();
+        } else {
+#pragma unroll
+          for (int i = 0; i < kHalf / 4; ++i) rP_[kHalf / 16 + i / 4][i % 4] = 0;
+        }
+        return;
+      }
+    }
+    first_scores<C::kBlockK>();
+    first_softmax<C::kBlockK>();
+  }
+  template <int kKeys>
   __device__ __forceinline__ void first_scores() {
     start_scores();
     ptx::mbarrier_wait(wg_.slot(C::kQBarrier).full, wg_.tasks.count() % 2);
     wg_.keys.wait_full(wg_.k_slot());
     wg_.wait_turn();
     ptx::wgmma_fence();
-    issue_scores();
+    issue_scores<kKeys>();
     wg_.pass_turn();
     load_bias();
     ptx::wgmma_wait_group<0>(softmax_.rS);
   }
+  template <int kKeys>
   __device__ __forceinline__ void first_softmax() {
     release_scores();
     if (C::kTile.general_score) softmax_.transform(rule());
     if (C::kLateBias) wg_.keys.wait_full(wg_.bias_slot());
     add_bias();
-    if (wg_.needs_mask()) softmax_.mask(wg_);
-    softmax_.template step<true>(rule());
+    if (wg_.needs_mask()) softmax_.template mask<kKeys>(wg_);
+    softmax_.template step<true, kKeys>(rule());
     release_bias();
-    pack_probabilities();
+    pack_probabilities<kKeys>();
     --wg_.block;
 #pragma unroll
     for (float& x : rO_) x = 0;
   }
 
-  // A later tile: its S and softmax, and O of the tile before.
-  template <bool kMasked>
+  // A later tile: its S and softmax, and O of the tile before, of kKeys.
+  template <bool kMasked, int kKeys = C::kBlockK>
   __device__ __forceinline__ void step() {
-    const int before = issue_scores_and_values();
+    const int before = issue_scores_and_values<kKeys>();
     load_bias();
     if constexpr (C::kLateBias) {
       wg_.keys.wait_full(wg_.bias_slot());
@@ -202,7 +226,7 @@ class FwdConsumer {
       release_scores();
       if (C::kTile.general_score) softmax_.transform(rule());
       add_bias();
-      if (kMasked) softmax_.mask(wg_);
+      if (kMasked) softmax_.template mask<C::kBlockK>(wg_);
       softmax_and_correct();
     } else {
       guess_softmax();
@@ -235,7 +259,7 @@ class FwdConsumer {
     wg_.keys.advance();
     wg_.advance_values();
     ptx::wgmma_fence();
-    issue_values(last);
+    issue_values<C::kBlockK>(last);
     ptx::wgmma_wait_group<0>(rO_);
     wg_.release(wg_.slot(C::kVBarrier + last));
   }

@@ -91,7 +91,8 @@ struct FwdSoftmax {
         wg, [&](int i, float bias) { rBias[i] = fmaf(bias, kLog2e, -rows.reference[i % 4 / 2]); });
   }
 
-  // Writes -inf over the scores of keys that a row does not see.
+  // Writes -inf over the scores of keys that a row does not see, of the tile's first kKeys.
+  template <int kKeys>
   __device__ __forceinline__ void mask(const FwdWarpgroup<C>& wg) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -99,7 +100,7 @@ struct FwdSoftmax {
       const int first = wg.block * C::kBlockK + fragment_column();
       const auto hide = [&](const auto& hidden) {
 #pragma unroll
-        for (int i = 0; i < C::kBlockK / 4; ++i) {
+        for (int i = 0; i < kKeys / 4; ++i) {
           if (hidden(i / 2 * 8 + i % 2)) rS[i / 2 * 4 + 2 * half + i % 2] = -INFINITY;
         }
       };
@@ -113,13 +114,13 @@ struct FwdSoftmax {
 
   // P in place of S. Where a row's maximum has outgrown its reference by kSlack, the reference
   // moves and `correction` is not 1.
-  template <bool kFirst>
+  template <bool kFirst, int kKeys = C::kBlockK>
   __device__ __forceinline__ void step(const Rule& rule) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float top = rS[2 * half];
 #pragma unroll
-      for (int i = 0; i < C::kBlockK / 8; ++i) {
+      for (int i = 0; i < kKeys / 8; ++i) {
         top = fmaxf(top, fmaxf(rS[4 * i + 2 * half], rS[4 * i + 2 * half + 1]));
       }
       top = quad_max(top) * rule.scale_log2();
@@ -129,7 +130,7 @@ struct FwdSoftmax {
       correction[half] = kFirst ? 1.f : ptx::ex2_approx_ftz(before - reference);
       float sum = 0;
 #pragma unroll
-      for (int i = 0; i < C::kBlockK / 4; ++i) {
+      for (int i = 0; i < kKeys / 4; ++i) {
         float& x = rS[i / 2 * 4 + 2 * half + i % 2];
         x = rule.probability(x, reference);
         sum += x;

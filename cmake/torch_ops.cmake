@@ -14,6 +14,7 @@ add_library(flashmoe_torch MODULE
   src/torch/attention_forward.cc
   src/torch/attention_backward.cc
   src/torch/attention_tangent.cc
+  src/torch/attention_node.cc
   src/torch/explain.cc
   src/torch/paged_forward.cc
   src/torch/paged_explain.cc

@@ -99,6 +99,15 @@ class _Attention(Function):
 _apply = plain_apply(_Attention)
 
 
+def _is_plain(tensors, options) -> bool:
+    """Whether a node in C++ has all there is of a call: q, k, v, a bias, causal and scale."""
+    _, _, _, _, sinks, key_lengths, cu_seqlens_q, _ = tensors
+    if sinks is not None or key_lengths is not None or cu_seqlens_q is not None:
+        return False
+    _, _, _, left, right, _, softcap, deterministic, allow_tf32, dropout_p, _ = options
+    return left == -1 == right and not (softcap or deterministic or allow_tf32 or dropout_p)
+
+
 def attend(run, tensors, options, return_lse):
     """``run`` on the tensors, recorded where a derivative is wanted.
 
@@ -115,6 +124,14 @@ def attend(run, tensors, options, return_lse):
             or (sinks is not None and sinks.requires_grad)
         )
     ) or (in_forward_mode() and has_tangent((q, k, v, bias, sinks))):
+        if (
+            run is _library.forward
+            and not return_lse
+            and _library.node is not None
+            and not in_forward_mode()
+            and _is_plain(tensors, options)
+        ):
+            return _library.node(q, k, v, bias, 0.0, options[2], scale=options[5])[0]
         return _apply(q, k, v, bias, sinks, (run, tensors[_INPUTS:], options, return_lse))
     out, lse = run(*tensors, *options)
     return (out, lse) if return_lse else out

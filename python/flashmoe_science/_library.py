@@ -190,6 +190,34 @@ gradients = torch.ops.flashmoe.attention_gradients.default
 tangent = torch.ops.flashmoe.attention_tangent.default
 second = torch.ops.flashmoe.attention_second.default
 attention = torch.ops.flashmoe.attention.default
+
+# Attention as a node in C++ (src/torch/attention_node.cc); None where this torch has another op
+# under that name.
+_NODE = (
+    "aten::_scaled_dot_product_fused_attention_overrideable(Tensor query, Tensor key, "
+    "Tensor value, Tensor? attn_bias=None, float dropout_p=0., bool is_causal=False, "
+    "bool return_debug_mask=False, *, float? scale=None) -> (Tensor output, Tensor logsumexp, "
+    "Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, Tensor philox_seed, "
+    "Tensor philox_offset, Tensor debug_attn_mask)",
+    "aten::_scaled_dot_product_fused_attention_overrideable_backward(Tensor grad_out, "
+    "Tensor query, Tensor key, Tensor value, Tensor attn_bias, bool[4] grad_input_mask, "
+    "Tensor out, Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, "
+    "SymInt max_k, float dropout_p, bool is_causal, Tensor philox_seed, Tensor philox_offset, *, "
+    "float? scale=None) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, "
+    "Tensor grad_attn_bias)",
+)
+
+
+def _find_node(schemas: tuple[str, ...]):
+    for schema in schemas:
+        name = schema[len("aten::") : schema.index("(")]
+        packet = getattr(torch.ops.aten, name, None)
+        if packet is None or str(packet.default._schema) != schema:
+            return None
+    return torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default
+
+
+node = _find_node(_NODE)
 explain = torch.ops.flashmoe.explain.default
 
 explain_paged = torch.ops.flashmoe.explain_paged.default

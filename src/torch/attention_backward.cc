@@ -1,14 +1,11 @@
 // The passes that give gradients: the backward pass, and the one of second derivatives. A gradient
 // nobody needs is an empty tensor.
-#include <tuple>
-
+#include "attention_passes.h"
 #include "call.h"
 #include "execute.h"
 
 namespace flashmoe::ops {
 namespace {
-
-using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // With `more`, what the second pass has besides.
 Gradients gradients(const BackwardArguments& b, const SecondArguments* more) {
@@ -74,11 +71,12 @@ Gradients gradients(const BackwardArguments& b, const SecondArguments* more) {
           db, ds};
 }
 
-Gradients backward(const BackwardArguments& b) { return gradients(b, nullptr); }
-
 Gradients second(const SecondArguments& b) { return gradients(b.backward, &b); }
 
 }  // namespace
+
+Gradients backward(const BackwardArguments& b) { return gradients(b, nullptr); }
+
 }  // namespace flashmoe::ops
 
 // `attention_gradients` is the same under the name that has autograd (registered in Python).

@@ -1,11 +1,9 @@
 // The forward pass as two ops: one without gradients, and one that has them.
-#include <tuple>
-
+#include "attention_passes.h"
 #include "call.h"
 #include "execute.h"
 
 namespace flashmoe::ops {
-namespace {
 
 std::tuple<Tensor, Tensor> forward(const Arguments& given) {
   check_same_device(given);
@@ -26,7 +24,6 @@ std::tuple<Tensor, Tensor> forward(const Arguments& given) {
   return {hand_out(out, call.out), lse};
 }
 
-}  // namespace
 }  // namespace flashmoe::ops
 
 // `attention` is the same under the name that has autograd (registered in Python): what traced

@@ -1,9 +1,12 @@
 // Numbers of an fp8 cache (e4m3) on their way to 16 bits, and floats on their way to fp8. All
-// conversions to fp16 are exact: it has every number that e4m3 has.
+// conversions to fp16 and bf16 are exact: both have every number that e4m3 has.
 #pragma once
+
+#include <type_traits>
 
 #include "cuda/ptx/e4m3.cuh"
 #include "cuda/ptx/math.cuh"
+#include "cuda/tile/dtype.cuh"
 
 namespace flashmoe::cuda {
 
@@ -33,6 +36,24 @@ struct E4m3 {
     }
   }
 
+  // The same as T, which is Fp16 or Bf16. No instruction makes bf16 of e4m3, but a float's upper
+  // half is its bf16, since no number has more digits; that of a NaN is a NaN.
+  template <class T>
+  static __device__ __forceinline__ void unpack_pairs_as(uint32_t four, uint32_t& low,
+                                                         uint32_t& high) {
+    unpack_pairs(four, low, high);
+    if constexpr (std::is_same_v<T, Bf16>) {
+      low = upper_halves(low);
+      high = upper_halves(high);
+    }
+  }
+
+  static __device__ __forceinline__ float unpack(Storage x) {
+    uint32_t low, high;
+    unpack_pairs(x, low, high);
+    return ptx::cvt_f32_f16(static_cast<uint16_t>(low));
+  }
+
   // Rounds to nearest even; what is beyond 448 becomes 448, and NaN stays.
   static __device__ __forceinline__ uint32_t round(float x) {
     if constexpr (ptx::kConvertsE4m3) {
@@ -50,6 +71,12 @@ struct E4m3 {
   }
 
  private:
+  // Those of two fp16 numbers as floats.
+  static __device__ __forceinline__ uint32_t upper_halves(uint32_t two) {
+    const float low = ptx::cvt_f32_f16(static_cast<uint16_t>(two));
+    const float high = ptx::cvt_f32_f16(static_cast<uint16_t>(two >> 16));
+    return __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
+  }
   static __device__ __forceinline__ void convert(uint32_t four, uint32_t& low, uint32_t& high) {
     const ushort2 halves = ptx::mov_b32_halves(four);
     low = ptx::cvt_f16x2_e4m3x2(halves.x);

@@ -71,6 +71,15 @@ struct FwdConfig {
                                       tma::Tile<kBlockQ, kBlockK>>;
   static constexpr int kLoaderThreads = kWarpgroupThreads - 32;  // see FwdBiasLoader
 
+  // What becomes of a product q.k.
+  using Rule = ScoreRule<Sm90FwdParams>;
+  template <class Warpgroup>
+  static __device__ __forceinline__ Rule rule(const Warpgroup& wg) {
+    return Rule(wg.p);
+  }
+  // What a consumer keeps of a task: nothing but where it is.
+  struct TaskScales {};
+
   // mbarriers, each a tma::Slot with `full` and `empty`. "Producer" is its one thread, whose
   // arrival on `full` also expects the bytes of TMA.
   enum Barrier : int {

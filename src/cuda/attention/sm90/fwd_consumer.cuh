@@ -32,9 +32,7 @@ class FwdConsumer {
   }
 
  private:
-  __device__ __forceinline__ ScoreRule<Sm90FwdParams> rule() const {
-    return ScoreRule<Sm90FwdParams>(wg_.p);
-  }
+  __device__ __forceinline__ typename C::Rule rule() const { return C::rule(wg_); }
 
   // S = the bias, which issue_scores() adds to.
   __device__ __forceinline__ void start_scores() {

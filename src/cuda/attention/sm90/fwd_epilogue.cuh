@@ -2,12 +2,15 @@
 // computed once more because a mask hides a NaN or infinity from them.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/attention/score.cuh"
 #include "cuda/attention/sm90/bias_rows.cuh"
 #include "cuda/attention/sm90/fwd_warpgroup.cuh"
 #include "cuda/attention/softmax.cuh"
 #include "cuda/ptx/ldmatrix.cuh"
 #include "cuda/ptx/tma.cuh"
+#include "cuda/tile/e4m3.cuh"
 
 namespace flashmoe::cuda::sm90 {
 
@@ -15,6 +18,10 @@ template <class C>
 class FwdEpilogue {
   using Type = typename C::Type;
   using Smem = typename C::Smem;
+
+  // What has so many bytes in memory.
+  template <size_t kBytes>
+  using Number = std::conditional_t<kBytes == 1, E4m3, Type>;
 
  public:
   __device__ __forceinline__ explicit FwdEpilogue(const FwdWarpgroup<C>& wg) : wg_(wg), p_(wg.p) {}
@@ -28,6 +35,7 @@ class FwdEpilogue {
       const RowEnd end = end_row(quad_sum(rows.sum[half]), rows.reference[half],
                                  sink_of_row(wg_.fragment_row(half)));
       inverse[half] = __fdividef(end.share, end.sum);
+      if constexpr (requires { C::kFp8; }) inverse[half] *= wg_.scales.value;
       lse[half] = end.lse;
     }
     const uint32_t sO = wg_.smem + offsetof(Smem, sO);
@@ -144,8 +152,8 @@ class FwdEpilogue {
     const FwdTask& task = wg_.task();
     constexpr int kColumns = (C::kDim + 31) / 32;  // of a lane
     const int key_head = task.head / p_.group;
-    const auto number = [](const uint16_t* row, int column, int dim) {
-      return column < dim ? Type::unpack(row[column]) : 0.f;
+    const auto number = [](const auto* row, int column, int dim) {
+      return column < dim ? Number<sizeof(*row)>::unpack(row[column]) : 0.f;
     };
     // Not through KeyRows: that shortens this path by 16 instructions, and ptxas then allocates the
     // registers of the main loop anew.
@@ -170,12 +178,13 @@ class FwdEpilogue {
       for (int key = task.seq.begin(wg_.query(r), p_); key < end; ++key) {
         const float bias = C::kBias ? bias_at(r, key) : 0.f;
         if (bias == -INFINITY) continue;  // hidden, as by a mask
-        const uint16_t* k = key_row(p_.key, p_.key_strides, key);
-        const uint16_t* v = key_row(p_.value, p_.value_strides, key);
+        const auto* k = key_row(p_.key, p_.key_strides, key);
+        const auto* v = key_row(p_.value, p_.value_strides, key);
         float s = 0;
         for (int c = lane(); c < p_.head_dim; c += 32) {
           s += number(q, c, p_.head_dim) * number(k, c, p_.head_dim);
         }
+        if constexpr (requires { C::kFp8; }) s *= C::key_scale(key_head, p_);
         s = ScoreRule<Sm90FwdParams>(p_).score(warp_sum(s));
         if (C::kBias) s += bias * kLog2e;
         const float raised = fmaxf(reference, s);
@@ -191,6 +200,7 @@ class FwdEpilogue {
       }
       const RowEnd row_end = end_row(sum, reference, sink_of_row(r));
       float inverse = __fdividef(row_end.share, row_end.sum), lse = row_end.lse;
+      if constexpr (requires { C::kFp8; }) inverse *= wg_.scales.value;
       if (!task.seq.valid) inverse = lse = NAN;
       if (lane() == 0) write_lse(r, lse);
 #pragma unroll

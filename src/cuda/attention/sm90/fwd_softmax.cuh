@@ -11,7 +11,7 @@ namespace flashmoe::cuda::sm90 {
 
 template <class C>
 struct FwdSoftmax {
-  using Rule = ScoreRule<Sm90FwdParams>;
+  using Rule = typename C::Rule;
 
   float rS[C::kBlockK / 2];  // S, then P, as wgmma lays out its accumulators
   RowState rows;

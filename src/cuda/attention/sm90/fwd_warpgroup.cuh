@@ -23,6 +23,7 @@ struct FwdWarpgroup {
   static constexpr bool kOwnValues = C::kKeyStages != C::kStages;
   [[no_unique_address]] std::conditional_t<kOwnValues, tma::Ring<C::kStages>, NoRing> own_values;
   int block;  // the tile of keys that is next
+  [[no_unique_address]] typename C::TaskScales scales;
 
   __device__ __forceinline__ FwdWarpgroup(typename C::Smem& shared, uint32_t smem, int index,
                                           int team, const Sm90FwdParams& p)
@@ -92,6 +93,7 @@ struct FwdWarpgroup {
     const FwdTask& task = this->task();
     if (!tma::warp_uniform(task.more)) return false;
     block = tma::warp_uniform(task.warpgroup_end[index]) - 1;
+    if constexpr (requires { C::kFp8; }) scales = C::find_scales(task.head / p.group, p);
     return true;
   }
   // Each thread arrives for itself: each has read the task for itself.

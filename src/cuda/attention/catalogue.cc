@@ -286,6 +286,8 @@ std::vector<Kernel> list_kernels() {
   list.add_fp32("sm75", "fp32", sm75::fp32::kFwd, sm75::fp32::kBwd, sm75::fp32::kBiasSum);
   list.add_small("sm75", fp32, small);
   list.add("sm90", both, Role::kPagedChunk, "paged_chunk", "paged_chunk", sm90::kPagedChunk);
+  list.add("sm90", both, Role::kPagedChunk, "paged_chunk_fp8", "paged_chunk_fp8",
+           sm90::kPagedChunkFp8);
   add_paged("sm90", both, sm90::kPagedDecode, sm90::kPagedDecodeFp8, sm90::kPaged, sm90::kPagedFp8);
   add_paged("sm80", both, sm80::kPagedDecode, sm80::kPagedDecodeFp8, sm80::kPaged, sm80::kPagedFp8);
   add_paged("sm75", fp16, sm75::kPagedDecode, sm75::kPagedDecodeFp8, sm75::kPaged, sm75::kPagedFp8);

@@ -247,12 +247,13 @@ const Kernel* find_chunk_kernel(const AttentionPlan& plan) {
   const AttentionProblem& p = plan.problem;
   const Geometry g = geometry(p);
   TensorSpec four;
-  if (p.key.dtype != p.query.dtype || g.softcap > 0 || !(g.scale > 0) || p.key.size(0) == 0 ||
+  if (g.softcap > 0 || !(g.scale > 0) || p.key.size(0) == 0 ||
       !four_dimensions(p.query, true, four) || !four_dimensions(p.out, true, four)) {
     return nullptr;
   }
   for (const Kernel& k : kernels()) {
     if (k.role == Role::kPagedChunk && k.dtype == p.query.dtype &&
+        k.cache_bytes == dtype_bytes(p.key.dtype) &&
         k.head_dim >= std::max(plan.head_dim, plan.head_dim_v)) {
       return &k;
     }
@@ -270,7 +271,7 @@ Status run_chunk(const Call& call, const AttentionLaunch& step, const PagedParam
   p.blocks = reinterpret_cast<const RaggedBlock*>(pages.sequences);
   p.heads = pages.heads_q;
   p.box_keys = std::gcd(pages.page, kernel.block_k);
-  if (p.box_keys < kLeastBoxKeys) p.box_keys = 0;
+  if (p.box_keys < kLeastBoxKeys || kernel.cache_bytes == 1) p.box_keys = 0;
   const int columns = box_columns(kernel);
   const auto queries = [&](TensorMap& map, const TensorSpec& spec, const void* data, int64_t rows) {
     return encode_queries(map, spec, data, rows, columns, 0, true);

@@ -1,4 +1,4 @@
-// The tiles of sm90's kernel for chunks of queries over pages: those of its forward kernel, with
+// The tiles of sm90's kernels for chunks of queries over pages: those of its forward kernel, with
 // two consumers at D = 64 too. Three leave a producer 32 registers, and copying rows takes more.
 #pragma once
 
@@ -12,6 +12,13 @@ inline constexpr Sm90ChunkTile kPagedChunk[] = {
     {{64, 128, 128, 4, false}},
     {{128, 128, 128, 2, false, kNoBias, 1, 0, 1}},
     {{256, 128, 64, 2, false}},
+};
+// Of an fp8 cache. Tiles as they come take the place of a third stage of K, and at D = 256 there is
+// none for them.
+inline constexpr Sm90ChunkTile kPagedChunkFp8[] = {
+    // head_dim, block_q, block_k, stages, general_score; cache_bytes
+    {{64, 128, 128, 4, false}, 1},
+    {{128, 128, 128, 2, false}, 1},
 };
 // clang-format on
 

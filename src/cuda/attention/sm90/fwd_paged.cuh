@@ -14,6 +14,8 @@
 // issued all boxes of pages of 16 took 163 us where this takes 118 (1 x 512 queries over 8,192
 // keys, H200, 2026-11). docs/log/paged.md has what else was tried.
 //
+// fwd_paged_fp8.cuh has a producer for fp8 caches.
+//
 // A task is a tile of queries of one head, found as in paged_work.cuh. Boxes or rows beyond the
 // keys that a tile's rows see repeat the first or the last that they do see: nothing else is looked
 // up, and every tile has the same number of bytes. What rows do not see is masked, and rows that a
@@ -56,16 +58,17 @@ struct FwdPagedConfig : FwdConfig<T, kChunkTile> {
   }
 
   // Row `key` of K or V, through the block table. (The table is sound: seq.valid says so.)
-  static __device__ __forceinline__ const uint16_t* key_row(const void* tensor, int key_head,
-                                                            const FwdTask& task, int key,
-                                                            const Sm90FwdParams& params) {
+  template <class Number = uint16_t>
+  static __device__ __forceinline__ const Number* key_row(const void* tensor, int key_head,
+                                                          const FwdTask& task, int key,
+                                                          const Sm90FwdParams& params) {
     const PagedParams& p = static_cast<const Sm90PagedParams&>(params).pages;
     const bool values = tensor == p.value;
     const Strides& strides = values ? p.value_strides : p.key_strides;
     const int page = page_of(key, p);
     const int64_t block =
         read_length(p.block_table, task.seq.token_k + page * p.table_column, p.table_is_int64);
-    return static_cast<const uint16_t*>(tensor) + block * (values ? p.value_block : p.key_block) +
+    return static_cast<const Number*>(tensor) + block * (values ? p.value_block : p.key_block) +
            (key - page * p.page) * strides.row + key_head * strides.head;
   }
 };
@@ -421,7 +424,7 @@ __device__ __forceinline__ void attention_fwd_paged(const Sm90PagedParams& p) {
   auto& shared = *reinterpret_cast<typename C::Smem*>(shared_memory);
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroupThreads, 0);
-  const bool copies = p.box_keys == 0;  // K and V come by cp.async
+  const bool copies = p.box_keys == 0;  // K and V come by threads, not by TMA
   if (threadIdx.x == 0) C::init_barriers(smem, copies);
   ptx::griddepcontrol_launch_dependents();  // the kernel for all other sequences
   PagedSchedule<C::kThreads, ChunkItems<C>> schedule{
@@ -431,7 +434,10 @@ __device__ __forceinline__ void attention_fwd_paged(const Sm90PagedParams& p) {
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<C::kProducerRegisters>();
     FwdPagedTasks<C> tasks(shared, smem, schedule, p);
-    if (copies) {
+    if constexpr (requires { typename C::Loader; }) {
+      typename C::Loader loader(smem, tasks, p);
+      tasks.for_each([&](FwdTask& task) { loader.load(task); });
+    } else if (copies) {
       FwdPagedCopier<C> copier(smem, tasks, p);
       tasks.for_each([&](FwdTask& task) { copier.load(task); });
     } else {

@@ -13,7 +13,7 @@ namespace flashmoe::cuda {
 struct Sm90PagedParams : Sm90FwdParams {
   PagedParams pages;
   // Divides the page and a tile's keys, and is a multiple of 8. 0: pages are too small for boxes,
-  // and rows are copied by threads; maps of K and V are not used then.
+  // or the cache is fp8, and rows are copied by threads; maps of K and V are not used then.
   int32_t box_keys;
 };
 
@@ -22,10 +22,16 @@ constexpr int paged_work_bytes(int threads) { return (threads + kPagedWorkWords)
 // Pages have boxes if these have so many rows at least: as many as a swizzle goes over.
 inline constexpr int kLeastBoxKeys = 8;
 
+// Tiles of K or V of an fp8 cache that are on their way, before they become 16 bits.
+inline constexpr int kRawTiles = 2;
+
 struct Sm90ChunkTile : Sm90FwdTile {
+  int cache_bytes = 2;  // of a number of the cache
   static constexpr bool kCountsTasks = false;
+  // Tiles of an fp8 cache as they come.
+  constexpr int raw_bytes() const { return cache_bytes == 1 ? kRawTiles * block_k * head_dim : 0; }
   constexpr int shared_bytes() const {
-    return Sm90FwdTile::shared_bytes() + paged_work_bytes(threads());
+    return Sm90FwdTile::shared_bytes() + paged_work_bytes(threads()) + raw_bytes();
   }
 };
 

@@ -132,13 +132,18 @@ def test_long_sequences(page, layout):
     accept(replace(BASE, page=page, lengths=lengths, layouts=("contiguous", layout, "contiguous")))
 
 
+@pytest.mark.parametrize("float8", [False, True], ids=["16 bits", "fp8"])
+@DTYPES
 @pytest.mark.parametrize("window", [None, (100, 0), (700, 64)])
 @pytest.mark.parametrize("page", [1, 5, 16, 64, 128])
 @pytest.mark.parametrize("d", [64, 80, 128, 256])
-def test_chunks_beside_decodes(d, page, window):
+def test_chunks_beside_decodes(d, page, window, float8, dtype):
     """Few queries, some, and many: each has a shape of tile of its own."""
     lengths = ((1, 3000), (130, 1000), (4, 515), (0, 40), (16, 900), (257, 257), (64, 64), (65, 9))
     problem = replace(BASE, decode=False, lengths=lengths, page=page, window=window, rest=3)
+    problem = replace(problem, dtype=dtype, float8=float8, scales="(Hk,)" if float8 else None)
+    if not taken(problem):
+        pytest.skip("another family has bf16")
     accept(replace(problem, head_dim=d, head_dim_v=d))
 
 
@@ -179,19 +184,70 @@ def test_a_wrong_block_does_not_reach_the_item_before(float8):
         assert torch.isnan(x[wrong & ~blind]).all() and same_bits(x[~wrong], want[~wrong])
 
 
+@pytest.mark.parametrize("float8", [False, True], ids=["16 bits", "fp8"])
 @pytest.mark.parametrize("page", [1, 8, 64])
-def test_chunks_with_sinks(page):
+def test_chunks_with_sinks(page, float8):
     lengths = ((200, 900), (1, 700), (64, 70))
-    accept(replace(BASE, decode=False, lengths=lengths, page=page, sinks="float32"))
+    problem = replace(BASE, decode=False, lengths=lengths, page=page, sinks="float32")
+    accept(replace(problem, float8=float8, scales="()" if float8 else None))
 
 
-def test_nan_behind_a_mask():
+@pytest.mark.parametrize("dims", [(64, 64), (96, 128), (128, 48), (80, 80), (32, 16), (128, 128)])
+def test_chunks_over_fp8_of_any_head_dim(dims):
+    """Also with rows that see nothing, and queries before the first key."""
+    lengths = ((129, 257), (64, 3), (100, 0), (200, 128), (127, 1000))
+    for layout in ("separate", "halves", "head-major"):
+        problem = replace(BASE, decode=False, lengths=lengths, page=24, float8=True, scales="(Hk,)")
+        problem = replace(problem, head_dim=dims[0], head_dim_v=dims[1])
+        accept(replace(problem, layouts=("contiguous", layout, "contiguous")))
+        accept(replace(problem, layouts=("contiguous", layout, "contiguous"), window=(70, 5)))
+
+
+@DTYPES
+def test_every_fp8_number_in_a_chunk(dtype):
+    """Each as a value of the one key that a query of its own sees, and as a key of NaN or not."""
+    if dtype == "bfloat16" and forced() == "sm75":
+        pytest.skip("another family has bf16")
+    dtype = getattr(torch, dtype)
+    numbers = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(FLOAT8)
+    v_cache = numbers.view(256, 1, 1, 1).expand(256, 1, 1, 64).contiguous()
+    k_cache = torch.ones(256, 1, 1, 64, device=DEVICE).to(FLOAT8)
+    table = torch.arange(256, device=DEVICE, dtype=torch.int32)[None]
+    lens = integers(256)
+    q = normal(256, 1, 64).to(dtype)
+    options = {"cu_seqlens_q": integers(0, 256), "max_seqlen_q": 256, "max_seqlen_k": 256}
+    window = {"causal": True, "window": (0, 0)}
+    out = fm.flash_attention_paged(q, k_cache, v_cache, table, lens, **options, **window)
+    want = numbers.to(dtype)[:, None].expand(256, 64)
+    torch.testing.assert_close(out[:, 0], want, rtol=0, atol=0, equal_nan=True)
+    k_cache = v_cache.clone()  # a key of NaN makes the row NaN that sees it, and no other
+    ones = torch.ones_like(k_cache.float()).to(FLOAT8)
+    out = fm.flash_attention_paged(q, k_cache, ones, table, lens, **options, **window)
+    assert (out[:, 0, 0].isnan() == numbers.to(dtype).isnan()).all()
+
+
+@pytest.mark.parametrize("scale", [-0.7, 0.0, 1e-42, nan])
+def test_scales_of_keys_that_nobody_has(scale):
+    """A chunk's keys one by one, as fewer queries would have it."""
+    made = pages.build(replace(BASE, decode=False, lengths=((70, 200),), float8=True), DEVICE)
+    made.options["k_scale"] = torch.tensor(scale, device=DEVICE)
+    whole = call(made)
+    tensors = dict(made.tensors, q=made.tensors["q"][-3:])
+    few = {**made.options, "cu_seqlens_q": integers(0, 3), "max_seqlen_q": 3}
+    for x, want in zip(
+        whole, fm.flash_attention_paged(**tensors, **few, return_lse=True), strict=True
+    ):
+        torch.testing.assert_close(x[-3:], want, rtol=2e-3, atol=2e-3, equal_nan=True)
+
+
+@pytest.mark.parametrize("float8", [False, True], ids=["16 bits", "fp8"])
+def test_nan_behind_a_mask(float8):
     """In V at the last key, which only the last query of a chunk sees."""
     for queries in (2, 3, 40, 200):
-        problem = replace(BASE, decode=False, lengths=((queries, 300), (1, 70)))
+        problem = replace(BASE, decode=False, lengths=((queries, 300), (1, 70)), float8=float8)
         made = pages.build(problem, DEVICE)
-        table = made.tensors["block_table"]
-        made.tensors["v_cache"][table[0, 299 // 16], 299 % 16, 0, 5] = nan
+        block = int(made.tensors["block_table"][0, 299 // 16])
+        made.tensors["v_cache"][block, 299 % 16, 0, 5] = nan
         out = pages.ours(made)["out"]
         hit = torch.isnan(out[:queries])
         group = problem.heads_q // problem.heads_k
@@ -210,9 +266,11 @@ CROWDS = pytest.mark.parametrize("crowd", [(), ((1, 30),) * 1500], ids=["few", "
 @CROWDS
 @pytest.mark.parametrize("queries", [1, 5, 100], ids=["decode", "some", "chunk"])
 @pytest.mark.parametrize("wrong", ["too long", "negative", "block", "negative block"])
-def test_what_cannot_be_is_nan_for_its_sequence(queries, wrong, crowd):
+@pytest.mark.parametrize("float8", [False, True], ids=["16 bits", "fp8"])
+def test_what_cannot_be_is_nan_for_its_sequence(queries, wrong, crowd, float8):
     lengths = ((1, 600), (queries, 700), (2, 50), *crowd)
-    made = pages.build(replace(BASE, decode=False, lengths=lengths, slack=0), DEVICE)
+    problem = replace(BASE, decode=False, lengths=lengths, slack=0, float8=float8)
+    made = pages.build(problem, DEVICE)
     right = call(made)
     if "block" in wrong:
         blocks = made.tensors["k_cache"].shape[0]

@@ -155,6 +155,7 @@ PAGED_TABLES = {
     "kPaged": ("paged", "paged"),
     "kPagedFp8": ("paged_fp8", "paged_fp8"),
     "kPagedChunk": ("paged_chunk", "paged_chunk"),
+    "kPagedChunkFp8": ("paged_chunk_fp8", "paged_chunk_fp8"),
 }
 
 
@@ -176,9 +177,8 @@ def listed_pages(family: str) -> dict[str, Listed]:
             name, image = PAGED_TABLES[table]
             d, q, k = numbers[:3]
             image, tile = f"{family}_attention_{image}_{dtype}_d{d}", f"{dtype}_d{d}_{q}x{k}"
-            warps, ctas = (
-                (4 * (q // 64 + 1), 1) if table == "kPagedChunk" else (numbers[3], numbers[6])
-            )
+            chunk = table.startswith("kPagedChunk")
+            warps, ctas = (4 * (q // 64 + 1), 1) if chunk else (numbers[3], numbers[6])
             role = "attention_" + name.removesuffix("_fp8")
             found[f"{family}_attention_{name}_{tile}"] = Listed(image, role, (d, q, k), warps, ctas)
             if table == "kPaged":

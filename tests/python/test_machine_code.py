@@ -78,7 +78,7 @@ def test_no_dtype_in_the_image_of_another(image):
         return
     assert dtype in FAMILIES[family_of(image)].dtypes
     in_names, in_ptx, in_code = FOREIGN[dtype]
-    if "_fp8_" in image.name and dtype == "bf16":  # an fp8 cache is multiplied in fp16
+    if "_fp8_" in image.name and dtype == "bf16":  # an fp8 cache becomes fp16 first
         return
     names = report.symbols(image)
     assert not [name for name in names if re.search(in_names, name)]
@@ -151,7 +151,7 @@ def strange_code(kernel: str, chip: str, opcodes: Counter[str]) -> list[str]:
     foreign = some(rf".*(?:{family.foreign})")
     # Over pages Hopper reads small tiles as Ampere does: its work is reading the cache.
     as_ampere = role in PAIRS and CATALOGUE[kernel]["family"] == "sm90"
-    copies = role == "attention_paged_chunk"  # pages that are too small for the copy engine
+    copies = role == "attention_paged_chunk"  # pages that the copy engine cannot load
     if BY_ROWS.search(kernel) or role in GATHERED or as_ampere or copies:
         foreign = [opcode for opcode in foreign if "LDGSTS" not in opcode]
     found = [f"has {opcode}" for opcode in foreign]

@@ -145,8 +145,26 @@ def test_chunks_have_a_kernel_of_their_own_on_hopper():
     assert plan("sm_90", tokens=63)[0]["before"] == [MANY]
     for page in (1, 24, 64):  # threads copy the rows of pages that are too small for TMA
         assert plan("sm_90", tokens=512, page=page)[0]["before"] == [chunk, MANY]
-    assert chunk not in plan("sm_90", tokens=512, fp8=True)[0]["before"]
     assert plan("sm_80", tokens=512)[0]["before"] == [MANY.replace("sm90", "sm80")]
+
+
+def test_chunks_over_fp8_have_one_too():
+    many = MANY.replace("paged_", "paged_fp8_")
+    for dtype in ("bf16", "fp16"):
+        for d, tile in ((16, 64), (64, 64), (80, 128), (128, 128)):
+            before = plan("sm_90", tokens=512, fp8=True, d=d, dtype=dtype)[0]["before"]
+            kernel = CATALOGUE[before[0]]
+            assert "_paged_chunk_fp8_" in before[0] and kernel["head_dim"] == tile
+            assert kernel["dtype"] == str(TORCH_DTYPES[dtype])[6:] and len(before) == 2
+    for page in (1, 24, 64):
+        before = plan("sm_90", tokens=512, page=page, fp8=True)[0]["before"]
+        assert before == ["sm90_attention_paged_chunk_fp8_bf16_d128_128x128", many]
+    assert plan("sm_90", tokens=63, fp8=True)[0]["before"] == [many]
+    # Rows that are no chunks of 16 bytes, and head dims that leave no memory for bytes.
+    for d in (72, 192, 256, 512):
+        before = plan("sm_90", tokens=512, fp8=True, d=d)[0]["before"]
+        assert len(before) == 1 and "_paged_fp8_" in before[0]
+    assert plan("sm_80", tokens=512, fp8=True)[0]["before"] == [many.replace("sm90", "sm80")]
 
 
 def test_the_workspace_stays_small():

@@ -16,7 +16,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, is_grad_enabled, library, stack
-from torch._C import _AutoDispatchBelowAutograd, _is_fwd_grad_enabled
+from torch._C import (
+    _AutoDispatchBelowAutograd,
+    _is_fwd_grad_enabled,
+    _len_torch_dispatch_stack,
+)
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import Function
 
@@ -100,9 +104,14 @@ _apply = plain_apply(_Attention)
 
 
 def _is_plain(tensors, options) -> bool:
-    """Whether a node in C++ has all there is of a call: q, k, v, a bias, causal and scale."""
-    _, _, _, _, sinks, key_lengths, cu_seqlens_q, _ = tensors
+    """Whether a node in C++ has all there is of a call: q, k, v, a bias, causal and scale.
+
+    What traces a call is given an op of ours.
+    """
+    q, k, v, _, sinks, key_lengths, cu_seqlens_q, _ = tensors
     if sinks is not None or key_lengths is not None or cu_seqlens_q is not None:
+        return False
+    if not (type(q) is type(k) is type(v) is Tensor) or _len_torch_dispatch_stack():
         return False
     _, _, _, left, right, _, softcap, deterministic, allow_tf32, dropout_p, _ = options
     return left == -1 == right and not (softcap or deterministic or allow_tf32 or dropout_p)

@@ -110,6 +110,9 @@ SUBJECTS = {
     "flash_attention, one result": Subject(
         lambda *x: (fm.flash_attention(*x),), lambda *x: math(*x)[:1], DENSE
     ),
+    "flash_attention, a bias and one result": Subject(
+        lambda *x: (fm.flash_attention(*x),), lambda *x: math(*x)[:1], (*DENSE, (4, 3, 4))
+    ),
     "flash_attention, sinks": Subject(
         lambda q, k, v, sinks: fm.flash_attention(q, k, v, sinks=sinks, return_lse=True),
         lambda q, k, v, sinks: math(q, k, v, sinks=sinks),

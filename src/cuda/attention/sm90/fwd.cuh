@@ -71,6 +71,7 @@ struct FwdConfig {
                                       tma::Tile<kBlockQ, kBlockK>>;
   static constexpr int kLoaderThreads = kWarpgroupThreads - 32;  // see FwdBiasLoader
 
+  using ValueType = T;  // of V and P in their MMA
   // What becomes of a product q.k.
   using Rule = ScoreRule<Sm90FwdParams>;
   template <class Warpgroup>

@@ -11,6 +11,7 @@ namespace flashmoe::cuda::sm90 {
 template <class C>
 class FwdConsumer {
   using Smem = typename C::Smem;
+  static constexpr bool kValuesBf16 = std::is_same_v<typename C::ValueType, Bf16>;
 
  public:
   __device__ __forceinline__ FwdConsumer(Smem& shared, uint32_t smem, int index,
@@ -75,7 +76,7 @@ class FwdConsumer {
     const uint32_t v = tma::warp_uniform(C::Keys::descriptor(sV));
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {
-      ptx::Wgmma<C::kBf16, C::kDim>::rs_tb(rO_, rP_[step], C::Keys::across(v, step));
+      ptx::Wgmma<kValuesBf16, C::kDim>::rs_tb(rO_, rP_[step], C::Keys::across(v, step));
     }
     ptx::wgmma_commit_group();
   }
@@ -110,7 +111,7 @@ class FwdConsumer {
   __device__ __forceinline__ void pack_probabilities() {
 #pragma unroll
     for (int i = 0; i < kKeys / 4; ++i) {
-      rP_[i / 4][i % 4] = C::Type::pack(softmax_.rS[2 * i], softmax_.rS[2 * i + 1]);
+      rP_[i / 4][i % 4] = C::ValueType::pack(softmax_.rS[2 * i], softmax_.rS[2 * i + 1]);
     }
   }
   __device__ __forceinline__ void correct_output() {

@@ -10,9 +10,10 @@
 // its part of the tile after the next. Bytes pass through shared memory and not through registers
 // alone: there ptxas moves what was loaded before it is needed, and so waits for it.
 //
-// A warp's instructions for a tile of 128 x 128, half of what a step of the consumers needs: some
-// 510 for bf16, 315 for fp16, of which 320 and 125 convert. Four warps are on four schedulers, and
-// the MMAs of a step take 2,048 cycles.
+// No instruction makes bf16 of e4m3, and by way of float it takes 2.5 times what fp16 takes: of a
+// warp's instructions for a tile of 128 x 128 some 510 for bf16 and 315 for fp16, of which 320 and
+// 125 convert. So V is fp16 whatever the queries are, and so is P. Four warps are on four
+// schedulers, and the MMAs of a step, which needs two tiles, take 2,048 cycles.
 //
 // Scales: that of the keys is a factor of the scores' scale, that of the values one of O. A scale
 // of keys that is not positive, or with which that product is not a normal number, makes all of O
@@ -42,6 +43,7 @@ struct FwdPagedFp8Config : FwdPagedConfig<T, kChunkTile> {
   static constexpr int kConsumerRegisters = 208;
   static constexpr uint32_t kSmemRaw = Base::kSmemWork + paged_work_bytes(kChunkTile.threads());
   static_assert(kSmemRaw % 16 == 0 && kSmemRaw + kChunkTile.raw_bytes() <= kSm90SharedBytes);
+  using ValueType = Fp16;
 
   // Scores are products times scale_log2, which has the scale of the head's keys.
   struct Rule : ScoreRule<Sm90FwdParams> {
@@ -123,11 +125,10 @@ class FwdPagedConverter {
                                           : offsetof(Smem, sK) + keys_.at() * sizeof(Keys));
       ptx::cp_async_wait_group<kAhead - 1>();
       ptx::mbarrier_wait(slot.empty, (values ? values_.parity() : keys_.parity()) ^ 1);
-      uint4 piece[2] = {ptx::ld_shared_v4(raw_piece(raw, 0))};
-#pragma unroll
-      for (int i = 0; i < kPieces; ++i) {
-        if (i + 1 < kPieces) piece[(i + 1) % 2] = ptx::ld_shared_v4(raw_piece(raw, i + 1));
-        store(to, i, piece[i % 2]);
+      if (values) {
+        convert<typename C::ValueType>(raw, to);
+      } else {
+        convert<typename C::Type>(raw, to);
       }
       ptx::fence_proxy_async_shared();  // wgmma is to see what this thread has written
       ptx::mbarrier_arrive(slot.full);
@@ -221,9 +222,19 @@ class FwdPagedConverter {
     ptx::cp_async_commit_group();
   }
 
-  // The lane's piece `i` to the stage at `to`, two chunks of 16 bytes beside each other.
+  // The lane's pieces of a tile to the stage at `to`, as T.
+  template <class T>
+  __device__ __forceinline__ void convert(int raw, uint32_t to) const {
+    uint4 piece[2] = {ptx::ld_shared_v4(raw_piece(raw, 0))};
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      if (i + 1 < kPieces) piece[(i + 1) % 2] = ptx::ld_shared_v4(raw_piece(raw, i + 1));
+      store<T>(to, i, piece[i % 2]);
+    }
+  }
+  // Piece `i`, two chunks of 16 bytes beside each other.
+  template <class Type>
   static __device__ __forceinline__ void store(uint32_t to, int i, const uint4& piece) {
-    using Type = typename C::Type;
     uint4 low, high;
     E4m3::unpack_pairs_as<Type>(piece.x, low.x, low.y);
     E4m3::unpack_pairs_as<Type>(piece.y, low.z, low.w);

@@ -21,7 +21,7 @@ inline constexpr int kPagedTaskBytes = 128;
 inline constexpr int kPagedTasks = 4;
 
 // Words of shared memory by which work is shared out, beside one for each thread.
-constexpr int paged_work_words(int threads) { return threads < 512 ? 16 : 20; }
+inline constexpr int kPagedWorkWords = 16;
 
 // What the combining kernel is told of a sequence.
 struct alignas(16) PagedSequence {
@@ -96,7 +96,7 @@ struct PagedTile {
   constexpr int team_bytes() const {
     return (teams * (kDecodeRows * 8 + 4) + 2 * warps * 4 + 15) / 16 * 16;
   }
-  constexpr int work_bytes() const { return (threads() + paged_work_words(threads())) * 4; }
+  constexpr int work_bytes() const { return (threads() + kPagedWorkWords) * 4; }
   constexpr int shared_bytes() const {
     return body_bytes() + factor_bytes() + team_bytes() + work_bytes() +
            kPagedTasks * kPagedTaskBytes;

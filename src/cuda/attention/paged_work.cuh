@@ -313,13 +313,13 @@ struct PagedSchedule {
   // and at the end that of all; behind it words, which first hold a sum for each warp.
   int* before;
   enum Word {
-    kAll = kThreads,                                     // the work of all
-    kAt,                                                 // where the CTA's next item may begin,
-    kEnd,                                                // what comes after its share or unit,
-    kLane,                                               // and in which row that is
-    kGiven,                                              // where the units begin
-    kUnit,                                               // how long they are; 0: there are none
-    kItems = kThreads + paged_work_words(kThreads) - 1,  // how many items there are
+    kAll = kThreads,                          // the work of all
+    kAt,                                      // where the CTA's next item may begin,
+    kEnd,                                     // what comes after its share or unit,
+    kLane,                                    // and in which row that is
+    kGiven,                                   // where the units begin
+    kUnit,                                    // how long they are; 0: there are none
+    kItems = kThreads + kPagedWorkWords - 1,  // how many items there are
   };
   static_assert(kUnit < kItems && kAll + kThreads / 32 < kItems);
 

@@ -32,7 +32,6 @@ template <class T, Sm90ChunkTile kChunkTile>
 struct FwdPagedConfig : FwdConfig<T, kChunkTile> {
   static constexpr bool kPaged = true;
   static constexpr int kThreads = kChunkTile.threads();
-  static constexpr int kProducers = kChunkTile.producers();  // warpgroups
   static constexpr uint32_t kSmemWork = kChunkTile.Sm90FwdTile::shared_bytes();
 
   // To copy, or to know where boxes come from, takes more than one TMA of a tile. Consumers have
@@ -48,7 +47,7 @@ struct FwdPagedConfig : FwdConfig<T, kChunkTile> {
     constexpr int kReaders = kWarpgroupWarps * Base::kWarpgroups;
     for (int i = 0; i < Base::kBarriers; ++i) {
       if (i < Base::kQBarrier) {
-        Base::slot(smem, i).init(1, kThreads - 32);
+        Base::slot(smem, i).init(1, kWarpgroupThreads * (Base::kWarpgroups + 1) - 32);
       } else if (i < Base::kKBarrier) {
         Base::slot(smem, i).init(1, kReaders);
       } else {
@@ -432,7 +431,7 @@ __device__ __forceinline__ void attention_fwd_paged(const Sm90PagedParams& p) {
       reinterpret_cast<int*>(shared_memory + C::kSmemWork)};
   schedule.start(p.pages);
   __syncthreads();  // the barriers are initialised
-  if (warpgroup < C::kProducers) {
+  if (warpgroup == 0) {
     ptx::setmaxnreg_dec<C::kProducerRegisters>();
     FwdPagedTasks<C> tasks(shared, smem, schedule, p);
     if constexpr (requires { typename C::Loader; }) {
@@ -447,7 +446,7 @@ __device__ __forceinline__ void attention_fwd_paged(const Sm90PagedParams& p) {
     }
   } else {
     ptx::setmaxnreg_inc<C::kConsumerRegisters>();
-    FwdConsumer<C>(shared, smem, warpgroup - C::kProducers, p).run();
+    FwdConsumer<C>(shared, smem, warpgroup - 1, p).run();
   }
 }
 

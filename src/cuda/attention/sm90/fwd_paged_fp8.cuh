@@ -5,15 +5,15 @@
 //   pages --cp.async--> two tiles as they come, --a lane's 16 bytes--> K or V in 16 bits, as TMA
 //                       K or V                     at a time           would lay them out
 //
-// One warpgroup copies, another converts, both the tiles of K and V in turns. Whoever converts must
-// have nothing on its way: the fence after it, by which wgmma sees what was stored, waits for all
-// copies of the thread. (One warpgroup for both took 1.5 times as long.) Bytes pass through shared
-// memory and not through registers alone: there ptxas moves what was loaded before it is needed,
-// and so waits for it.
+// The four warps of the producer take the tiles of K and V in turns. A lane converts what it has
+// copied itself, so nobody waits for anybody between the two; and what it has read makes room for
+// its part of the tile after the next. Bytes pass through shared memory and not through registers
+// alone: there ptxas moves what was loaded before it is needed, and so waits for it.
 //
 // No instruction makes bf16 of e4m3, and by way of float it takes 2.5 times what fp16 takes: of a
 // warp's instructions for a tile of 128 x 128 some 510 for bf16 and 315 for fp16, of which 320 and
-// 125 convert. So V is fp16 whatever the queries are, and so is P.
+// 125 convert. So V is fp16 whatever the queries are, and so is P. Four warps are on four
+// schedulers, and the MMAs of a step, which needs two tiles, take 2,048 cycles.
 //
 // Scales: that of the keys is a factor of the scores' scale, that of the values one of O. A scale
 // of keys that is not positive, or with which that product is not a normal number, makes all of O
@@ -38,26 +38,12 @@ struct FwdPagedFp8Config : FwdPagedConfig<T, kChunkTile> {
   using Base = FwdPagedConfig<T, kChunkTile>;
   using Loader = FwdPagedConverter<FwdPagedFp8Config>;
   static constexpr bool kFp8 = true;
-  static constexpr int kProducerRegisters = 56;
-  static constexpr int kConsumerRegisters = 200;
-  static_assert(Base::kProducers * kProducerRegisters + Base::kWarpgroups * kConsumerRegisters <=
-                4 * registers_at_first(4));
+  // To convert takes more than to copy.
+  static constexpr int kProducerRegisters = 88;
+  static constexpr int kConsumerRegisters = 208;
   static constexpr uint32_t kSmemRaw = Base::kSmemWork + paged_work_bytes(kChunkTile.threads());
   static_assert(kSmemRaw % 16 == 0 && kSmemRaw + kChunkTile.raw_bytes() <= kSm90SharedBytes);
   using ValueType = Fp16;
-
-  // One of the tiles on their way. full: each thread that copies, once its copies are there; the
-  // converting warps wait. empty: these; whoever copies waits.
-  static __device__ __forceinline__ uint32_t raw_tile(uint32_t smem, int raw) {
-    return smem + kSmemRaw + raw * Base::kBlockK * Base::kDim;
-  }
-  static __device__ __forceinline__ tma::Slot raw_slot(uint32_t smem, int raw) {
-    return tma::Slot(raw_tile(smem, kRawTiles) + raw * sizeof(tma::Slot::Barriers));
-  }
-  static __device__ __forceinline__ void init_barriers(uint32_t smem, bool copies) {
-    for (int i = 0; i < kRawTiles; ++i) raw_slot(smem, i).init(kWarpgroupThreads, kWarpgroupWarps);
-    Base::init_barriers(smem, copies);
-  }
 
   // Scores are products times scale_log2, which has the scale of the head's keys.
   struct Rule : ScoreRule<Sm90FwdParams> {
@@ -99,9 +85,8 @@ struct FwdPagedFp8Config : FwdPagedConfig<T, kChunkTile> {
   }
 };
 
-// A thread that copies K and V, or one that converts what the thread of the same number has copied.
-// The first looks up one key of a tile; its warp has the rows of those that its lanes have looked
-// up.
+// A thread of the four warps that copy, convert and store K and V. It looks up one key of a tile;
+// its warp has the rows of those that its lanes have looked up.
 template <class C>
 class FwdPagedConverter {
   using Smem = typename C::Smem;
@@ -110,7 +95,8 @@ class FwdPagedConverter {
   static constexpr int kBlocks = C::kDim / 64;                    // of columns, of a stage
   static constexpr int kRowsAtOnce = 8 / kBlocks;                 // four lanes have 64 columns
   static constexpr int kPieces = kWarpKeys / kRowsAtOnce;         // of a lane, of a tile
-  static_assert(kWarpKeys == 32 && C::kDim % 64 == 0 && C::kProducers == 2);
+  static constexpr int kAhead = kRawTiles;                        // tiles on their way
+  static_assert(kWarpKeys <= 32 && kWarpKeys % 8 == 0 && C::kDim % 64 == 0);
 
  public:
   __device__ __forceinline__ FwdPagedConverter(uint32_t smem, FwdPagedTasks<C>& tasks,
@@ -118,10 +104,46 @@ class FwdPagedConverter {
       : smem_(smem), tasks_(tasks), p_(p) {}
 
   __device__ __forceinline__ void load(FwdTask& task) {
-    if (threadIdx.x < kWarpgroupThreads) {
-      copy(task);
-    } else {
-      convert(task);
+    const SeenKeys keys = SeenKeys::of<C>(task, p_);
+    const int64_t key_head = task.head / p_.group;
+    const Heads heads = {
+        static_cast<const char*>(p_.pages.key) + key_head * p_.pages.key_strides.head + column(),
+        static_cast<const char*>(p_.pages.value) + key_head * p_.pages.value_strides.head +
+            column()};
+    Order copied(task), stored(task);
+    PageRow page;
+    look_up(page, copied, keys, task);
+#pragma unroll 1
+    for (int i = 0; i < kAhead; ++i) copy_next(i, page, copied, keys, heads, task);
+    int raw = 0;  // which of the tiles on their way is next
+#pragma unroll 1
+    for (; stored.any(); stored.advance(), raw = raw + 1 < kAhead ? raw + 1 : 0) {
+      const bool values = stored.is_values();
+      const tma::Slot slot =
+          C::slot(smem_, values ? C::kVBarrier + values_.at() : C::kKBarrier + keys_.at());
+      const uint32_t to = smem_ + (values ? offsetof(Smem, sV) + values_.at() * sizeof(Keys)
+                                          : offsetof(Smem, sK) + keys_.at() * sizeof(Keys));
+      ptx::cp_async_wait_group<kAhead - 1>();
+      const auto wait_empty = [&] {
+        ptx::mbarrier_wait(slot.empty, (values ? values_.parity() : keys_.parity()) ^ 1);
+      };
+      if (values) {
+        convert<typename C::ValueType>(raw, to, wait_empty);
+      } else {
+        convert<typename C::Type>(raw, to, wait_empty);
+      }
+      ptx::fence_proxy_async_shared();  // wgmma is to see what this thread has written
+      ptx::mbarrier_arrive(slot.full);
+      copy_next(raw, page, copied, keys, heads, task);
+      if (!values && stored.keys == task.key_end - 1 && threadIdx.x == 0) {
+        tasks_.load_queries(task);
+      }
+      __syncwarp();
+      if (values) {
+        values_.advance();
+      } else {
+        keys_.advance();
+      }
     }
   }
 
@@ -149,9 +171,7 @@ class FwdPagedConverter {
   };
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
-  static __device__ __forceinline__ int first_row() {
-    return threadIdx.x / 32 % kWarpgroupWarps * kWarpKeys;
-  }
+  static __device__ __forceinline__ int first_row() { return threadIdx.x / 32 * kWarpKeys; }
   // Of a lane's first piece: the row, of the warp's, and the first of its 16 columns. Eight lanes
   // have rows of both parities: they store to all banks, since swizzled chunks of even number lie
   // at even places in even rows and at odd ones in odd rows.
@@ -159,109 +179,84 @@ class FwdPagedConverter {
   static __device__ __forceinline__ int column() {
     return lane() / 4 / kRowsAtOnce * 64 + lane() % 4 * 16;
   }
-  // The lane's piece `i` as it was copied, of the next of the tiles on their way.
-  __device__ __forceinline__ uint32_t raw_piece(int i) const {
-    return C::raw_tile(smem_, raw_.at()) +
-           (i * kWarpgroupThreads + threadIdx.x % kWarpgroupThreads) * 16;
+  // The lane's piece `i` as it was copied, of one of the tiles on their way.
+  __device__ __forceinline__ uint32_t raw_piece(int raw, int i) const {
+    return smem_ + C::kSmemRaw + raw * C::kBlockK * C::kDim +
+           (i * kWarpgroupThreads + threadIdx.x) * 16;
   }
 
-  // Copies the tiles of a task. The pages of a tile are looked up before there is room for it.
-  __device__ __forceinline__ void copy(FwdTask& task) {
-    const SeenKeys keys = SeenKeys::of<C>(task, p_);
-    const int64_t key_head = task.head / p_.group;
-    const Heads heads = {
-        static_cast<const char*>(p_.pages.key) + key_head * p_.pages.key_strides.head + column(),
-        static_cast<const char*>(p_.pages.value) + key_head * p_.pages.value_strides.head +
-            column()};
-    PageRow page;
-#pragma unroll 1
-    for (Order order(task); order.any(); order.advance(), raw_.advance()) {
-      if (keys.any()) {
-        page.look_up(keys.nearest(order.tile() * C::kBlockK + first_row() + lane(), 1),
-                     task.seq.token_k, p_.pages);
-      }
-      const tma::Slot slot = C::raw_slot(smem_, raw_.at());
-      raw_.wait_empty(slot);
-      copy_tile(page, order.is_values(), keys, heads, task);
-      ptx::cp_async_mbarrier_arrive_noinc(slot.full);
-    }
-  }
-  // Begins to copy the lane's pieces of a tile, whose pages have been looked up. Zeros where rows
-  // see no key, the cache has no such block or rows no such columns.
-  __device__ __forceinline__ void copy_tile(const PageRow& page, bool values, const SeenKeys& keys,
-                                            const Heads& heads, FwdTask& task) const {
-    const PagedParams& p = p_.pages;
-    const char* const head = values ? heads.values : heads.keys;
-    int64_t offset = -1;  // bytes of the lane's row from `head`
-    if (keys.any()) {
-      if (page.sound(p)) {
-        offset = page.offset<1>(values ? p.value_block : p.key_block,
-                                values ? p.value_strides.row : p.key_strides.row);
-      } else {
-        task.seq.valid = false;  // the results become NaN
-        __threadfence_block();   // before the arrival, which is that of the copies
-      }
-    }
-    __syncwarp();
-    const bool exists = column() < (values ? p.head_dim_v : p.head_dim);
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      const int64_t from = __shfl_sync(0xffffffffu, offset, i * kRowsAtOnce + row());
-      ptx::cp_async_cg_16(raw_piece(i), head + from, exists && from >= 0);
-    }
+  __device__ __forceinline__ void look_up(PageRow& page, const Order& order, const SeenKeys& keys,
+                                          const FwdTask& task) const {
+    if (lane() >= kWarpKeys || !order.any() || !keys.any()) return;
+    page.look_up(keys.nearest(order.tile() * C::kBlockK + first_row() + lane(), 1),
+                 task.seq.token_k, p_.pages);
   }
 
-  // Converts the tiles of a task, each to its stage.
-  __device__ __forceinline__ void convert(const FwdTask& task) {
-#pragma unroll 1
-    for (Order order(task); order.any(); order.advance()) {
+  // Begins to copy the lane's pieces of the next tile, whose pages have been looked up, and looks
+  // up those of the one after. Zeros where rows see no key, the cache has no such block or rows no
+  // such columns; where no tile is left, the group has no copies.
+  __device__ __forceinline__ void copy_next(int raw, PageRow& page, Order& order,
+                                            const SeenKeys& keys, const Heads& heads,
+                                            FwdTask& task) const {
+    if (order.any()) {
+      const PagedParams& p = p_.pages;
       const bool values = order.is_values();
-      const tma::Slot slot =
-          C::slot(smem_, values ? C::kVBarrier + values_.at() : C::kKBarrier + keys_.at());
-      const uint32_t to = smem_ + (values ? offsetof(Smem, sV) + values_.at() * sizeof(Keys)
-                                          : offsetof(Smem, sK) + keys_.at() * sizeof(Keys));
-      const tma::Slot raw = C::raw_slot(smem_, raw_.at());
-      raw_.wait_full(raw);
-      ptx::mbarrier_wait(slot.empty, (values ? values_.parity() : keys_.parity()) ^ 1);
-      if (values) {
-        store_tile<typename C::ValueType>(to);
-      } else {
-        store_tile<typename C::Type>(to);
-      }
-      warp_arrive(raw.empty);
-      ptx::fence_proxy_async_shared();  // wgmma is to see what this thread has written
-      ptx::mbarrier_arrive(slot.full);
-      if (!values && order.keys == task.key_end - 1 && threadIdx.x == kWarpgroupThreads) {
-        tasks_.load_queries(task);
+      const char* const head = values ? heads.values : heads.keys;
+      int64_t offset = -1;  // bytes of the lane's row from `head`
+      if (keys.any() && lane() < kWarpKeys) {
+        if (page.sound(p)) {
+          offset = page.offset<1>(values ? p.value_block : p.key_block,
+                                  values ? p.value_strides.row : p.key_strides.row);
+        } else {
+          task.seq.valid = false;  // the results become NaN
+        }
       }
       __syncwarp();
-      raw_.advance();
-      if (values) {
-        values_.advance();
-      } else {
-        keys_.advance();
+      const bool exists = column() < (values ? p.head_dim_v : p.head_dim);
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+        const int64_t from = __shfl_sync(0xffffffffu, offset, i * kRowsAtOnce + row());
+        ptx::cp_async_cg_16(raw_piece(raw, i), head + from, exists && from >= 0);
       }
+      order.advance();
+      look_up(page, order, keys, task);
+    }
+    ptx::cp_async_commit_group();
+  }
+
+  // Two chunks of 16 bytes beside each other.
+  struct Converted {
+    uint4 low, high;
+  };
+  template <class T>
+  static __device__ __forceinline__ Converted convert(const uint4& piece) {
+    Converted made;
+    E4m3::unpack_pairs_as<T>(piece.x, made.low.x, made.low.y);
+    E4m3::unpack_pairs_as<T>(piece.y, made.low.z, made.low.w);
+    E4m3::unpack_pairs_as<T>(piece.z, made.high.x, made.high.y);
+    E4m3::unpack_pairs_as<T>(piece.w, made.high.z, made.high.w);
+    return made;
+  }
+  // The lane's pieces of a tile to the stage at `to`, as T: half of them are ready before the stage
+  // is empty.
+  template <class T, class WaitEmpty>
+  __device__ __forceinline__ void convert(int raw, uint32_t to, const WaitEmpty& wait_empty) const {
+    Converted ready[kPieces / 2];
+#pragma unroll
+    for (int i = 0; i < kPieces / 2; ++i)
+      ready[i] = convert<T>(ptx::ld_shared_v4(raw_piece(raw, i)));
+    wait_empty();
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      store(to, i, i < kPieces / 2 ? ready[i] : convert<T>(ptx::ld_shared_v4(raw_piece(raw, i))));
     }
   }
-  // The lane's pieces of a tile to the stage at `to`, as T.
-  template <class T>
-  __device__ __forceinline__ void store_tile(uint32_t to) const {
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i) store<T>(to, i, ptx::ld_shared_v4(raw_piece(i)));
-  }
-  // Piece `i`, two chunks of 16 bytes beside each other.
-  template <class Type>
-  static __device__ __forceinline__ void store(uint32_t to, int i, const uint4& piece) {
-    uint4 low, high;
-    E4m3::unpack_pairs_as<Type>(piece.x, low.x, low.y);
-    E4m3::unpack_pairs_as<Type>(piece.y, low.z, low.w);
-    E4m3::unpack_pairs_as<Type>(piece.z, high.x, high.y);
-    E4m3::unpack_pairs_as<Type>(piece.w, high.z, high.w);
+  static __device__ __forceinline__ void store(uint32_t to, int i, const Converted& piece) {
     // In rows that are a multiple of kRowsAtOnce further down, the swizzle differs by just that.
     const uint32_t first = to + Keys::at(first_row() + row(), column());
     const uint32_t at = (first ^ i * kRowsAtOnce % 8 * 16) + i * kRowsAtOnce * Keys::kRowBytes;
-    ptx::st_shared_v4(at, low);
-    ptx::st_shared_v4(at ^ 16, high);
+    ptx::st_shared_v4(at, piece.low);
+    ptx::st_shared_v4(at ^ 16, piece.high);
   }
 
   const uint32_t smem_;
@@ -269,7 +264,6 @@ class FwdPagedConverter {
   const Sm90PagedParams& p_;
   tma::Ring<C::kKeyStages> keys_;
   tma::Ring<C::kStages> values_;
-  tma::Ring<kRawTiles> raw_;
 };
 
 }  // namespace flashmoe::cuda::sm90

@@ -18,7 +18,7 @@ struct Sm90PagedParams : Sm90FwdParams {
 };
 
 // Shared memory beside that of the forward kernel: the work before each thread's sequences.
-constexpr int paged_work_bytes(int threads) { return (threads + paged_work_words(threads)) * 4; }
+constexpr int paged_work_bytes(int threads) { return (threads + kPagedWorkWords) * 4; }
 // Pages have boxes if these have so many rows at least: as many as a swizzle goes over.
 inline constexpr int kLeastBoxKeys = 8;
 
@@ -28,13 +28,8 @@ inline constexpr int kRawTiles = 2;
 struct Sm90ChunkTile : Sm90FwdTile {
   int cache_bytes = 2;  // of a number of the cache
   static constexpr bool kCountsTasks = false;
-  // Warpgroups that load K and V: of an fp8 cache one copies and one converts.
-  constexpr int producers() const { return cache_bytes == 1 ? 2 : 1; }
-  constexpr int threads() const { return (block_q / 64 + producers()) * 128; }
-  // Tiles of an fp8 cache as they come, each with two mbarriers.
-  constexpr int raw_bytes() const {
-    return cache_bytes == 1 ? kRawTiles * (block_k * head_dim + 16) : 0;
-  }
+  // Tiles of an fp8 cache as they come.
+  constexpr int raw_bytes() const { return cache_bytes == 1 ? kRawTiles * block_k * head_dim : 0; }
   constexpr int shared_bytes() const {
     return Sm90FwdTile::shared_bytes() + paged_work_bytes(threads()) + raw_bytes();
   }

@@ -220,7 +220,7 @@ def file_section(file: ResultsFile) -> str:
 
 @dataclass(frozen=True)
 class Section:
-    """One workload on one machine: for each pass the rows of the newest file that has them."""
+    """One workload on one machine: of each kind the rows of the newest file that has them."""
 
     workload: str
     machine: str
@@ -255,27 +255,26 @@ class Section:
 
 def sections_of(files: list[ResultsFile], workloads: list[str]) -> list[Section]:
     """GPUs first, workloads in the order of the benchmark. Forced families are for engineers."""
-    measured: dict[tuple[str, str, str, str], list[tuple[ResultsFile, Row]]] = {}
+    measured: dict[tuple[str, str, Kind], list[tuple[ResultsFile, Row]]] = {}
     for file in files:
         for row in file.rows if not file.about.get("forced_family") else ():
-            key = (file.machine, row["workload"], row["pass"], row["dtype"])
+            key = (file.machine, row["workload"], kind_measured(row))
             measured.setdefault(key, []).append((file, row))
     newest = {key: newest_of(of_key) for key, of_key in measured.items()}
     machines = {file.machine: file.about.get("device") == "cuda" for file in newest.values()}
     found = []
     for machine in sorted(machines, key=lambda m: (not machines[m], m)):
         for workload in workloads:
-            chosen = {k[2:]: f for k, f in newest.items() if k[:2] == (machine, workload)}
+            chosen = {k[2]: f for k, f in newest.items() if k[:2] == (machine, workload)}
             if machines[machine]:
                 chosen = usual_dtype(chosen)
             rows = [
                 row
-                for (direction, dtype), file in chosen.items()
+                for kind, file in chosen.items()
                 for row in file.rows
-                if (row["workload"], row["pass"], row["dtype"]) == (workload, direction, dtype)
-                and is_right(row)
+                if (row["workload"], kind_measured(row)) == (workload, kind) and is_right(row)
             ]
-            rows.sort(key=lambda row: list(PASSES).index(row["pass"]))
+            rows.sort(key=lambda row: (list(PASSES).index(row["pass"]), kind_measured(row)[2]))
             used = list({file.path: file for file in chosen.values()}.values())
             found.append(Section(workload, machine, machines[machine], rows, used))
     return [section for section in found if section.rows and section.shown]
@@ -297,12 +296,17 @@ def newest_of(measured: list[tuple[ResultsFile, Row]]) -> ResultsFile:
     return max(complete or files, key=lambda file: file.about["date"])
 
 
-Chosen = dict[tuple[str, str], ResultsFile]  # by pass and dtype
+Kind = tuple[str, str, bool]  # pass, dtype, and whether a cache is fp8
+Chosen = dict[Kind, ResultsFile]
+
+
+def kind_measured(row: Row) -> Kind:
+    return row["pass"], row["dtype"], bool(row["shape"].get("e4m3"))
 
 
 def usual_dtype(chosen: Chosen) -> Chosen:
     """Of a GPU no fp16, in a pass that has bf16: it tells the same story."""
-    in_bf16 = {direction for direction, dtype in chosen if dtype == "bf16"}
+    in_bf16 = {direction for direction, dtype, _ in chosen if dtype == "bf16"}
     return {k: f for k, f in chosen.items() if k[1] != "fp16" or k[0] not in in_bf16}
 
 

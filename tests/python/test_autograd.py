@@ -531,6 +531,11 @@ def test_what_a_node_in_cpp_does_not_know_has_one_in_python():
         out = fm.flash_attention(q, k, v, **options)
         out = out[0] if isinstance(out, tuple) else out
         assert out.grad_fn.name() == "_AttentionBackward", options
+    meta = [x.detach().to("meta").requires_grad_() for x in (q, k, v)]
+    out = fm.flash_attention(*meta)
+    out.sum().backward()
+    assert out.grad_fn.name() == "_AttentionBackward"
+    assert all(x.grad.shape == x.shape for x in meta)
     with pytest.raises(RuntimeError, match="no dropout; call flash_attention"):
         fm._library.node(q, k, v, None, 0.1, False)
 

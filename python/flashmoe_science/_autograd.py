@@ -106,14 +106,17 @@ _apply = plain_apply(_Attention)
 def _is_plain(tensors, options) -> bool:
     """Whether a node in C++ has all there is of a call: q, k, v, a bias, causal and scale.
 
-    What traces a call is given an op of ours, and so is a meta tensor.
+    What traces a call is given an op of ours, and so is a meta tensor, or one among others.
     """
-    q, k, v, _, sinks, key_lengths, cu_seqlens_q, _ = tensors
+    q, k, v, bias, sinks, key_lengths, cu_seqlens_q, _ = tensors
     if sinks is not None or key_lengths is not None or cu_seqlens_q is not None:
         return False
     if not (type(q) is type(k) is type(v) is Tensor) or _len_torch_dispatch_stack():
         return False
-    if not (q.is_cuda or q.is_cpu):
+    if not (
+        (q.is_cuda and k.is_cuda and v.is_cuda and (bias is None or bias.is_cuda))
+        or (q.is_cpu and k.is_cpu and v.is_cpu and (bias is None or bias.is_cpu))
+    ):
         return False
     _, _, _, left, right, _, softcap, deterministic, allow_tf32, dropout_p, _ = options
     return left == -1 == right and not (softcap or deterministic or allow_tf32 or dropout_p)

@@ -63,6 +63,11 @@ def heads_first_lse(q, k, v):
     return out, lse.transpose(0, 1)
 
 
+def weights(x):
+    """Of the elements of a result, of which no two count alike."""
+    return torch.linspace(-1, 2, x.numel(), dtype=x.dtype).reshape(x.shape)
+
+
 IDS = torch.tensor([[0, 2], [2, 2], [-1, 1], [4, 0], [1, 0]])
 
 

@@ -147,6 +147,20 @@ def test_chunks_beside_decodes(d, page, window, float8, dtype):
     accept(replace(problem, head_dim=d, head_dim_v=d))
 
 
+@pytest.mark.parametrize("layout", pages.CACHE_LAYOUTS)
+@pytest.mark.parametrize("page", [1, 8, 24, 32, 64, 256])
+@pytest.mark.parametrize("dims", [(128, 128), (192, 256), (256, 64), (128, 64), (96, 128)])
+def test_chunks_of_any_layout(dims, page, layout):
+    """Where rows can come whole, 64 columns at a time, and one by one."""
+    lengths = ((129, 257), (64, 3), (100, 0), (200, 128), (127, 1000))
+    problem = replace(BASE, decode=False, lengths=lengths, page=page)
+    problem = replace(problem, head_dim=dims[0], head_dim_v=dims[1])
+    for heads in ((8, 2), (3, 1)):
+        problem = replace(problem, heads_q=heads[0], heads_k=heads[1])
+        accept(replace(problem, layouts=("contiguous", layout, "contiguous"), window=(500, 5)))
+    accept(replace(problem, lengths=((80, min(page, 90)),)))  # one block
+
+
 # More items than any chip holds CTAs: each takes several, and loads the next before one ends. Some
 # have no key, or fewer tiles than there are teams.
 MANY = tuple(

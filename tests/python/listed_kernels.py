@@ -155,6 +155,7 @@ PAGED_TABLES = {
     "kPaged": ("paged", "paged"),
     "kPagedFp8": ("paged_fp8", "paged_fp8"),
     "kPagedChunk": ("paged_chunk", "paged_chunk"),
+    "kPagedChunkRows": ("paged_chunk_rows", "paged_chunk"),
     "kPagedChunkFp8": ("paged_chunk_fp8", "paged_chunk_fp8"),
 }
 
@@ -179,7 +180,7 @@ def listed_pages(family: str) -> dict[str, Listed]:
             image, tile = f"{family}_attention_{image}_{dtype}_d{d}", f"{dtype}_d{d}_{q}x{k}"
             chunk = table.startswith("kPagedChunk")
             warps, ctas = (4 * (q // 64 + 1), 1) if chunk else (numbers[3], numbers[6])
-            role = "attention_" + name.removesuffix("_fp8")
+            role = "attention_" + name.removesuffix("_fp8").removesuffix("_rows")
             found[f"{family}_attention_{name}_{tile}"] = Listed(image, role, (d, q, k), warps, ctas)
             if table == "kPaged":
                 for role, warps in (("paged_tickets", 1), ("paged_combine", 4)):

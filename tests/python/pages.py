@@ -19,8 +19,12 @@ from problems import DTYPES, HEAD_DIMS, INPUT_LAYOUTS, Picker, Seeded, laid_out
 
 FLOAT8 = torch.float8_e4m3fn
 # Rows of one block apart from each other, or one half of each row for keys, the other for values;
-# (blocks, heads, page, dim) in memory; rows, blocks and heads with gaps between them.
-CACHE_LAYOUTS = ("separate", "halves", "head-major", "head-major halves", "sliced")
+# (blocks, heads, page, dim) in memory, or (heads, blocks, page, dim); rows, blocks and heads with
+# gaps between them, of one number each, or of a chunk, whereby heads are not evenly far apart.
+CACHE_LAYOUTS = (
+    *("separate", "halves", "head-major", "head-major halves", "heads first"),
+    *("sliced", "uneven"),
+)
 PAGES = (16, 1, 2, 3, 5, 8, 32, 64)
 BIG_HEAD_DIMS = (160, 192, 256, 257, 320, 511, 512)
 # torch.library.opcheck compares tensors with allclose(), which fp8 has not.
@@ -158,6 +162,12 @@ def empty_caches(layout, blocks, page, heads, dims, dtype, device="cpu") -> list
     if layout == "head-major halves":
         rows = nans(blocks, heads, page, d + dv).transpose(1, 2)
         return [rows[..., :d], rows[..., d:]]
+    if layout == "heads first":
+        return [nans(heads, blocks, page, size).permute(1, 2, 0, 3) for size in dims]
+    if layout == "uneven":
+        each = [page * heads * size + 8 for size in dims]
+        flat = [nans(blocks, size)[:, : size - 8] for size in each]
+        return [x.unflatten(1, (page, heads, -1)) for x in flat]
     wide = [nans(2 * blocks, page + 1, heads + 1, 3 * size)[1::2, 1:, 1:, ::3] for size in dims]
     assert layout == "sliced" and wide[0].shape == (blocks, page, heads, d)
     return wide

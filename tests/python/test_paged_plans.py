@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import flashmoe_science as fm
+import pages
 from catalogue import CATALOGUE, FAMILIES, TORCH_DTYPES, needs_all_families, report
 from plans import told
 from test_plans import PLANNED, can_run, runs
@@ -140,12 +141,45 @@ def test_up_to_8_rows_have_a_tile_of_their_own(chip, d, fp8, monkeypatch):
 
 
 def test_chunks_have_a_kernel_of_their_own_on_hopper():
-    chunk = "sm90_attention_paged_chunk_bf16_d128_128x128"
+    chunk = "sm90_attention_paged_chunk_rows_bf16_d128_128x128"
     assert plan("sm_90", tokens=512)[0]["before"] == [chunk, MANY]
     assert plan("sm_90", tokens=63)[0]["before"] == [MANY]
     for page in (1, 24, 64):  # threads copy the rows of pages that are too small for TMA
         assert plan("sm_90", tokens=512, page=page)[0]["before"] == [chunk, MANY]
     assert plan("sm_80", tokens=512)[0]["before"] == [MANY.replace("sm90", "sm80")]
+
+
+def chunk_of(k_cache, v_cache) -> str:
+    meta = {"device": "meta"}
+    q = torch.empty(512, 16, k_cache.shape[-1], dtype=k_cache.dtype, **meta)
+    table, lens, cu = (torch.empty(n, dtype=torch.int32, **meta) for n in ((4, 64), 4, 5))
+    text = fm.explain_paged(
+        *(q, k_cache, v_cache, table, lens),
+        **{"cu_seqlens_q": cu, "max_seqlen_q": 512, "device": "sm_90"},
+    )
+    return told(text)["before"][0]
+
+
+def test_rows_of_a_chunk_come_whole_where_they_can():
+    """Whole blocks of 64 columns, and heads evenly far apart from block to block."""
+    whole, parts = "_paged_chunk_rows_", "_paged_chunk_bf16_"
+    dims = {128: whole, 192: whole, 256: whole, 64: parts, 96: parts, 136: parts, 248: parts}
+    for heads in (1, 2, 8):
+        for d, kernel in dims.items():
+            caches = pages.empty_caches("separate", 9, 16, heads, (d, d), torch.bfloat16, "meta")
+            assert kernel in chunk_of(*caches), (heads, d)
+    even = {layout: whole for layout in pages.CACHE_LAYOUTS}
+    even |= {"heads first": parts, "uneven": parts}
+    for layout, kernel in even.items():
+        if layout == "sliced":  # rows of single numbers have no such kernel
+            continue
+        caches = pages.empty_caches(layout, 9, 16, 8, (128, 128), torch.bfloat16, "meta")
+        assert kernel in chunk_of(*caches), layout
+        one_head = pages.empty_caches(layout, 9, 16, 1, (128, 128), torch.bfloat16, "meta")
+        one_block = pages.empty_caches(layout, 1, 16, 8, (128, 128), torch.bfloat16, "meta")
+        assert whole in chunk_of(*one_head) and whole in chunk_of(*one_block), layout
+    keys = pages.empty_caches("separate", 9, 16, 8, (128, 96), torch.bfloat16, "meta")
+    assert parts in chunk_of(*keys)  # values have their own head dim
 
 
 def test_chunks_over_fp8_have_one_too():

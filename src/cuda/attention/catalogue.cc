@@ -204,6 +204,7 @@ class Lister {
       kernel.key_parts = tile.key_parts();
     }
     if constexpr (requires { tile.cache_bytes; }) kernel.cache_bytes = tile.cache_bytes;
+    if constexpr (requires { tile.whole_rows; }) kernel.whole_rows = tile.whole_rows;
     if (role == Role::kPagedTickets) kernel.threads = kPagedTicketThreads;
     if (role == Role::kPagedCombine) kernel.threads = kPagedCombineThreads;
     add(kernel);
@@ -285,6 +286,8 @@ std::vector<Kernel> list_kernels() {
   list.add_small("sm80", fp32, small);
   list.add_fp32("sm75", "fp32", sm75::fp32::kFwd, sm75::fp32::kBwd, sm75::fp32::kBiasSum);
   list.add_small("sm75", fp32, small);
+  list.add("sm90", both, Role::kPagedChunk, "paged_chunk_rows", "paged_chunk",
+           sm90::kPagedChunkRows);
   list.add("sm90", both, Role::kPagedChunk, "paged_chunk", "paged_chunk", sm90::kPagedChunk);
   list.add("sm90", both, Role::kPagedChunk, "paged_chunk_fp8", "paged_chunk_fp8",
            sm90::kPagedChunkFp8);

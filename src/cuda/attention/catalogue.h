@@ -73,6 +73,7 @@ struct Kernel {
   bool makes_dq = false;           // backward: dQ has a kernel that adds nothing up in memory
   int key_parts = 1;               // backward: CTAs that share a tile of keys
   int cache_bytes = 0;             // over pages: of a number of the cache
+  bool whole_rows = false;         // and whether a box has all columns of its rows
 };
 
 // Grouped by family and role, and there best tile first.

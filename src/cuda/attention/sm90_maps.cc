@@ -83,6 +83,28 @@ Status encode_bias(TensorMap& map, const Call& call, const AttentionParams& p, i
   return encode(map, matrix, p.bias, box);
 }
 
+int64_t block_heads(const TensorSpec& cache) {
+  const int64_t blocks = cache.size(0), heads = cache.size(2), step = cache.stride[2];
+  if (cache.size(3) % 64) return 0;
+  if (heads == 1) return 1;
+  if (step <= 0) return 0;
+  if (blocks == 1) return heads;
+  if (cache.stride[0] % step) return 0;
+  const int64_t found = cache.stride[0] / step;
+  return found >= heads && found <= INT32_MAX / blocks ? found : 0;
+}
+Status encode_whole_rows(TensorMap& map, const TensorSpec& cache, const void* data, int rows,
+                         int columns) {
+  const int64_t row = cache.stride[1];
+  TensorSpec five;
+  five.dtype = cache.dtype;
+  five.rank = 5;
+  five.shape = {cache.size(0) * block_heads(cache), cache.size(1) / 8, cache.size(3) / 64, 8, 64};
+  five.stride = {cache.stride[cache.size(2) == 1 ? 0 : 2], 8 * row, 64, row, 1};
+  const int box[] = {1, rows / 8, columns / 64, 8, 64};
+  return encode(map, five, data, box);
+}
+
 bool encode_grad_bias(TensorMap& map, const AttentionPlan& plan, const AttentionBwdParams& p) {
   constexpr int kStoredRows = 64;
   const Strides& strides = p.grad_bias_strides;

@@ -28,6 +28,14 @@ Status encode_queries(TensorMap& map, const TensorSpec& spec, const void* data, 
 // The map of a bias: see Sm90FwdParams. Boxes have `rows` rows.
 Status encode_bias(TensorMap& map, const Call& call, const AttentionParams& p, int64_t rows);
 
+// From head h of a block of a cache (blocks, page, heads, D) to that of the next, counted in heads.
+// 0 where that is no whole number, or D no multiple of 64: then no map of whole rows describes it.
+int64_t block_heads(const TensorSpec& cache);
+// That map: (heads of all blocks, page / 8, D / 64, 8, 64), copied `rows` rows of a page and
+// `columns` columns of a head at a time. See tma/operand.cuh.
+Status encode_whole_rows(TensorMap& map, const TensorSpec& cache, const void* data, int rows,
+                         int columns);
+
 // The map of the gradient of a bias that is not shared, as (batch, heads, len_q, len_k), so that
 // rows past a head's last one are not stored. Returns whether there is one: for that the batch is
 // one dimension, and rows are whole chunks of 16 bytes from each other.

@@ -251,14 +251,17 @@ const Kernel* find_chunk_kernel(const AttentionPlan& plan) {
       !four_dimensions(p.query, true, four) || !four_dimensions(p.out, true, four)) {
     return nullptr;
   }
+  const bool whole_rows = block_heads(p.key) > 0 && block_heads(p.value) > 0;
+  const Kernel* best = nullptr;
   for (const Kernel& k : kernels()) {
     if (k.role == Role::kPagedChunk && k.dtype == p.query.dtype &&
         k.cache_bytes == dtype_bytes(p.key.dtype) &&
-        k.head_dim >= std::max(plan.head_dim, plan.head_dim_v)) {
-      return &k;
+        k.head_dim >= std::max(plan.head_dim, plan.head_dim_v) && (whole_rows || !k.whole_rows) &&
+        (!best || k.head_dim < best->head_dim)) {
+      best = &k;
     }
   }
-  return nullptr;
+  return best;
 }
 
 Status run_chunk(const Call& call, const AttentionLaunch& step, const PagedParams& pages) {
@@ -272,11 +275,16 @@ Status run_chunk(const Call& call, const AttentionLaunch& step, const PagedParam
   p.heads = pages.heads_q;
   p.box_keys = std::gcd(pages.page, kernel.block_k);
   if (p.box_keys < kLeastBoxKeys || kernel.cache_bytes == 1) p.box_keys = 0;
+  p.key_block_heads = static_cast<int32_t>(block_heads(problem.key));
+  p.value_block_heads = static_cast<int32_t>(block_heads(problem.value));
   const int columns = box_columns(kernel);
   const auto queries = [&](TensorMap& map, const TensorSpec& spec, const void* data, int64_t rows) {
     return encode_queries(map, spec, data, rows, columns, 0, true);
   };
   const auto keys = [&](TensorMap& map, const TensorSpec& spec, const void* data) {
+    if (kernel.whole_rows) {
+      return encode_whole_rows(map, spec, data, p.box_keys, kernel.head_dim);
+    }
     const int box[] = {1, p.box_keys, 1, columns};
     return encode(map, spec, data, box);
   };

@@ -8,6 +8,13 @@
 //
 // Tiles of at most 64 bytes a row (32 columns) have rows of 64 bytes, four chunks, and the 64-byte
 // swizzle: chunk c of row r lies at chunk c ^ (r / 2 % 4).
+//
+// With whole rows, eight of them lie together, block by block, before the next eight:
+//
+//   rows 0 to 7             rows 0 to 7                rows 8 to 15            ...
+//   of block 0              of block 1, ...            of block 0
+//
+// so that one box of TMA, whose blocks are a dimension of their own, has all columns of its rows.
 #pragma once
 
 #include <cstdint>
@@ -16,15 +23,17 @@ namespace flashmoe::cuda::tma {
 
 // A tile: the type of a member of a kernel's `struct Smem`, and the addresses
 // and descriptors of what lies in it.
-template <int kRows, int kCols, int kElementBytes = 2>
+template <int kRows, int kCols, int kElementBytes = 2, bool kWholeRows = false>
 struct Tile {
   static constexpr uint32_t kRowBytes = kCols * kElementBytes <= 64 ? 64 : 128;  // of a block
   static constexpr int kBlockCols = kRowBytes / kElementBytes, kChunkCols = 16 / kElementBytes;
   static constexpr int kBlocks = (kCols + kBlockCols - 1) / kBlockCols;
   static constexpr int kChunks = kRowBytes / 16;  // of a row of a block
   static constexpr int kSteps = kRowBytes / 32;   // of the depth, see along()
-  static constexpr uint32_t kBlockBytes = kRows * kRowBytes;
-  static constexpr uint32_t kBytes = kBlocks * kBlockBytes;
+  static constexpr uint32_t kBytes = kBlocks * kRows * kRowBytes;
+  // From a block to the next, and from eight rows to the next.
+  static constexpr uint32_t kBlockBytes = (kWholeRows ? 8 : kRows) * kRowBytes;
+  static constexpr uint32_t kEightBytes = (kWholeRows ? kBlocks : 1) * 8 * kRowBytes;
   static_assert(kBytes % 1024 == 0);
 
   char bytes[kBytes];
@@ -32,7 +41,8 @@ struct Tile {
   // The offset of an element from the tile's beginning.
   static __device__ __forceinline__ uint32_t at(int row, int column) {
     const int pattern = kRowBytes == 64 ? row / 2 : row;
-    return column / kBlockCols * kBlockBytes + row * kRowBytes +
+    return column / kBlockCols * kBlockBytes + (kWholeRows ? row / 8 * kEightBytes : 0) +
+           (kWholeRows ? row % 8 : row) * kRowBytes +
            ((column / kChunkCols ^ pattern) % kChunks) * 16 + column % kChunkCols * kElementBytes;
   }
 
@@ -50,14 +60,14 @@ struct Tile {
   // wgmma transposes 16-bit elements alone.
   static __device__ __forceinline__ uint64_t across(uint32_t tile, int step) {
     static_assert(kElementBytes == 2);
-    return whole(tile + step * kRowBytes);
+    return whole(tile + step * (2 * kEightBytes / 16));
   }
 
  private:
   // The upper half: the swizzle, and the distance of eight rows.
   static __device__ __forceinline__ uint64_t whole(uint32_t descriptor) {
     constexpr uint64_t kSwizzle = uint64_t{kRowBytes == 64 ? 2u : 1u} << 62;
-    constexpr uint64_t kNextRows = uint64_t{8 * kRowBytes / 16} << 32;
+    constexpr uint64_t kNextRows = uint64_t{kEightBytes / 16} << 32;
     return kSwizzle | kNextRows | descriptor;
   }
 };

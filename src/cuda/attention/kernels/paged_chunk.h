@@ -20,6 +20,13 @@ inline constexpr Sm90ChunkTile kPagedChunkFp8[] = {
     {{64, 128, 128, 4, false}, 1},
     {{128, 128, 128, 2, false}, 1},
 };
+// Where head dims are whole blocks of 64 columns, and heads evenly far apart from block to block of
+// the cache: one box has all columns of a page's rows. With D = 64 it always has.
+inline constexpr Sm90ChunkTile kPagedChunkRows[] = {
+    // as kPagedChunk, whole_rows
+    {{128, 128, 128, 2, false, kNoBias, 1, 0, 1, true}},
+    {{256, 128, 64, 2, false, kNoBias, 1, 0, 0, true}},
+};
 // clang-format on
 
 }  // namespace flashmoe::cuda::sm90

@@ -63,7 +63,7 @@ struct FwdConfig {
   static constexpr bool kBiasRows = is_by_rows(kTile.bias);
   static constexpr int kWarpgroups = kBlockQ / kWarpgroupRows;  // of consumers, of a team
   using Rows = tma::Tile<kBlockQ, kDim>;
-  using Keys = tma::Tile<kBlockK, kDim>;
+  using Keys = tma::Tile<kBlockK, kDim, 2, kTile.whole_rows>;
   using Out = tma::Tile<kBlockQ, (kDim < 64 ? kDim : 64)>;
   using BiasTile = std::conditional_t<kBiasRows,
                                       BiasRowTile<T, kBiasRows ? kTile.bias : kBiasByRows, kBlockQ,

@@ -10,9 +10,10 @@
 //
 // What matters is how soon after a stage is empty it is full again. So entries of the table are
 // looked up while the tile before is on its way, where the first boxes come from is known before
-// there is room for them, and K, which is needed first, has a stage more at D = 128. One warp that
-// issued all boxes of pages of 16 took 163 us where this takes 118 (1 x 512 queries over 8,192
-// keys, H200, 2026-11). docs/log/paged.md has what else was tried.
+// there is room for them, and K, which is needed first, has a stage more at D = 128. Boxes are few
+// where each has whole rows, all columns (tma/operand.cuh). One warp that issued all boxes of 64
+// columns of pages of 16 took 163 us, four take 128, and 115 with whole rows (1 x 512 queries over
+// 8,192 keys, H200, 2026-11). docs/log/paged.md has what else was tried.
 //
 // fwd_paged_fp8.cuh has a producer for fp8 caches.
 //
@@ -208,7 +209,8 @@ class FwdPagedProducer {
         warp_(__shfl_sync(0xffffffffu, threadIdx.x / 32, 0)),
         lane_(threadIdx.x % 32),
         boxes_(C::kBlockK / p.box_keys),
-        units_((boxes_ * Keys::kBlocks + 1 - warp_ % 2) / 2) {
+        box_bytes_(p.box_keys / 8 * Keys::kEightBytes),
+        units_((boxes_ * kBoxesOfRows + 1 - warp_ % 2) / 2) {
     if (threadIdx.x == 0) {
       ptx::prefetch_tensormap(&p.key_map);
       ptx::prefetch_tensormap(&p.value_map);
@@ -217,9 +219,9 @@ class FwdPagedProducer {
 
   __device__ __forceinline__ void load(FwdTask& task) {
     if (warp_ < 2) {
-      load(task, keys_, C::kKBarrier, offsetof(Smem, sK), p_.key_map);
+      load(task, keys_, C::kKBarrier, offsetof(Smem, sK), p_.key_map, p_.key_block_heads);
     } else {
-      load(task, values_, C::kVBarrier, offsetof(Smem, sV), p_.value_map);
+      load(task, values_, C::kVBarrier, offsetof(Smem, sV), p_.value_map, p_.value_block_heads);
     }
   }
 
@@ -227,7 +229,7 @@ class FwdPagedProducer {
   // The warp's part of all tiles of K or of V.
   template <class Ring>
   __device__ __forceinline__ void load(FwdTask& task, Ring& ring, int barrier, uint32_t stages,
-                                       const TensorMap& map) {
+                                       const TensorMap& map, int block_heads) {
     const SeenKeys keys = SeenKeys::of<C>(task, p_);
     const bool any = keys.any();  // whether any row sees any key
     const bool leads = warp_ % 2 == 0;
@@ -254,10 +256,10 @@ class FwdPagedProducer {
         }
       }
       if (any) {
-        issue(slot, to, map, first, 0, key_head);
+        issue(slot, to, map, first, 0, key_head, block_heads);
 #pragma unroll 1
         for (int i = kAtOnce; i < units_; i += kAtOnce) {
-          issue(slot, to, map, take_boxes(page, i), i, key_head);
+          issue(slot, to, map, take_boxes(page, i), i, key_head, block_heads);
         }
       }
       if (n == task.key_end - 1 && threadIdx.x == 0) tasks_.load_queries(task);
@@ -266,8 +268,10 @@ class FwdPagedProducer {
     }
   }
 
-  // A warp's boxes of a tile are counted as (page's rows, 64 columns), of which two warps take
-  // every other one. So many are prepared before there is room for them, and issued at once.
+  // The boxes that have the same rows of a page.
+  static constexpr int kBoxesOfRows = C::kTile.whole_rows ? 1 : Keys::kBlocks;
+  // A warp's boxes of a tile are counted as (page's rows, columns), of which two warps take every
+  // other one. So many are prepared before there is room for them, and issued at once.
   static constexpr int kAtOnce = 4;
   struct Boxes {
     int block[kAtOnce], row[kAtOnce];
@@ -280,10 +284,8 @@ class FwdPagedProducer {
                  p_.pages);
   }
   // The warp's box `i`: which of the tile's, and which columns.
-  __device__ __forceinline__ int box(int i) const { return (2 * i + warp_ % 2) / Keys::kBlocks; }
-  __device__ __forceinline__ int columns(int i) const {
-    return (2 * i + warp_ % 2) % Keys::kBlocks;
-  }
+  __device__ __forceinline__ int box(int i) const { return (2 * i + warp_ % 2) / kBoxesOfRows; }
+  __device__ __forceinline__ int columns(int i) const { return (2 * i + warp_ % 2) % kBoxesOfRows; }
   __device__ __forceinline__ Boxes take_boxes(const PageRow& page, int first) const {
     Boxes taken;
 #pragma unroll
@@ -294,16 +296,21 @@ class FwdPagedProducer {
     return taken;
   }
   __device__ __forceinline__ void issue(const tma::Slot& slot, uint32_t to, const TensorMap& map,
-                                        const Boxes& from, int first, int key_head) const {
+                                        const Boxes& from, int first, int key_head,
+                                        int block_heads) const {
     if (lane_ > 0) return;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       if (first + i >= units_) break;
       const int column = columns(first + i);
-      const uint32_t at =
-          to + column * Keys::kBlockBytes + box(first + i) * p_.box_keys * Keys::kRowBytes;
-      ptx::tma_load(at, &map, slot.full, column * Keys::kBlockCols, key_head, from.row[i],
-                    from.block[i]);
+      const uint32_t at = to + column * Keys::kBlockBytes + box(first + i) * box_bytes_;
+      if constexpr (C::kTile.whole_rows) {
+        ptx::tma_load(at, &map, slot.full, 0, 0, 0, from.row[i] / 8,
+                      from.block[i] * block_heads + key_head);
+      } else {
+        ptx::tma_load(at, &map, slot.full, column * Keys::kBlockCols, key_head, from.row[i],
+                      from.block[i]);
+      }
     }
   }
 
@@ -311,8 +318,9 @@ class FwdPagedProducer {
   FwdPagedTasks<C>& tasks_;
   const Sm90PagedParams& p_;
   const int warp_, lane_;
-  const int boxes_;  // of a tile
-  const int units_;  // of this warp: see Boxes
+  const int boxes_;           // of a tile
+  const uint32_t box_bytes_;  // from a box to the next, in shared memory
+  const int units_;           // of this warp: see Boxes
   tma::Ring<C::kKeyStages> keys_;
   tma::Ring<C::kStages> values_;
 };

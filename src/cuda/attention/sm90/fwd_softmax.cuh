@@ -189,7 +189,7 @@ struct FwdSoftmax {
       for (int n = 0; n < C::kBlockK / 16; ++n) {
         uint32_t b[4];  // keys 0 to 7 and 8 to 15, of each two halves of the depth
         ptx::ldmatrix_x4(b, (k ^ chunk) + step / C::Keys::kSteps * C::Keys::kBlockBytes +
-                                n * 16 * C::Keys::kRowBytes);
+                                n * 2 * C::Keys::kEightBytes);
         float(&left)[4] = reinterpret_cast<float(&)[4]>(rS[8 * n]);
         float(&right)[4] = reinterpret_cast<float(&)[4]>(rS[8 * n + 4]);
         C::Type::mma(left, a, b[0], b[2], left);

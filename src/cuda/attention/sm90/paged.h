@@ -7,7 +7,9 @@
 
 namespace flashmoe::cuda {
 
-// Tensor maps of K and V are (blocks, page, heads, D), and a box has box_keys rows of a page.
+// Tensor maps of K and V are (blocks, page, heads, D), and a box has box_keys rows of a page and 64
+// columns. With whole rows they are (heads of all blocks, page / 8, D / 64, 8, 64), and a box has
+// all columns.
 // `blocks` is not null, which says that tokens of all sequences lie one after the other; nobody
 // reads it.
 struct Sm90PagedParams : Sm90FwdParams {
@@ -15,6 +17,8 @@ struct Sm90PagedParams : Sm90FwdParams {
   // Divides the page and a tile's keys, and is a multiple of 8. 0: pages are too small for boxes,
   // or the cache is fp8, and rows are copied by threads; maps of K and V are not used then.
   int32_t box_keys;
+  // With whole rows: from head h of a block to that of the next, counted in heads.
+  int32_t key_block_heads, value_block_heads;
 };
 
 // Shared memory beside that of the forward kernel: the work before each thread's sequences.

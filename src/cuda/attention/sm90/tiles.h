@@ -42,6 +42,7 @@ struct Sm90FwdTile {
   int ctas = 1;             // per SM, of which each has its share of shared memory and registers
   int bias_tiles = 0;       // tiles of keys whose bias stays in shared memory: see fwd.cuh
   int more_key_stages = 0;  // of K: it is needed before V, and for as long
+  bool whole_rows = false;  // of K and V: see tma/operand.cuh
   static constexpr bool kCountsTasks = true;
 
   constexpr int threads() const { return (block_q / 64 + 1) * 128; }

@@ -16,3 +16,16 @@ __global__ void __launch_bounds__(kTile<kBlockQ, kBlockK>.threads(), 1)
 }
 
 FLASHMOE_INSTANTIATE(attention_paged_chunk, kChunk)
+
+constexpr auto kChunkRows = rows_of<sm90::kPagedChunkRows>();
+template <int kBlockQ, int kBlockK>
+constexpr Sm90ChunkTile kRowsTile = find_row(kChunkRows, kBlockQ, kBlockK);
+
+template <int kHeadDim, int kBlockQ, int kBlockK>
+__global__ void __launch_bounds__(kRowsTile<kBlockQ, kBlockK>.threads(), 1)
+    FLASHMOE_KERNEL(attention_paged_chunk_rows)(const __grid_constant__ Sm90PagedParams p) {
+  using Config = sm90::FwdPagedConfig<family::KernelType, kRowsTile<kBlockQ, kBlockK>>;
+  sm90::attention_fwd_paged<Config>(p);
+}
+
+FLASHMOE_INSTANTIATE(attention_paged_chunk_rows, kChunkRows)

@@ -161,6 +161,22 @@ def test_chunks_of_any_layout(dims, page, layout):
     accept(replace(problem, lengths=((80, min(page, 90)),)))  # one block
 
 
+@pytest.mark.parametrize("float8", [False, True], ids=["16 bits", "fp8"])
+@pytest.mark.parametrize("dim", [0, 1, 2], ids=["blocks", "rows", "heads"])
+def test_chunks_over_what_is_broadcast(dim, float8):
+    """No tensor map describes such a cache."""
+    problem = replace(BASE, decode=False, lengths=((129, 257), (70, 300)), float8=float8)
+    made = pages.build(problem, DEVICE)
+    shape, dtype = made.tensors["k_cache"].shape, made.tensors["k_cache"].dtype
+    size = [1 if i == dim else n for i, n in enumerate(shape)]
+    there = {x: normal(*size).to(dtype).expand(shape) for x in ("k_cache", "v_cache")}
+    copied = {x: y.contiguous() for x, y in there.items()}
+    got, want = (
+        fm.flash_attention_paged(**{**made.tensors, **x}, **made.options) for x in (there, copied)
+    )
+    assert same_bits(got, want) and want.isfinite().all()
+
+
 # More items than any chip holds CTAs: each takes several, and loads the next before one ends. Some
 # have no key, or fewer tiles than there are teams.
 MANY = tuple(

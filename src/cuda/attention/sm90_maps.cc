@@ -105,6 +105,13 @@ Status encode_whole_rows(TensorMap& map, const TensorSpec& cache, const void* da
   return encode(map, five, data, box);
 }
 
+bool steps_forward(const TensorSpec& cache) {
+  for (int i = 0; i < cache.rank; ++i) {
+    if (cache.shape[i] > 1 && cache.stride[i] <= 0) return false;
+  }
+  return true;
+}
+
 bool encode_grad_bias(TensorMap& map, const AttentionPlan& plan, const AttentionBwdParams& p) {
   constexpr int kStoredRows = 64;
   const Strides& strides = p.grad_bias_strides;

@@ -36,6 +36,9 @@ int64_t block_heads(const TensorSpec& cache);
 Status encode_whole_rows(TensorMap& map, const TensorSpec& cache, const void* data, int rows,
                          int columns);
 
+// Whether no dimension of a cache is broadcast: a tensor map describes it.
+bool steps_forward(const TensorSpec& cache);
+
 // The map of the gradient of a bias that is not shared, as (batch, heads, len_q, len_k), so that
 // rows past a head's last one are not stored. Returns whether there is one: for that the batch is
 // one dimension, and rows are whole chunks of 16 bytes from each other.

@@ -274,7 +274,10 @@ Status run_chunk(const Call& call, const AttentionLaunch& step, const PagedParam
   p.blocks = reinterpret_cast<const RaggedBlock*>(pages.sequences);
   p.heads = pages.heads_q;
   p.box_keys = std::gcd(pages.page, kernel.block_k);
-  if (p.box_keys < kLeastBoxKeys || kernel.cache_bytes == 1) p.box_keys = 0;
+  if (p.box_keys < kLeastBoxKeys || kernel.cache_bytes == 1 || !steps_forward(problem.key) ||
+      !steps_forward(problem.value)) {
+    p.box_keys = 0;
+  }
   p.key_block_heads = static_cast<int32_t>(block_heads(problem.key));
   p.value_block_heads = static_cast<int32_t>(block_heads(problem.value));
   const int columns = box_columns(kernel);

@@ -45,6 +45,11 @@ struct Tile {
            (kWholeRows ? row % 8 : row) * kRowBytes +
            ((column / kChunkCols ^ pattern) % kChunks) * 16 + column % kChunkCols * kElementBytes;
   }
+  // From an element to the one `rows` below it, of the same eight rows, by its address. No bit of
+  // `rows` is one of the number of the row that it is in.
+  static __device__ __forceinline__ uint32_t below(uint32_t element, int rows) {
+    return (element ^ (kRowBytes == 64 ? rows / 2 : rows) * 16) + rows * kRowBytes;
+  }
 
   // PTX ISA, "matrix descriptor", lower half: the start address and the distance from one block of
   // columns to the next, in units of 16 bytes.

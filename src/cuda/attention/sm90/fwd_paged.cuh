@@ -4,9 +4,8 @@
 //   tile of keys   | page | page | page | page |     pages of 8 keys and more: two warps have K and
 //                  | box  | box  | box  | box  |     two have V, each issues every other TMA
 //
-//                  |key|key|key| ...                 any page: a thread of the four warps for each
-//                                                    key; warps copy rows by cp.async, as TMA would
-//                                                    lay them out
+//                  |key|key|key| ...                 any page: the same warps copy rows by
+//                                                    cp.async, as TMA would lay them out
 //
 // What matters is how soon after a stage is empty it is full again. So entries of the table are
 // looked up while the tile before is on its way, where the first boxes come from is known before
@@ -41,9 +40,11 @@ struct FwdPagedConfig : FwdConfig<T, kChunkTile> {
   static constexpr int kConsumerRegisters = 224;
   static_assert(FwdPagedConfig::kAllWarpgroups == 2);
 
-  // All warps of the producer but the first read tasks too. With copies each of its threads fills K
-  // and V.
-  static __device__ __forceinline__ void init_barriers(uint32_t smem, bool copies) {
+  // Threads that fill K, and V, where rows are copied.
+  static constexpr int kCopiers = kWarpgroupThreads / 2;
+
+  // All warps of the producer but the first read tasks too. `writers` fill K, and V.
+  static __device__ __forceinline__ void init_barriers(uint32_t smem, int writers) {
     using Base = FwdConfig<T, kChunkTile>;
     constexpr int kReaders = kWarpgroupWarps * Base::kWarpgroups;
     for (int i = 0; i < Base::kBarriers; ++i) {
@@ -52,7 +53,7 @@ struct FwdPagedConfig : FwdConfig<T, kChunkTile> {
       } else if (i < Base::kKBarrier) {
         Base::slot(smem, i).init(1, kReaders);
       } else {
-        Base::slot(smem, i).init(copies ? kWarpgroupThreads : 1, kReaders);
+        Base::slot(smem, i).init(writers, kReaders);
       }
     }
     ptx::fence_mbarrier_init();
@@ -106,20 +107,21 @@ struct ChunkItems {
   }
 };
 
-// The keys that the rows of a task see, and its tiles of them.
+// The keys that the rows of a task see, by the boxes that have them. A box has `keys` keys, a power
+// of two.
 struct SeenKeys {
-  int begin, end;
+  bool any;
+  int first, last;  // where the first and the last of these boxes begin
 
   template <class C>
-  static __device__ __forceinline__ SeenKeys of(const FwdTask& task, const Sm90FwdParams& p) {
+  static __device__ __forceinline__ SeenKeys of(const FwdTask& task, const Sm90FwdParams& p,
+                                                int keys = 1) {
     const int last_row = min(task.first_row + C::kBlockQ, task.seq.len_q) - 1;
-    return {task.seq.begin(task.first_row, p), task.seq.end(last_row, p)};
+    const int begin = task.seq.begin(task.first_row, p), end = task.seq.end(last_row, p);
+    return {begin < end, begin & -keys, (end - 1) & -keys};
   }
-  __device__ __forceinline__ bool any() const { return begin < end; }
-  // The nearest of them to a key, of those that begin a box of `keys`.
-  __device__ __forceinline__ int nearest(int key, int keys) const {
-    return min(max(key, begin / keys * keys), (end - 1) / keys * keys);
-  }
+  // Of the boxes that have such keys, the nearest to one that begins at `key`.
+  __device__ __forceinline__ int nearest(int key) const { return min(max(key, first), last); }
 };
 
 // What both ways of loading share: tasks, and Q.
@@ -193,12 +195,15 @@ class FwdPagedTasks {
   tma::Ring<1> queries_;
 };
 
-// A thread of the four warps that load by TMA: two have K and two have V, each every other box of a
-// tile. Lanes look up the pages, lane 0 issues.
+// A thread of the four warps that load by TMA: two have K and two have V. A lane looks up the page
+// of a box and issues it; of boxes with 64 columns each warp has every other one of a page's, of
+// whole rows every other page. Which box it is is known before there is room for it.
 template <class C>
 class FwdPagedProducer {
   using Smem = typename C::Smem;
   using Keys = typename C::Keys;
+  // The boxes that have the same rows of a page.
+  static constexpr int kBoxesOfRows = C::kTile.whole_rows ? 1 : Keys::kBlocks;
 
  public:
   __device__ __forceinline__ FwdPagedProducer(uint32_t smem, FwdPagedTasks<C>& tasks,
@@ -208,9 +213,10 @@ class FwdPagedProducer {
         p_(p),
         warp_(__shfl_sync(0xffffffffu, threadIdx.x / 32, 0)),
         lane_(threadIdx.x % 32),
-        boxes_(C::kBlockK / p.box_keys),
-        box_bytes_(p.box_keys / 8 * Keys::kEightBytes),
-        units_((boxes_ * kBoxesOfRows + 1 - warp_ % 2) / 2) {
+        looks_up_(lane_ < C::kBlockK / p.box_keys),
+        issues_(looks_up_ && (kBoxesOfRows > 1 || lane_ % 2 == warp_ % 2)),
+        place_(lane_ * (p.box_keys / 8) * Keys::kEightBytes) {
+    static_assert(C::kBlockK / kLeastBoxKeys <= 32);
     if (threadIdx.x == 0) {
       ptx::prefetch_tensormap(&p.key_map);
       ptx::prefetch_tensormap(&p.value_map);
@@ -230,86 +236,52 @@ class FwdPagedProducer {
   template <class Ring>
   __device__ __forceinline__ void load(FwdTask& task, Ring& ring, int barrier, uint32_t stages,
                                        const TensorMap& map, int block_heads) {
-    const SeenKeys keys = SeenKeys::of<C>(task, p_);
-    const bool any = keys.any();  // whether any row sees any key
+    const SeenKeys keys = SeenKeys::of<C>(task, p_, p_.box_keys);
     const bool leads = warp_ % 2 == 0;
     const int key_head = task.head / p_.group;
     PageRow page;
-    if (any) look_up(page, task.key_end - 1, keys, task);
+    look_up(page, task.key_end - 1, keys, task);
 #pragma unroll 1
     for (int n = task.key_end - 1; n >= task.key_begin; --n, ring.advance()) {
       const tma::Slot slot = C::slot(smem_, barrier + ring.at());
-      const uint32_t to = smem_ + stages + ring.at() * sizeof(Keys);
+      const uint32_t to = smem_ + stages + ring.at() * sizeof(Keys) + place_;
       // A block out of the cache is one where TMA reads zeros, and the results become NaN.
-      if (any && lane_ < boxes_ && !page.sound(p_.pages)) {
+      if (looks_up_ && keys.any && !page.sound(p_.pages)) {
         page.low = p_.pages.blocks;
         task.seq.valid = false;
       }
-      const Boxes first = take_boxes(page, 0);
+      const int head = C::kTile.whole_rows ? page.low * block_heads + key_head : key_head;
       __syncwarp();  // `valid` is written before the arrival
       ring.wait_empty(slot);
       if (leads && lane_ == 0) {
-        if (any) {
+        if (keys.any) {
           ptx::mbarrier_arrive_expect_tx(slot.full, Keys::kBytes);
         } else {
           ptx::mbarrier_arrive(slot.full);
         }
       }
-      if (any) {
-        issue(slot, to, map, first, 0, key_head, block_heads);
-#pragma unroll 1
-        for (int i = kAtOnce; i < units_; i += kAtOnce) {
-          issue(slot, to, map, take_boxes(page, i), i, key_head, block_heads);
-        }
-      }
+      if (issues_ && keys.any) issue(slot, to, map, page, head);
       if (n == task.key_end - 1 && threadIdx.x == 0) tasks_.load_queries(task);
       __syncwarp();
-      if (any && n > task.key_begin) look_up(page, n - 1, keys, task);
+      if (n > task.key_begin) look_up(page, n - 1, keys, task);
     }
   }
-
-  // The boxes that have the same rows of a page.
-  static constexpr int kBoxesOfRows = C::kTile.whole_rows ? 1 : Keys::kBlocks;
-  // A warp's boxes of a tile are counted as (page's rows, columns), of which two warps take every
-  // other one. So many are prepared before there is room for them, and issued at once.
-  static constexpr int kAtOnce = 4;
-  struct Boxes {
-    int block[kAtOnce], row[kAtOnce];
-  };
 
   __device__ __forceinline__ void look_up(PageRow& page, int n, const SeenKeys& keys,
                                           const FwdTask& task) const {
-    if (lane_ >= boxes_) return;
-    page.look_up(keys.nearest(n * C::kBlockK + lane_ * p_.box_keys, p_.box_keys), task.seq.token_k,
-                 p_.pages);
-  }
-  // The warp's box `i`: which of the tile's, and which columns.
-  __device__ __forceinline__ int box(int i) const { return (2 * i + warp_ % 2) / kBoxesOfRows; }
-  __device__ __forceinline__ int columns(int i) const { return (2 * i + warp_ % 2) % kBoxesOfRows; }
-  __device__ __forceinline__ Boxes take_boxes(const PageRow& page, int first) const {
-    Boxes taken;
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      taken.block[i] = __shfl_sync(0xffffffffu, page.low, box(first + i) % 32);
-      taken.row[i] = __shfl_sync(0xffffffffu, page.row, box(first + i) % 32);
-    }
-    return taken;
+    if (!looks_up_ || !keys.any) return;
+    page.look_up(keys.nearest(n * C::kBlockK + lane_ * p_.box_keys), task.seq.token_k, p_.pages);
   }
   __device__ __forceinline__ void issue(const tma::Slot& slot, uint32_t to, const TensorMap& map,
-                                        const Boxes& from, int first, int key_head,
-                                        int block_heads) const {
-    if (lane_ > 0) return;
+                                        const PageRow& page, int head) const {
+    if constexpr (C::kTile.whole_rows) {
+      ptx::tma_load(to, &map, slot.full, 0, 0, 0, page.row >> 3, head);
+    } else {
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (first + i >= units_) break;
-      const int column = columns(first + i);
-      const uint32_t at = to + column * Keys::kBlockBytes + box(first + i) * box_bytes_;
-      if constexpr (C::kTile.whole_rows) {
-        ptx::tma_load(at, &map, slot.full, 0, 0, 0, from.row[i] / 8,
-                      from.block[i] * block_heads + key_head);
-      } else {
-        ptx::tma_load(at, &map, slot.full, column * Keys::kBlockCols, key_head, from.row[i],
-                      from.block[i]);
+      for (int i = 0; i < (kBoxesOfRows + 1) / 2; ++i) {
+        const int block = kBoxesOfRows > 1 ? 2 * i + warp_ % 2 : 0;
+        ptx::tma_load(to + block * Keys::kBlockBytes, &map, slot.full, block * Keys::kBlockCols,
+                      head, page.row, page.low);
       }
     }
   }
@@ -318,110 +290,128 @@ class FwdPagedProducer {
   FwdPagedTasks<C>& tasks_;
   const Sm90PagedParams& p_;
   const int warp_, lane_;
-  const int boxes_;           // of a tile
-  const uint32_t box_bytes_;  // from a box to the next, in shared memory
-  const int units_;           // of this warp: see Boxes
+  const bool looks_up_, issues_;
+  const uint32_t place_;  // of the lane's box in a stage
   tma::Ring<C::kKeyStages> keys_;
   tma::Ring<C::kStages> values_;
 };
 
-// A thread of the four warps that load by cp.async. It looks up one key of a tile; its warp copies
-// the rows of those that its lanes have looked up.
+// A thread of the four warps that load by cp.async: two have K and two have V, half of the rows of
+// a tile each. A lane looks up keys, and its warp copies the rows of those. The fence after a tile
+// waits for all copies of its thread, so a warp has one tile on its way, and none of the other
+// kind.
 template <class C>
 class FwdPagedCopier {
   using Smem = typename C::Smem;
   using Keys = typename C::Keys;
-  static constexpr int kWarpKeys = C::kBlockK / kWarpgroupWarps;  // of a tile, of a warp
-  static constexpr int kRowLanes = C::kDim / 8;                   // that copy a row
+  static constexpr int kWarpKeys = C::kBlockK / 2;  // of a tile, of a warp
+  static constexpr int kLaneKeys = kWarpKeys / 32;  // that a lane looks up
+  static constexpr int kRowLanes = C::kDim / 8;     // that copy a row
   static constexpr int kRowsAtOnce = 32 / kRowLanes;
-  static_assert(kWarpKeys <= 32 && kWarpKeys % kRowsAtOnce == 0 && kRowLanes <= 32);
+  static_assert(kWarpKeys % 32 == 0 && kRowLanes <= 32 && kRowsAtOnce <= 8);
 
  public:
   __device__ __forceinline__ FwdPagedCopier(uint32_t smem, FwdPagedTasks<C>& tasks,
                                             const Sm90PagedParams& p)
-      : smem_(smem), tasks_(tasks), p_(p) {}
+      : smem_(smem),
+        tasks_(tasks),
+        p_(p),
+        warp_(__shfl_sync(0xffffffffu, threadIdx.x / 32, 0)),
+        lane_(threadIdx.x % 32) {}
 
   __device__ __forceinline__ void load(FwdTask& task) {
     const PagedParams& p = p_.pages;
+    if (warp_ < 2) {
+      load(task, keys_, C::kKBarrier, offsetof(Smem, sK),
+           {static_cast<const char*>(p.key), p.key_block, p.key_strides, p.head_dim});
+    } else {
+      load(task, values_, C::kVBarrier, offsetof(Smem, sV),
+           {static_cast<const char*>(p.value), p.value_block, p.value_strides, p.head_dim_v});
+    }
+  }
+
+ private:
+  struct Cache {
+    const char* data;
+    int64_t block;
+    const Strides& strides;
+    int dim;
+  };
+
+  // The warp's rows of all tiles of K or of V.
+  template <class Ring>
+  __device__ __forceinline__ void load(FwdTask& task, Ring& ring, int barrier, uint32_t stages,
+                                       const Cache& cache) {
     const SeenKeys keys = SeenKeys::of<C>(task, p_);
-    const bool any = keys.any();  // whether any row sees any key
-    const int64_t key_head = task.head / p_.group;
-    const char* const gK = static_cast<const char*>(p.key) + key_head * p.key_strides.head * 2;
-    const char* const gV = static_cast<const char*>(p.value) + key_head * p.value_strides.head * 2;
-    PageRow page;
-    uint32_t last_v = 0;  // the barrier of the tile before
-    if (any) look_up(page, task.key_end - 1, keys, task);
+    const char* const head = cache.data + task.head / p_.group * cache.strides.head * 2;
+    PageRow page[kLaneKeys];
+    look_up(page, task.key_end - 1, keys, task);
 #pragma unroll 1
-    for (int n = task.key_end - 1; n >= task.key_begin; --n, keys_.advance(), values_.advance()) {
-      const tma::Slot k = C::slot(smem_, C::kKBarrier + keys_.at());
-      const tma::Slot v = C::slot(smem_, C::kVBarrier + values_.at());
-      const uint32_t sK = smem_ + offsetof(Smem, sK) + keys_.at() * sizeof(Keys);
-      const uint32_t sV = smem_ + offsetof(Smem, sV) + values_.at() * sizeof(Keys);
-      int64_t key = -1, value = -1;
-      if (any && lane() < kWarpKeys) {
-        if (page.sound(p)) {
-          key = page.offset<2>(p.key_block, p.key_strides.row);
-          value = page.offset<2>(p.value_block, p.value_strides.row);
+    for (int n = task.key_end - 1; n >= task.key_begin; --n, ring.advance()) {
+      const tma::Slot slot = C::slot(smem_, barrier + ring.at());
+      const uint32_t to = smem_ + stages + ring.at() * sizeof(Keys);
+      int64_t offset[kLaneKeys];  // bytes of a row from `head`
+#pragma unroll
+      for (int i = 0; i < kLaneKeys; ++i) {
+        offset[i] = -1;
+        if (!keys.any) continue;
+        if (page[i].sound(p_.pages)) {
+          offset[i] = page[i].template offset<2>(cache.block, cache.strides.row);
         } else {
           task.seq.valid = false;  // the results become NaN
           __threadfence_block();   // before the stage is full
         }
       }
       __syncwarp();
-      keys_.wait_empty(k);
-      if (any) copy(sK, gK, key, p.head_dim);
-      ptx::cp_async_commit_group();
-      if (n < task.key_end - 1) announce<1>(last_v);
+      ring.wait_empty(slot);
+      if (keys.any) copy(to, head, offset, cache.dim);
       if (n == task.key_end - 1 && threadIdx.x == 0) tasks_.load_queries(task);
       __syncwarp();
-      if (any && n > task.key_begin) look_up(page, n - 1, keys, task);
-      values_.wait_empty(v);
-      if (any) copy(sV, gV, value, p.head_dim_v);
+      if (n > task.key_begin) look_up(page, n - 1, keys, task);
       ptx::cp_async_commit_group();
-      announce<1>(k.full);
-      last_v = v.full;
+      ptx::cp_async_wait_group<0>();
+      // wgmma is to see what this thread has written; consumers need no fence then.
+      ptx::fence_proxy_async_shared();
+      ptx::mbarrier_arrive(slot.full);
     }
-    announce<0>(last_v);
   }
 
- private:
-  // Says that K or V is there: all copies but those of the last kLeft groups. wgmma is to see what
-  // this thread has written, which a fence is for; consumers need none then.
-  template <int kLeft>
-  static __device__ __forceinline__ void announce(uint32_t full) {
-    ptx::cp_async_wait_group<kLeft>();
-    ptx::fence_proxy_async_shared();
-    ptx::mbarrier_arrive(full);
-  }
-  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
-  static __device__ __forceinline__ int first_row() { return threadIdx.x / 32 * kWarpKeys; }
+  __device__ __forceinline__ int first_row() const { return warp_ % 2 * kWarpKeys; }
 
-  __device__ __forceinline__ void look_up(PageRow& page, int n, const SeenKeys& keys,
+  __device__ __forceinline__ void look_up(PageRow (&page)[kLaneKeys], int n, const SeenKeys& keys,
                                           const FwdTask& task) const {
-    if (lane() >= kWarpKeys) return;
-    page.look_up(keys.nearest(n * C::kBlockK + first_row() + lane(), 1), task.seq.token_k,
-                 p_.pages);
+    if (!keys.any) return;
+#pragma unroll
+    for (int i = 0; i < kLaneKeys; ++i) {
+      page[i].look_up(keys.nearest(n * C::kBlockK + first_row() + i * 32 + lane_), task.seq.token_k,
+                      p_.pages);
+    }
   }
 
-  // Copies the warp's rows of K or V; `offset` has the bytes of the lane's key from `head`, where
-  // the head begins. Zeros where it is negative, and beyond `dim`.
-  __device__ __forceinline__ void copy(uint32_t to, const char* head, int64_t offset,
-                                       int dim) const {
-    const int chunk = lane() % kRowLanes;
+  // Copies the warp's rows. Zeros where an offset is negative, and beyond `dim`.
+  __device__ __forceinline__ void copy(uint32_t to, const char* head,
+                                       const int64_t (&offset)[kLaneKeys], int dim) const {
+    const int chunk = lane_ % kRowLanes, row = lane_ / kRowLanes;
     const bool exists = chunk * 8 < dim;
     head += chunk * 16;
-#pragma unroll 4
-    for (int i = 0; i < kWarpKeys; i += kRowsAtOnce) {
-      const int row = i + lane() / kRowLanes;
-      const int64_t where = __shfl_sync(0xffffffffu, offset, row);
-      ptx::cp_async_cg_16(to + Keys::at(first_row() + row, chunk * 8), head + where,
-                          exists && where >= 0);
+    to += Keys::at(first_row() + row, chunk * 8);
+#pragma unroll
+    for (int i = 0; i < kLaneKeys; ++i) {
+#pragma unroll 1
+      for (int eight = 0; eight < 32; eight += 8, to += Keys::kEightBytes) {
+#pragma unroll
+        for (int below = 0; below < 8; below += kRowsAtOnce) {
+          const int64_t where = __shfl_sync(0xffffffffu, offset[i], eight + below + row);
+          ptx::cp_async_cg_16(Keys::below(to, below), head + where, exists && where >= 0);
+        }
+      }
     }
   }
 
   const uint32_t smem_;
   FwdPagedTasks<C>& tasks_;
   const Sm90PagedParams& p_;
+  const int warp_, lane_;
   tma::Ring<C::kKeyStages> keys_;
   tma::Ring<C::kStages> values_;
 };
@@ -433,7 +423,7 @@ __device__ __forceinline__ void attention_fwd_paged(const Sm90PagedParams& p) {
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroupThreads, 0);
   const bool copies = p.box_keys == 0;  // K and V come by threads, not by TMA
-  if (threadIdx.x == 0) C::init_barriers(smem, copies);
+  if (threadIdx.x == 0) C::init_barriers(smem, copies ? C::kCopiers : 1);
   ptx::griddepcontrol_launch_dependents();  // the kernel for all other sequences
   PagedSchedule<C::kThreads, ChunkItems<C>> schedule{
       reinterpret_cast<int*>(shared_memory + C::kSmemWork)};

@@ -38,6 +38,7 @@ struct FwdPagedFp8Config : FwdPagedConfig<T, kChunkTile> {
   using Base = FwdPagedConfig<T, kChunkTile>;
   using Loader = FwdPagedConverter<FwdPagedFp8Config>;
   static constexpr bool kFp8 = true;
+  static constexpr int kCopiers = kWarpgroupThreads;  // each fills K and V
   // To convert takes more than to copy.
   static constexpr int kProducerRegisters = 88;
   static constexpr int kConsumerRegisters = 208;
@@ -187,9 +188,9 @@ class FwdPagedConverter {
 
   __device__ __forceinline__ void look_up(PageRow& page, const Order& order, const SeenKeys& keys,
                                           const FwdTask& task) const {
-    if (lane() >= kWarpKeys || !order.any() || !keys.any()) return;
-    page.look_up(keys.nearest(order.tile() * C::kBlockK + first_row() + lane(), 1),
-                 task.seq.token_k, p_.pages);
+    if (lane() >= kWarpKeys || !order.any() || !keys.any) return;
+    page.look_up(keys.nearest(order.tile() * C::kBlockK + first_row() + lane()), task.seq.token_k,
+                 p_.pages);
   }
 
   // Begins to copy the lane's pieces of the next tile, whose pages have been looked up, and looks
@@ -203,7 +204,7 @@ class FwdPagedConverter {
       const bool values = order.is_values();
       const char* const head = values ? heads.values : heads.keys;
       int64_t offset = -1;  // bytes of the lane's row from `head`
-      if (keys.any() && lane() < kWarpKeys) {
+      if (keys.any && lane() < kWarpKeys) {
         if (page.sound(p)) {
           offset = page.offset<1>(values ? p.value_block : p.key_block,
                                   values ? p.value_strides.row : p.key_strides.row);

@@ -14,8 +14,9 @@ namespace flashmoe::cuda {
 // reads it.
 struct Sm90PagedParams : Sm90FwdParams {
   PagedParams pages;
-  // Divides the page and a tile's keys, and is a multiple of 8. 0: pages are too small for boxes,
-  // or the cache is fp8, and rows are copied by threads; maps of K and V are not used then.
+  // Divides the page and a tile's keys, and is a multiple of 8. 0: there are no boxes, because
+  // pages are too small, the cache is fp8 or broadcast, and rows are copied by threads; maps of K
+  // and V are not used then.
   int32_t box_keys;
   // With whole rows: from head h of a block to that of the next, counted in heads.
   int32_t key_block_heads, value_block_heads;

@@ -7,12 +7,13 @@
 //                  |key|key|key| ...                 any page: the same warps copy rows by
 //                                                    cp.async, as TMA would lay them out
 //
-// What matters is how soon after a stage is empty it is full again. So entries of the table are
-// looked up while the tile before is on its way, where the first boxes come from is known before
-// there is room for them, and K, which is needed first, has a stage more at D = 128. Boxes are few
-// where each has whole rows, all columns (tma/operand.cuh). One warp that issued all boxes of 64
-// columns of pages of 16 took 163 us, four take 128, and 115 with whole rows (1 x 512 queries over
-// 8,192 keys, H200, 2026-11). docs/log/paged.md has what else was tried.
+// What matters is how soon after a stage is empty it is full again, and how few instructions that
+// takes: consumers are on the same schedulers. So entries of the table are looked up while the tile
+// before is on its way, a lane issues what it has looked up itself, and K, which is needed first,
+// has a stage more at D = 128. Boxes are few where each has whole rows, all columns
+// (tma/operand.cuh). For pages of 16 one warp that issued all boxes of 64 columns took 163 us, four
+// took 128, with whole rows 115, and 110 without asking other lanes (1 x 512 queries over 8,192
+// keys, H200, 2026-11). docs/log/paged.md has what else was tried.
 //
 // fwd_paged_fp8.cuh has a producer for fp8 caches.
 //

@@ -158,7 +158,20 @@ def test_chunks_of_any_layout(dims, page, layout):
     for heads in ((8, 2), (3, 1)):
         problem = replace(problem, heads_q=heads[0], heads_k=heads[1])
         accept(replace(problem, layouts=("contiguous", layout, "contiguous"), window=(500, 5)))
-    accept(replace(problem, lengths=((80, min(page, 90)),)))  # one block
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("d", [64, 96, 128, 256])
+def test_a_cache_of_one_block(d, heads):
+    """How far blocks are apart means nothing there; and there is no block 1."""
+    two = [normal(2, 256, heads, d) for _ in "kv"]
+    q, lens = normal(129, 4, d), integers(200)
+    options = {"cu_seqlens_q": integers(0, 129), "max_seqlen_q": 129, "max_seqlen_k": 200}
+    out = [
+        fm.flash_attention_paged(q, *caches, integers(block)[None], lens, **options)
+        for caches, block in ((two, 0), ([x[:1] for x in two], 0), ([x[:1] for x in two], 1))
+    ]
+    assert same_bits(out[0], out[1]) and out[0].isfinite().all() and out[2].isnan().all()
 
 
 @pytest.mark.parametrize("float8", [False, True], ids=["16 bits", "fp8"])

@@ -253,9 +253,9 @@ class FwdPagedConverter {
     }
   }
   static __device__ __forceinline__ void store(uint32_t to, int i, const Converted& piece) {
-    // In rows that are a multiple of kRowsAtOnce further down, the swizzle differs by just that.
+    const int rows = i * kRowsAtOnce;
     const uint32_t first = to + Keys::at(first_row() + row(), column());
-    const uint32_t at = (first ^ i * kRowsAtOnce % 8 * 16) + i * kRowsAtOnce * Keys::kRowBytes;
+    const uint32_t at = Keys::below(first, rows % 8) + rows / 8 * Keys::kEightBytes;
     ptx::st_shared_v4(at, piece.low);
     ptx::st_shared_v4(at ^ 16, piece.high);
   }

@@ -299,8 +299,8 @@ class FwdPagedProducer {
 
 // A thread of the four warps that load by cp.async: two have K and two have V, half of the rows of
 // a tile each. A lane looks up keys, and its warp copies the rows of those. The fence after a tile
-// waits for all copies of its thread, so a warp has one tile on its way, and none of the other
-// kind.
+// seems to wait for all copies of its thread (docs/log/paged.md), so a warp has one tile on its
+// way, and none of the other kind.
 template <class C>
 class FwdPagedCopier {
   using Smem = typename C::Smem;

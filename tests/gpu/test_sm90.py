@@ -345,6 +345,12 @@ def test_what_it_takes(option, backward, dtype):
             takes(packed, **lengths, max_seqlen_q=n, max_seqlen_k=m)
 
 
+def rounded_alike(got, want):
+    """Whether sums of the same numbers in another order are what these are."""
+    eps = torch.finfo(want.dtype).eps
+    return torch.allclose(got, want, atol=(eps * want.abs().max()).item(), rtol=2 * eps)
+
+
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": (3000, 500)}], ids=str)
 @pytest.mark.parametrize(
     "lead, hq, hk, d", [((1,), 24, 24, 128), ((3,), 8, 2, 96), ((7,), 3, 3, 80)]
@@ -358,6 +364,45 @@ def test_sums_that_begin_with_zeros(lead, hq, hk, d, options, dtype):
         got = results(replace(case, deterministic=False))
         for name in ("dk", "dv"):
             assert same_bits(got[name], ordered[name])
-        eps = torch.finfo(dtype).eps
-        limit = eps * ordered["dq"].abs().max()
-        assert torch.allclose(got["dq"], ordered["dq"], atol=limit.item(), rtol=2 * eps)
+        assert rounded_alike(got["dq"], ordered["dq"])
+
+
+# What order_heads() does with so many heads and keys on 132 SMs.
+PAIRED = {
+    "a wave of four pairs": dict(n=4096, lead=(2,), hq=20, hk=4, d=128),
+    "a wave of four pairs, and 12 heads in the order of others": dict(
+        n=4001, lead=(5,), hq=24, hk=4, d=96
+    ),
+    "two pairs, of 64 tiles of keys each": dict(n=8191, lead=(1,), hq=28, hk=4, d=64),
+    "a pair with two passes": dict(n=32700, lead=(2,), hq=5, hk=1, d=128),
+    "half of the keys before the first query": dict(n=2932, m=5632, lead=(2,), hq=14, hk=2, d=128),
+    "three waves of shorter sequences": dict(n=2048, lead=(12,), hq=20, hk=4, d=128),
+}
+
+
+@pytest.mark.parametrize("which", PAIRED)
+def test_pairs_of_heads(which, dtype):
+    """Tiles of keys that go from their first queries to their last, beside others that go from the
+    last to the first; twice the same bits of dK and dV, and numbers as of sums in order."""
+    case = dense(**PAIRED[which], dtype=dtype, options={"causal": True}, grad_lse=False)
+    ordered = results(replace(case, deterministic=True))
+    got, again = (results(replace(case, deterministic=False)) for _ in range(2))
+    for name in ("dk", "dv"):
+        assert same_bits(got[name], again[name])
+    for name in ("dq", "dk", "dv"):
+        assert rounded_alike(got[name], ordered[name]), name
+
+
+@pytest.mark.parametrize("batch", [0, 1], ids=["downwards", "upwards"])
+@pytest.mark.parametrize("what, row", [("q", 100), ("grad_out", 4000), ("k", 2000), ("v", 3900)])
+def test_not_a_number_in_pairs_of_heads(what, row, batch, dtype):
+    case = dense(
+        **PAIRED["a wave of four pairs"], dtype=dtype, options={"causal": True}, grad_lse=False
+    )
+    dirty = replace(case, **{what: put(getattr(case, what), (batch, 2, row, 5), nan)})
+    ordered = results(replace(dirty, deterministic=True))
+    got = results(replace(dirty, deterministic=False))
+    assert ordered["dq"].isnan().any()
+    for name in ("dq", "dk", "dv"):
+        assert torch.equal(got[name].isnan(), ordered[name].isnan()), name
+        assert rounded_alike(got[name].nan_to_num(), ordered[name].nan_to_num()), name

@@ -218,8 +218,7 @@ Status run_backward(const Call& call) {
   p.heads = static_cast<int32_t>(slice_of(plan, 0).heads);
   p.key_blocks = static_cast<int32_t>(key_blocks(plan));
   p.stores_dq = stores_dq(plan);
-  p.heads_per_wave = static_cast<int32_t>(backward_heads_per_wave(plan, p));
-  p.zeroes_dq = zeroes_dq(plan, p);
+  order_heads(p, plan);
   const auto adjacent = [](const Strides& strides) { return strides.head < strides.row; };
   const bool all = adjacent(p.out_strides) && adjacent(p.query_strides) &&
                    (!p.grad_out || adjacent(p.grad_out_strides));

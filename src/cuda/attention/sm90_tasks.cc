@@ -1,6 +1,7 @@
 #include "cuda/attention/sm90_tasks.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <numeric>
 
 #include "core/numbers.h"
@@ -50,6 +51,8 @@ int64_t forward_heads_per_wave(const AttentionPlan& plan, const Sm90FwdParams& p
   return unit > cached ? 1 : cached / unit * unit;
 }
 
+namespace {
+
 int64_t backward_heads_per_wave(const AttentionPlan& plan, const Sm90BwdParams& p) {
   const Kernel& kernel = main_kernel(plan);
   const int64_t bytes = plan.len_q * (2 * plan.head_dim + 2 * plan.head_dim_v + 4 * p.dim);
@@ -64,12 +67,45 @@ int64_t backward_heads_per_wave(const AttentionPlan& plan, const Sm90BwdParams& 
   return ceil_div(heads, waves);
 }
 
-bool zeroes_dq(const AttentionPlan& plan, const Sm90BwdParams& p) {
-  const Kernel& kernel = main_kernel(plan);
-  const bool has_warp = !kernel.converts_dq && !plan.problem.bias;  // BwdConfig::kZeroesDq
-  const bool masked = p.left < kNoLimit || p.right < kNoLimit;
-  return has_warp && masked && p.dq_accum && !p.deterministic && !plan.problem.ragged &&
-         plan.len_k * p.dim >= 4096 * 96;
+// Whether there is a warp that can zero what tiles of keys will add to.
+bool can_zero_dq(const AttentionPlan& plan, const Sm90BwdParams& p) {
+  const bool has_warp = !main_kernel(plan).converts_dq && !plan.problem.bias;  // kZeroesDq
+  return has_warp && p.dq_accum && !p.deterministic && !plan.problem.ragged;
+}
+
+// Pairs of heads, as many as all CTAs are busy with once, where these come out nearly even. If the
+// last wave would be short, its heads and those of the wave before have the order of other heads.
+void pair_heads(Sm90BwdParams& p, const AttentionPlan& plan) {
+  const int64_t ctas = persistent_ctas(plan), key_blocks = p.key_blocks;
+  // A CTA for each tile of keys of a pair's first head, and for those of the second that the first
+  // queries see.
+  const int64_t blocks = ceil_div(key_blocks, ceil_div(key_blocks, ctas - 1));
+  const int64_t seen_at_once = std::max<int64_t>(plan.len_k - plan.len_q + p.right, 0);
+  const int64_t of_pair = blocks + std::min(seen_at_once / plan.block_k + 1, blocks);
+  const int64_t pairs = std::max<int64_t>((ctas + of_pair / 2) / of_pair, 1);
+  if (8 * std::abs(pairs * of_pair - ctas) > ctas) return;
+  const int64_t heads = plan.heads_k * plan.batch, wave = 2 * pairs;
+  const int64_t rest = heads % wave == 0 ? 0 : wave + heads % wave;
+  if (rest >= heads || plan.slices > 1) return;
+  p.paired_heads = static_cast<int32_t>(heads - rest);
+  p.pairs = static_cast<int32_t>(pairs);
+  p.blocks_of_pass = static_cast<int32_t>(blocks);
+  p.heads_per_wave = static_cast<int32_t>(std::max<int64_t>(rest, 1));
+  p.zeroed_ahead = static_cast<int32_t>(std::max(rest, wave));
+  p.zeroes_dq = true;
+}
+
+}  // namespace
+
+void order_heads(Sm90BwdParams& p, const AttentionPlan& plan) {
+  constexpr int64_t kManyKeys = 4096 * 96, kFewHeads = 4;
+  p.heads_per_wave = static_cast<int32_t>(backward_heads_per_wave(plan, p));
+  p.zeroed_ahead = p.heads_per_wave;
+  if (!can_zero_dq(plan, p)) return;
+  const int64_t keys = plan.len_k * p.dim;
+  p.zeroes_dq = (p.left < kNoLimit || p.right < kNoLimit) && keys >= kManyKeys;
+  const bool causal = p.left >= kNoLimit && p.right < kNoLimit;
+  if (causal && p.group > kFewHeads && keys >= kManyKeys / 2) pair_heads(p, plan);
 }
 
 int64_t preprocess_rows(const AttentionPlan& plan, int64_t ctas) {

@@ -25,20 +25,27 @@ int log2_packed_heads(const AttentionPlan& plan, int64_t block_q);
 // keys or enough CTAs read the same ones at the same time.
 int64_t forward_heads_per_wave(const AttentionPlan& plan, const Sm90FwdParams& p);
 
-// Key heads whose tiles of keys are mixed: as far as L2 holds Q, dO and the accumulator of dQ of
-// them, for each tile of keys reads and adds to all of these, of one head of the group after the
-// other; and as all CTAs are busy with at once. Where sums are deterministic no fewer, or tiles of
-// a head would wait for each other. Else as many as the CTAs are busy with twice (nearly, or each
-// would get the same tiles of every head); or once, so that a kernel that converts dQ itself can
-// soon begin. No wave is smaller than that: the last would end with the long tasks of few heads.
-int64_t backward_heads_per_wave(const AttentionPlan& plan, const Sm90BwdParams& p);
-
-// Whether the accumulator of dQ begins with zeros: see zero_next_wave(). Under a mask tiles of keys
-// would wait for the one that stores again and again, and the longer the sequence the more: H200,
-// causal, bf16, ordered and zeroed: head dim 128, 2,048 keys 418 and 413 TFLOP/s, 4,096 425 and
-// 435, 16,384 507 and 560; head dim 64, 4,096 keys 429 and 421, 16,384 479 and 492; without a mask
-// 542 and 549 at best.
-bool zeroes_dq(const AttentionPlan& plan, const Sm90BwdParams& p);
+// The order of the tiles of keys of a backward pass, and who zeroes sums of dQ.
+//
+// heads_per_wave: key heads whose tiles of keys are mixed: as far as L2 holds Q, dO and the
+// accumulator of dQ of them, for each tile of keys reads and adds to all of these, of one head of
+// the group after the other; and as all CTAs are busy with at once. Where sums are deterministic no
+// fewer, or tiles of a head would wait for each other. Else as many as the CTAs are busy with twice
+// (nearly, or each would get the same tiles of every head); or once, so that a kernel that converts
+// dQ itself can soon begin. No wave is smaller than that: the last would end with the long tasks of
+// few heads.
+//
+// zeroes_dq: whether the accumulator begins with zeros: see zero_next_wave(). Under a mask tiles of
+// keys would wait for the one that stores again and again, and the longer the sequence the more:
+// H200, causal, bf16, ordered and zeroed: head dim 128, 2,048 keys 418 and 413 TFLOP/s, 4,096 425
+// and 435, 16,384 507 and 560; head dim 64, 4,096 keys 429 and 421, 16,384 479 and 492; without a
+// mask 542 and 549 at best.
+//
+// pairs: under a causal mask, where L2 does not hold the rows of a wave, which are those of all
+// heads of its groups: see find_paired_tile(). H200, bf16, us in waves and in pairs: 32 heads on 4
+// at 2,048, 4,096 and 8,192 keys 1,626 and 1,543, 2,886 and 2,671, 5,389 and 5,004; on 8 1,561 and
+// 1,586, 2,723 and 2,714, 5,099 and 5,076. So from 5 heads a group on.
+void order_heads(Sm90BwdParams& p, const AttentionPlan& plan);
 
 // Rows that a CTA of the preprocess kernel has: as many as leave enough CTAs, since finding out
 // where the rows are takes a while.

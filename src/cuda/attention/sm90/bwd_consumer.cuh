@@ -233,7 +233,7 @@ class BwdConsumer {
         wg_.stage_q(), 0);
     wait_turn();
     if (!first) {
-      const auto before = wg_.tile_before();
+      const auto before = wg_.tile_before(task);
       find_dq_guarded(task, before.first, before.head);
       write_dq(wg_.ring.count() - 1);
     }
@@ -295,7 +295,7 @@ class BwdConsumer {
   // The last dQ, dV and dK.
   __device__ __forceinline__ void finish(const BwdTask& task) {
     if (wg_.needs_guard()) {
-      find_dq_guarded(task, task.query_begin, (task.key_head + 1) * wg_.p.group - 1);
+      find_dq_guarded(task, query_tile_with<C>(task, 0), (task.key_head + 1) * wg_.p.group - 1);
     } else {
       wait_previous_ds();
       ptx::wgmma_fence();

@@ -107,7 +107,7 @@ template <class C>
 __device__ __forceinline__ void zero_next_wave(const typename C::Smem& shared, uint32_t smem,
                                                const Sm90BwdParams& p) {
   for_each_task<C>(shared, smem, [&](const BwdTask& task) {
-    const int index = head_index(task.batch, task.key_head, p) + p.heads_per_wave;
+    const int index = head_index(task.batch, task.key_head, p) + p.zeroed_ahead;
     if (!p.zeroes_dq || index >= p.num_tasks / p.key_blocks) return;
     const int batch = p.first_batch + index / p.heads, key_head = p.first_head + index % p.heads;
     const int rows = (p.len_q + p.block_q - 1) / p.block_q * p.block_q;
@@ -125,7 +125,7 @@ __device__ __forceinline__ void zero_next_wave(const typename C::Smem& shared, u
 // Waits until the sums that a task adds to have been zeroed. (Without tiles it adds nothing, and
 // nobody has set the semaphore of a sequence whose length is wrong.)
 __device__ __forceinline__ void wait_until_zeroed(const BwdTask& task, const Sm90BwdParams& p) {
-  if (task.tiles == 0 || head_index(task.batch, task.key_head, p) < p.heads_per_wave) return;
+  if (task.tiles == 0 || head_index(task.batch, task.key_head, p) < p.zeroed_ahead) return;
   const int* const parts = zeroed_parts(p, task.batch, task.key_head);
   while (ptx::ld_acquire(parts) < p.key_blocks) {
   }

@@ -93,7 +93,7 @@ __device__ __forceinline__ void attention_bwd_preprocess(const Sm90BwdParams& p)
                    p.block_q] = 0;
     if (block == 0 && head % p.group == 0) *parts_done(p, batch, head / p.group) = 0;
   }
-  if (p.zeroes_dq && head_index(batch, head / p.group, p) < p.heads_per_wave) {
+  if (p.zeroes_dq && head_index(batch, head / p.group, p) < p.zeroed_ahead) {
     zero_dq_rows<kRowThreads>(batch, head, first, min(first + rows, end), threadIdx.x, p);
   }
 

@@ -121,7 +121,7 @@ __device__ __forceinline__ void produce(typename C::Smem& shared, uint32_t smem,
       const tma::Slot q = C::slot(smem, C::kQBarrier + ring.at());
       const tma::Slot grad_out = C::slot(smem, C::kGradOutBarrier + ring.at());
       const RowPlaces places = row_places<C>(ring.count());
-      const bool begins = head == task.key_head * p.group && first == task.query_end - C::kBlockQ;
+      const bool begins = ring.count() == task.first_tile;
       const int token_q = static_cast<int>(task.seq.token_q) + first;
       const auto token_k = [&](int rank) {
         return static_cast<int>(task.seq.token_k) + task.first_key + 64 * rank;

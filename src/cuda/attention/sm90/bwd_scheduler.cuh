@@ -23,6 +23,7 @@ struct alignas(16) BwdTask {
   uint32_t index;                  // how many tasks the CTA had before
   uint32_t first_tile, last_tile;  // tiles of queries of this task, as the CTA counts them
   uint8_t keys_parity;             // of the mbarriers of K and V
+  bool ascending;                  // whether it goes from its first queries to its last
   bool last;                       // true: there is no task any more, and this is none
   union {
     // Kernels with a bias by TMA: the row of bias_map of the group's first query, and rows from one
@@ -35,6 +36,49 @@ struct alignas(16) BwdTask {
   };
 };
 
+// A tile of keys of a dense batch. `head` is its (batch, key head) as the launch counts them.
+struct KeyTile {
+  int head, block;
+  bool ascending;
+};
+// Heads in waves: the first tile of keys of each, then the second of each.
+__device__ __forceinline__ KeyTile find_key_tile(int number, const Sm90BwdParams& p) {
+  const int heads = p.num_tasks / p.key_blocks, wave = p.heads_per_wave;
+  const int paired_tiles = p.paired_heads * p.key_blocks;
+  const int waves = (number - paired_tiles) / (wave * p.key_blocks);
+  const int first_head = p.paired_heads + waves * wave;
+  const int count = min(wave, heads - first_head);
+  number -= first_head * p.key_blocks;
+  return {first_head + number % count, number / count, false};
+}
+// Pairs of heads in waves. Under a causal mask the tiles of keys of a head, when they begin at the
+// last queries together, stay together: what one reads of Q and dO and adds to dQ the others find
+// in L2. But later tiles of keys end sooner, and whoever then begins at the last queries of
+// another head is alone there. So the other head of a pair goes from the first queries to the last,
+// and a tile of keys begins where its first query is just when the others come by:
+//
+//   CTA 0   A0 last -----------------------------> first
+//   CTA 1   A1 ---------------------------> B3 -------->
+//   CTA 2   A2 -----------------> B2 ------------------>
+//   CTA 3   A3 -------> B1 ---------------------------->
+//   CTA 4   B0 first -----------------------------> last
+//
+// All that takes is the order in which tasks are given out: A0, A1, ..., B0, B1, ... And all CTAs
+// are done at the same time. (By a model of an L2 of 30 MB, 32 heads on 4 at 8,192 keys, batch 2,
+// memory reads 0.5 and writes 0.4 GB; in waves 4.5 and 2.4.) Where a head has more tiles of keys
+// than there are CTAs, they come in passes, each by both heads.
+__device__ __forceinline__ KeyTile find_paired_tile(int number, const Sm90BwdParams& p) {
+  const int wave = 2 * p.pairs, first_head = number / (wave * p.key_blocks) * wave;
+  number -= first_head * p.key_blocks;
+  const int first_block = number / (wave * p.blocks_of_pass) * p.blocks_of_pass;
+  number -= first_block * wave;
+  const int tiles = min(p.blocks_of_pass, p.key_blocks - first_block) * p.pairs;  // of a direction
+  const bool ascending = number >= tiles;
+  if (ascending) number -= tiles;
+  return {first_head + number % p.pairs + (ascending ? p.pairs : 0), first_block + number / p.pairs,
+          ascending};
+}
+
 // Fills in task `number` of all.
 //
 // The order of tasks decides who waits for whom. Tiles of keys add to the dQ of a tile of queries
@@ -44,12 +88,12 @@ struct alignas(16) BwdTask {
 // nobody.
 //
 // Three things keep the waits short:
-// - Tasks go through their tiles of queries from the last to the first. With causal masks and
-//   windows a later tile of keys begins at the same tile of queries or a later one, so it is behind
-//   the task it waits for by one hand-over, once, when it begins. (From the first to the last it
-//   would be ahead of the task it waits for.) Tiles of keys that most queries see go first, which
-//   also leaves the short ones for the end.
-// - A wave has as few heads as L2 holds: see key_heads_per_wave() on the host.
+// - Tasks that wait go through their tiles of queries from the last to the first. With causal
+//   masks and windows a later tile of keys begins at the same tile of queries or a later one, so it
+//   is behind the task it waits for by one hand-over, once, when it begins. (From the first to the
+//   last it would be ahead of the task it waits for.) Tiles of keys that most queries see go first,
+//   which also leaves the short ones for the end.
+// - A wave has as few heads as L2 holds: see order_heads() on the host.
 // - A CTA takes its next task when all loads of the task before are issued, and no earlier: whoever
 //   waits for a task that is queued behind another one waits for both.
 template <class C>
@@ -60,6 +104,7 @@ __device__ __forceinline__ void find_task(BwdTask& task, int number, const Sm90B
     const RaggedBlock block = p.blocks[number / p.heads];
     task.last = block.kind == RaggedKind::kEmpty;  // all that follow are empty as well
     if (task.last) return;
+    task.ascending = false;
     task.batch = 0;
     task.key_head = p.first_head + number % p.heads;
     task.first_key = block.block * C::kBlockK;
@@ -70,14 +115,13 @@ __device__ __forceinline__ void find_task(BwdTask& task, int number, const Sm90B
     }
     task.sequence = block.sequence;
   } else {
-    const int heads = p.num_tasks / p.key_blocks, wave = p.heads_per_wave;
-    const int first_head = number / (wave * p.key_blocks) * wave;
-    const int count = min(wave, heads - first_head);
-    number -= first_head * p.key_blocks;
-    const int block = number / count, index = first_head + number % count;
-    task.batch = p.first_batch + index / p.heads;
-    task.key_head = p.first_head + index % p.heads;
-    task.first_key = block * C::kBlockK;
+    const KeyTile tile = C::kZeroesDq && number < p.paired_heads * p.key_blocks
+                             ? find_paired_tile(number, p)
+                             : find_key_tile(number, p);
+    task.ascending = tile.ascending;
+    task.batch = p.first_batch + tile.head / p.heads;
+    task.key_head = p.first_head + tile.head % p.heads;
+    task.first_key = tile.block * C::kBlockK;
     task.seq = find_sequence(p, task.batch);
     task.sequence = task.batch;
   }
@@ -136,8 +180,16 @@ class BwdScheduler {
   int parity_ = 1;
 };
 
+// The first query of the tile of queries after which a task has `more` of each head.
+template <class C>
+__device__ __forceinline__ int query_tile_with(const BwdTask& task, int more) {
+  const int rows = more * C::kBlockQ;
+  return C::kZeroesDq && task.ascending ? task.query_end - C::kBlockQ - rows
+                                        : task.query_begin + rows;
+}
+
 // f(head, first query) for the tiles of queries of a task, in their order: those of all heads of
-// the group, then the rows before. So tasks of a key head stay side by side. (Head by head, a
+// the group, then the rows beside them. So tasks of a key head stay side by side. (Head by head, a
 // causal mask makes later tiles of keys done with a head sooner, and they wait for the first at the
 // next one: each task took as long as the longest, and 8 heads of a group at 8,192 keys had 0.49 of
 // FlashAttention-3's speed.)
@@ -145,8 +197,8 @@ template <class C, class F>
 __device__ __forceinline__ void for_each_query_tile(const BwdTask& task, const Sm90BwdParams& p,
                                                     const F& f) {
 #pragma unroll 1
-  for (int first = task.query_end; first > task.query_begin;) {
-    first -= C::kBlockQ;
+  for (int more = (task.query_end - task.query_begin) / C::kBlockQ; --more >= 0;) {
+    const int first = query_tile_with<C>(task, more);
 #pragma unroll 1
     for (int head = task.key_head * p.group; head < (task.key_head + 1) * p.group; ++head) {
       f(head, first);

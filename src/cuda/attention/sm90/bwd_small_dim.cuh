@@ -91,7 +91,7 @@ class BwdSmallDimConsumer {
     const uint32_t tile = wg_.ring.count();
     const bool last = tile == task.last_tile;
     if (last) warp_arrive(wg_.slot(C::kVBarrier).empty);  // the last dP was V's last reader
-    const auto before = wg_.tile_before();
+    const auto before = wg_.tile_before(task);
     warp_arrive(wg_.grad_out_slot().empty);
     warp_arrive(wg_.q_slot().empty);
     // Of a task's first tile, the tile before is another task's, whose dQ is done.

@@ -127,10 +127,10 @@ struct BwdWarpgroup {
   struct TileBefore {
     int head, first;
   };
-  __device__ __forceinline__ TileBefore tile_before() const {
+  __device__ __forceinline__ TileBefore tile_before(const BwdTask& task) const {
     const bool first_head = query_tile().flags & QueryTileInfo::kFirstHead;
-    return {head() + (first_head ? p.group - 1 : -1),
-            first_query() + (first_head ? C::kBlockQ : 0)};
+    const int rows = C::kZeroesDq && task.ascending ? -C::kBlockQ : C::kBlockQ;
+    return {head() + (first_head ? p.group - 1 : -1), first_query() + (first_head ? rows : 0)};
   }
   // Looks at the tile of queries that is next: returns whether it needs a mask for the warpgroup's
   // keys, and sets kInTile where a mask for any of the keys hides something not finite. All warps

@@ -107,15 +107,18 @@ struct Sm90BwdParams : AttentionBwdParams {
   int32_t bias_by_rows;      // whether the bias is not for TMA: there is no bias_map then
   int32_t stores_grad_bias;  // whether it can: rows of whole chunks of 16 bytes
   int32_t key_blocks, num_tasks;
-  int32_t heads_per_wave;       // (batch, key head) whose tiles of keys follow each other
+  int32_t heads_per_wave;  // (batch, key head) whose tiles of keys follow each other
+  // Before them come `paired_heads`, in waves of `pairs` pairs: see find_paired_tile().
+  int32_t paired_heads, pairs, blocks_of_pass;
   int32_t log2_adjacent_heads;  // 2^this heads, whose rows the preprocess kernel reads together
   int32_t preprocess_rows;      // rows of each of its CTAs, in whole tiles
   // Tiles of queries, of all heads, whose dQ the kernel writes itself; 0: the convert kernel does.
   int32_t converted_tiles;
-  int32_t stores_dq;  // whether one tile of keys has all: its dQ is complete
-  int32_t zeroes_dq;  // whether all tiles of keys add: see zero_next_wave()
-  int32_t* done;      // (sequences, key heads) of a slice: see parts_done()
-  int64_t tokens_q;   // ragged: of all sequences, and of the rows after them
+  int32_t stores_dq;     // whether one tile of keys has all: its dQ is complete
+  int32_t zeroes_dq;     // whether all tiles of keys add: see zero_next_wave()
+  int32_t zeroed_ahead;  // how many heads on is the one whose sums a head's tasks zero
+  int32_t* done;         // (sequences, key heads) of a slice: see parts_done()
+  int64_t tokens_q;      // ragged: of all sequences, and of the rows after them
 };
 
 }  // namespace flashmoe::cuda

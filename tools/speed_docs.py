@@ -420,13 +420,14 @@ def timed_in_graphs(rows: list[Row], on_gpu: bool) -> str:
 
 def section_text(section: Section, summary: str) -> str:
     standings = [standing(section, p, r) for p in PASSES for r in (SUSTAINED, RESTED)]
-    rows = ", ".join(f"[all rows](../bench/results/README.md#{f.path.stem})" for f in section.files)
+    files = [file.path.stem for file in section.files]
+    rows = ", ".join(f"[{name}](../bench/results/README.md#{name})" for name in files)
     where = "; ".join(dict.fromkeys(file.provenance for file in section.files))
     about = f"{summary[0].upper()}{summary[1:]}"
     graphs = timed_in_graphs(section.shown, section.on_gpu)
     return "\n\n".join([
         f"## {section.title}",
-        paragraph(f"{about}. The table is {section.regime}.{graphs} {where}; {rows}."),
+        paragraph(f"{about}. The table is {section.regime}.{graphs} {where}. All rows: {rows}."),
         f"![Ours beside the best peer]({section.picture})",
         section_table(section),
         "\n".join(bullet(text) for text in standings if text),

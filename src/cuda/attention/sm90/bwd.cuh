@@ -7,7 +7,7 @@
 // that itself). This one has a CTA on each SM, which goes through tasks, each a tile of 128 keys of
 // one key head. K and V stay; tiles of queries of all heads of the group go by. Up to head dim 128:
 //
-//              queries, tile by tile, from the last to the first
+//              queries, tile by tile, from the last to the first or from the first to the last
 //             +---------+---------+---------+
 //   keys      | 64 x block_q      |         |  consumer 0: S^T, dP^T; dK and dV of its 64 keys
 //   128       +---------+---------+---------+

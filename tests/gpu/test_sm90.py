@@ -389,6 +389,9 @@ def test_pairs_of_heads(which, dtype):
     got, again = (results(replace(case, deterministic=False)) for _ in range(2))
     for name in ("dk", "dv"):
         assert same_bits(got[name], again[name])
+        if torch.cuda.get_device_properties(0).multi_processor_count == 132:
+            # Half of the paired heads add the other way round: else this tested no pairs.
+            assert not same_bits(got[name], ordered[name])
     for name in ("dq", "dk", "dv"):
         assert rounded_alike(got[name], ordered[name]), name
 

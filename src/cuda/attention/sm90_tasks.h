@@ -44,7 +44,8 @@ int64_t forward_heads_per_wave(const AttentionPlan& plan, const Sm90FwdParams& p
 // pairs: under a causal mask, where L2 does not hold the rows of a wave, which are those of all
 // heads of its groups: see find_paired_tile(). H200, bf16, us in waves and in pairs: 32 heads on 4
 // at 2,048, 4,096 and 8,192 keys 1,626 and 1,543, 2,886 and 2,671, 5,389 and 5,004; on 8 1,561 and
-// 1,586, 2,723 and 2,714, 5,099 and 5,076. So from 5 heads a group on.
+// 1,586, 2,723 and 2,714, 5,099 and 5,076. So from 5 heads a group on; 5 and 6 are a choice between
+// these.
 void order_heads(Sm90BwdParams& p, const AttentionPlan& plan);
 
 // Rows that a CTA of the preprocess kernel has: as many as leave enough CTAs, since finding out

@@ -63,10 +63,11 @@ __device__ __forceinline__ KeyTile find_key_tile(int number, const Sm90BwdParams
 //   CTA 3   A3 -------> B1 ---------------------------->
 //   CTA 4   B0 first -----------------------------> last
 //
-// All that takes is the order in which tasks are given out: A0, A1, ..., B0, B1, ... And all CTAs
-// are done at the same time. (By a model of an L2 of 30 MB, 32 heads on 4 at 8,192 keys, batch 2,
-// memory reads 0.5 and writes 0.4 GB; in waves 4.5 and 2.4.) Where a head has more tiles of keys
-// than there are CTAs, they come in passes, each by both heads.
+// All that takes is the order in which tasks are given out: A0, A1, ..., B0, B1, ... If each step
+// takes as long as any other, all CTAs are done at the same time. (By a model of an L2 of 30 MB, 32
+// heads on 4 at 8,192 keys, batch 2, memory reads 0.5 and writes 0.4 GB; in waves 4.5 and 2.4. Not
+// measured.) Where a head has more tiles of keys than there are CTAs, they come in passes, each by
+// both heads.
 __device__ __forceinline__ KeyTile find_paired_tile(int number, const Sm90BwdParams& p) {
   const int wave = 2 * p.pairs, first_head = number / (wave * p.key_blocks) * wave;
   number -= first_head * p.key_blocks;

@@ -356,6 +356,9 @@ SM90_CALLS = [
     Call(16, (6, 6), ragged=SHORT, bias=Bias("h", masked=True)),
     Call(32, (2, 2), ragged=SHORT, bias=Bias("h")),
     Call(64, (2, 2), ragged=SHORT, bias=Bias("h")),
+    # More tasks than SMs, by tiles of 80 queries.
+    Call(128, (24, 24), (80, 256), lead=(3,)),
+    Call(96, (24, 24), (160, 256), lead=(3,), options=CAUSAL),
     # dQ that begins with zeros, which the heads before have written.
     Call(256, (24, 24), (130, 1536), options=CAUSAL),
 ]

@@ -289,6 +289,68 @@ def test_gradients_of_other_sequences_stay_clean(d, which, value, dtype):
     assert not got["dq"][70:120].isfinite().all()
 
 
+# Above head dim 64 there are two tiles up to 128, of which the planner takes what fits.
+@pytest.fixture(params=["64x128", "80x128"])
+def tile(request, monkeypatch):
+    monkeypatch.setenv("FLASHMOE_TILE", f"128x128,{request.param}")
+
+
+@either_way
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("d", [72, 96, 97, 128])
+def test_gradients_by_either_tile(d, mask, deterministic, tile, dtype):
+    shape = {"d": d, "dtype": dtype, "deterministic": deterministic, "options": MASKS[mask]}
+    for n, m in ((1, 1), (79, 80), (81, 127), (160, 129), (300, 300), (517, 200), (200, 517)):
+        check_case(dense(n, m, lead=(2,), hq=4, hk=2, **shape))
+    lengths = integers(0, 1, 129, 256, 400)
+    check_case(dense(200, 400, lead=(5,), key_lengths=lengths, **shape))
+
+
+@either_way
+@every_mask
+@pytest.mark.parametrize("lengths", RAGGED)
+@pytest.mark.parametrize("d", [96, 128])
+def test_gradients_of_ragged_batches_by_either_tile(d, lengths, causal, deterministic, tile, dtype):
+    shape = {"d": d, "dtype": dtype, "deterministic": deterministic}
+    check_case(ragged(RAGGED[lengths], rest=(70, 9), options={"causal": causal}, **shape))
+
+
+@pytest.mark.parametrize("row", [159, 170, 230])
+@pytest.mark.parametrize("which", ["q", "k", "v", "grad_out"])
+@pytest.mark.parametrize("d", [96, 128])
+def test_either_tile_contains_what_a_mask_hides(d, which, row, tile, dtype):
+    clean = dense(300, d=d, dtype=dtype, hq=2, hk=1, options={"causal": True})
+    dirty = replace(clean, **{which: put(getattr(clean, which), (0, 0, row, d - 5), nan)})
+    assert check_containment(clean, dirty)
+
+
+def check_tasks_in_a_row(d, causal, dtype):
+    """Many short tasks for each CTA: what one leaves in shared memory is not the next one's."""
+    shape = {"lead": (32,), "hq": 16, "hk": 16, "d": d, "dtype": dtype, "grad_lse": False}
+    case = dense(512, options={"causal": causal}, **shape)
+    batch_0 = {name: getattr(case, name)[:1] for name in ("q", "k", "v", "grad_out")}
+    alone = check_case(replace(case, **batch_0))
+    ordered = results(case)
+    for _ in range(3):
+        got = results(replace(case, deterministic=False))
+        for name in ("dk", "dv"):
+            assert same_bits(got[name], ordered[name]), name
+            assert same_bits(got[name][:1], alone[name]), name
+        assert rounded_alike(got["dq"], ordered["dq"])
+
+
+@every_mask
+@pytest.mark.parametrize("d", [32, 64, 192, 256])
+def test_tasks_in_a_row(d, causal, dtype):
+    check_tasks_in_a_row(d, causal, dtype)
+
+
+@every_mask
+@pytest.mark.parametrize("d", [96, 128])
+def test_tasks_in_a_row_by_either_tile(d, causal, tile, dtype):
+    check_tasks_in_a_row(d, causal, dtype)
+
+
 # What it refuses, and nothing else: tests of the other files are skipped where it does.
 
 

@@ -222,6 +222,24 @@ def test_three_warpgroups_where_their_rows_fill(monkeypatch):
         assert kernel_of(*problem(d=d, **shape), causal=causal)["block_q"] == rows, (n, d, causal)
 
 
+def test_80_queries_where_they_leave_little_empty():
+    """Backward, head dims 65 to 128."""
+    heads = {"batch": 2, "heads_q": 16, "heads_k": 16}
+    for n, options, rows in (
+        (16384, {}, 80), (1024, {}, 80), (560, {}, 80), (512, {}, 64), (400, {}, 80),
+        (16384, {"causal": True}, 80), (8192, {"causal": True}, 80), (4096, {"causal": True}, 64),
+        (16384, {"window": (128, 128)}, 64), (16384, {"window": (4096, 0)}, 80),
+    ):  # fmt: skip
+        for d in (96, 128):
+            tensors = problem(d=d, n=n, m=n, **heads)
+            kernel = kernel_of(*tensors, backward=True, **options)
+            assert (kernel["block_q"], kernel["block_k"]) == (rows, 128), (n, options, d)
+    said = fm.explain(*problem(d=128, n=512, m=512, **heads), backward=True, **H200)
+    assert "computes 2240 rows of queries, in tiles of 64 2048" in said
+    capped = kernel_of(*problem(d=96, n=1024, m=1024, **heads), backward=True, softcap=30.0)
+    assert capped["block_q"] == 64
+
+
 def test_ragged_batches():
     offsets = {f"cu_seqlens_{x}": spec(9, dtype=torch.int32) for x in "qk"}
     options = offsets | {"max_seqlen_q": 4096, "max_seqlen_k": 4096}

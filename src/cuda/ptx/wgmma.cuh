@@ -75,9 +75,10 @@ struct Wgmma;
 #define FLASHMOE_SUMS_32 \
   FLASHMOE_SUMS_16       \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define FLASHMOE_SUMS_48 \
+#define FLASHMOE_SUMS_40 \
   FLASHMOE_SUMS_32       \
-  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+  ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define FLASHMOE_SUMS_48 FLASHMOE_SUMS_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define FLASHMOE_SUMS_64 \
   FLASHMOE_SUMS_48       \
   ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
@@ -98,6 +99,7 @@ struct Wgmma;
 #define FLASHMOE_FLOATS_16_AT(HOW, i) FLASHMOE_FLOATS_8_AT(HOW, i), FLASHMOE_FLOATS_8_AT(HOW, i + 8)
 #define FLASHMOE_FLOATS_16(HOW) FLASHMOE_FLOATS_16_AT(HOW, 0)
 #define FLASHMOE_FLOATS_32(HOW) FLASHMOE_FLOATS_16(HOW), FLASHMOE_FLOATS_16_AT(HOW, 16)
+#define FLASHMOE_FLOATS_40(HOW) FLASHMOE_FLOATS_32(HOW), FLASHMOE_FLOATS_8_AT(HOW, 32)
 #define FLASHMOE_FLOATS_48(HOW) FLASHMOE_FLOATS_32(HOW), FLASHMOE_FLOATS_16_AT(HOW, 32)
 #define FLASHMOE_FLOATS_64(HOW) FLASHMOE_FLOATS_48(HOW), FLASHMOE_FLOATS_16_AT(HOW, 48)
 #define FLASHMOE_FLOATS_96(HOW) \
@@ -117,33 +119,39 @@ struct Wgmma;
                  : "l"(a), "l"(b));                                                           \
   }
 
+// An MMA with A in registers, which adds to the sums.
+#define FLASHMOE_WGMMA_RS(NAME, TB, TYPE, N, COUNT, P0, P1, P2, P3, P4)                            \
+  static __device__ __forceinline__ void NAME(float(&sums)[COUNT], const uint32_t(&a)[4],          \
+                                              uint64_t b) {                                        \
+    asm volatile(                                                                                  \
+        "{ .reg .pred add; setp.eq.u32 add, 0, 0;"                                                 \
+        "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FLASHMOE_SUMS_##COUNT \
+        "}, {" P0 ", " P1 ", " P2 ", " P3 "}, " P4 ", add, 1, 1, " TB "; }"                        \
+        : FLASHMOE_FLOATS_##COUNT("+f")                                                            \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                     \
+  }
+
 // COUNT is N / 2, the accumulators of a thread; P0 to P4 are the asm's operands from COUNT on.
-#define FLASHMOE_WGMMA(BF16, TYPE, N, COUNT, P0, P1, P2, P3, P4)                               \
-  template <>                                                                                  \
-  struct Wgmma<BF16, N> {                                                                      \
-    static __device__ __forceinline__ void ss(float (&sums)[COUNT], uint64_t a, uint64_t b,    \
-                                              bool add) {                                      \
-      asm volatile("{ .reg .pred add; setp.ne.b32 add, " P2                                    \
-                   ", 0;"                                                                      \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE             \
-                   " {" FLASHMOE_SUMS_##COUNT "}, " P0 ", " P1 ", add, 1, 1, 0, 0; }"          \
-                   : FLASHMOE_FLOATS_##COUNT("+f")                                             \
-                   : "l"(a), "l"(b), "r"(int{add}));                                           \
-    }                                                                                          \
-    FLASHMOE_WGMMA_SS(ss_first, "=f", "ne", "0", "0", TYPE, N, COUNT, P0, P1)                  \
-    FLASHMOE_WGMMA_SS(ss_tb, "+f", "eq", "0", "1", TYPE, N, COUNT, P0, P1)                     \
-    FLASHMOE_WGMMA_SS(ss_tb_first, "=f", "ne", "0", "1", TYPE, N, COUNT, P0, P1)               \
-    FLASHMOE_WGMMA_SS(ss_tatb, "+f", "eq", "1", "1", TYPE, N, COUNT, P0, P1)                   \
-    static __device__ __forceinline__ void rs_tb(float (&sums)[COUNT], const uint32_t (&a)[4], \
-                                                 uint64_t b) {                                 \
-      asm volatile(                                                                            \
-          "{ .reg .pred add; setp.eq.u32 add, 0, 0;"                                           \
-          "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                      \
-          " {" FLASHMOE_SUMS_##COUNT "}, {" P0 ", " P1 ", " P2 ", " P3 "}, " P4                \
-                                     ", add, 1, 1, 1; }"                                       \
-          : FLASHMOE_FLOATS_##COUNT("+f")                                                      \
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                               \
-    }                                                                                          \
+#define FLASHMOE_WGMMA(BF16, TYPE, N, COUNT, P0, P1, P2, P3, P4)                            \
+  template <>                                                                               \
+  struct Wgmma<BF16, N> {                                                                   \
+    static __device__ __forceinline__ void ss(float (&sums)[COUNT], uint64_t a, uint64_t b, \
+                                              bool add) {                                   \
+      asm volatile("{ .reg .pred add; setp.ne.b32 add, " P2                                 \
+                   ", 0;"                                                                   \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE          \
+                   " {" FLASHMOE_SUMS_##COUNT "}, " P0 ", " P1 ", add, 1, 1, 0, 0; }"       \
+                   : FLASHMOE_FLOATS_##COUNT("+f")                                          \
+                   : "l"(a), "l"(b), "r"(int{add}));                                        \
+    }                                                                                       \
+    FLASHMOE_WGMMA_SS(ss_first, "=f", "ne", "0", "0", TYPE, N, COUNT, P0, P1)               \
+    FLASHMOE_WGMMA_SS(ss_tb, "+f", "eq", "0", "1", TYPE, N, COUNT, P0, P1)                  \
+    FLASHMOE_WGMMA_SS(ss_tb_first, "=f", "ne", "0", "1", TYPE, N, COUNT, P0, P1)            \
+    FLASHMOE_WGMMA_SS(ss_ta, "+f", "eq", "1", "0", TYPE, N, COUNT, P0, P1)                  \
+    FLASHMOE_WGMMA_SS(ss_ta_first, "=f", "ne", "1", "0", TYPE, N, COUNT, P0, P1)            \
+    FLASHMOE_WGMMA_SS(ss_tatb, "+f", "eq", "1", "1", TYPE, N, COUNT, P0, P1)                \
+    FLASHMOE_WGMMA_RS(rs, "0", TYPE, N, COUNT, P0, P1, P2, P3, P4)                          \
+    FLASHMOE_WGMMA_RS(rs_tb, "1", TYPE, N, COUNT, P0, P1, P2, P3, P4)                       \
   };
 #define FLASHMOE_WGMMA_TYPES(...)           \
   FLASHMOE_WGMMA(false, "f16", __VA_ARGS__) \
@@ -152,6 +160,7 @@ struct Wgmma;
 FLASHMOE_WGMMA_TYPES(16, 8, "%8", "%9", "%10", "%11", "%12")
 FLASHMOE_WGMMA_TYPES(32, 16, "%16", "%17", "%18", "%19", "%20")
 FLASHMOE_WGMMA_TYPES(64, 32, "%32", "%33", "%34", "%35", "%36")
+FLASHMOE_WGMMA_TYPES(80, 40, "%40", "%41", "%42", "%43", "%44")
 FLASHMOE_WGMMA_TYPES(96, 48, "%48", "%49", "%50", "%51", "%52")
 FLASHMOE_WGMMA_TYPES(128, 64, "%64", "%65", "%66", "%67", "%68")
 FLASHMOE_WGMMA_TYPES(192, 96, "%96", "%97", "%98", "%99", "%100")

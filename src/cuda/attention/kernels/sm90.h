@@ -93,14 +93,15 @@ inline constexpr Sm90PackedBwdTile kBwdPackedBias[] = {
     {64, 192, 32, 8, 1, false, kBiasByPairs},
 };
 
-// As many queries as registers allow beside dK and dV of 64 keys; above D = 128 a warpgroup has one
-// of the two, and two CTAs share the block.
+// As many queries as registers allow beside dK and dV of 64 keys, and above D = 64 fewer where 80
+// leave more of their tiles empty; above D = 128 a warpgroup has one of the two, and two CTAs share
+// the block.
 inline constexpr Sm90BwdTile kBwd[] = {
     // head_dim, block_q, block_k, general_score
     {32, 128, 128, false},
     {64, 128, 128, false},
-    {96, 64, 128, false},
-    {128, 64, 128, false},
+    {96, 80, 128, false},  {96, 64, 128, false},
+    {128, 80, 128, false}, {128, 64, 128, false},
     {192, 64, 128, false},
     {256, 64, 128, false},
 };

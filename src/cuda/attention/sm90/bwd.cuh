@@ -22,18 +22,24 @@
 // half a tile apart then, and dQ, which takes the dS of both, comes one tile late.
 //
 // S and dP have a row for each key, so that P and dS are left in registers as the MMAs for dV and
-// dK read them. dQ takes dS from shared memory; the consumers share its rows, or where there are 64
-// only, its columns. Warpgroup 0 gives its registers away. Its warp 0 is the producer; one thread
-// each of warps 1 and 2 adds a consumer's dQ to the accumulator by TMA, in the order of the
-// accumulators (bwd_dq.cuh has the order of tiles), and warp 3 zeroes what they will add to.
+// dK read them. dQ takes dS from shared memory; the consumers share its rows, or where there are
+// not 64 for each, its columns. Warpgroup 0 gives its registers away. Its warp 0 is the producer;
+// one thread each of warps 1 and 2 adds a consumer's dQ to the accumulator by TMA, in the order of
+// the accumulators (bwd_dq.cuh has the order of tiles), and warp 3 zeroes what they will add to.
 //
 // A bias comes by TMA, and S begins with it; dS leaves as its gradient by warp 3 of warpgroup 0
 // (bwd_grad_bias.cuh). A bias in rows that begin anywhere, or in fp32, is brought by that warp
 // (bias_rows.cuh), and consumers store its gradient from their registers.
 //
+// Tiles have as many queries as there are registers for: 128 up to D = 64. Above it there are two
+// kernels. With 64 queries S and dP are bound by shared memory: of the 32 cycles of an MMA of 64 x
+// 64, K takes 16 to read and Q 16; so half of K is in registers for S. With 80 it is 36 of 40
+// cycles; dQ is transposed then, a column for each query, and dV and dK leave through sdS. Which
+// one runs depends on how much of their tiles lengths and masks leave empty.
+//
 // Registers of a thread: warpgroup 0 has 24, consumers 240; with a bias 40 and 232. Shared memory:
-// BwdConfig::OneCtaSmem, 210.5 KB at D = 64, 225.5 KB at D = 128; with a bias BiasSmem, 161.5 and
-// 225.5 KB. Head dims above 128: bwd_two_cta.cuh.
+// BwdConfig::OneCtaSmem, 210.5 KB at D = 64, 225.5 and 225.75 KB at D = 128; with a bias BiasSmem,
+// 161.5 and 225.5 KB. Head dims above 128: bwd_two_cta.cuh.
 //
 // Measured on an H200, 2026-11-16, bf16, 16,384 keys, rested: 593 TFLOP/s at D = 64, 642 at D =
 // 128, 571 at D = 256, all kernels of the pass together. docs/speed.md has all lengths and
@@ -92,12 +98,16 @@ struct BwdConfig {
   static constexpr int kDqFirst = kDim > 192 ? 128 : 64, kDqSecond = kDim > 192 ? 0 : 32;
   using PeerKeys = tma::Tile<64, 128>;
   static constexpr uint32_t kLseDeltaBytes = kBlockQ * 8;
-  // How warpgroups share dQ of a tile: by rows, or where there are 64 only, by columns.
+  // How warpgroups share dQ of a tile: by rows, or where there are not 64 for each, by columns. The
+  // MMA takes 64 rows: where there are as many, of queries, otherwise of columns of dQ.
   static constexpr bool kDqByRows = kBlockQ == 64 * kWarpgroups;
+  static constexpr bool kDqTransposed = transposes_dq(kBlockQ);
   // Small head dims: one warpgroup computes all of it.
   static constexpr int kDqParts = kSmallDim ? 1 : kWarpgroups;
   static constexpr int kDqColumns = kDqByRows ? kDqAccumDim : kDqAccumDim / kDqParts;
-  static constexpr uint32_t kDqBytes = 64 * kDqColumns * 4;  // of a warpgroup, on its way out
+  static constexpr int kDqSums = (kDqTransposed ? kBlockQ : kDqColumns) / 2;  // of a thread
+  static constexpr uint32_t kDqBytes = kWarpgroupThreads * kDqSums * 4;       // on their way out
+  static constexpr int kKeySteps = kTile.key_steps();
   // Whether there is a warp to zero its sums.
   static constexpr bool kZeroesDq = !kTwoCta && !kBias;
 
@@ -166,12 +176,16 @@ struct BwdConfig {
     kAgreeBarrier = kWarpgroupBarrier + kWarpgroups,
   };
 
+  // Without shared memory of their own dV and dK leave through sdS.
+  struct NoGrads {};
+  using OwnGrads = std::conditional_t<kOwnGrads, Grads[kWarpgroups], NoGrads>;
+
   struct OneCtaSmem {
     Keys sK, sV;
     Rows sRows[2 * kStages];  // Q and dO: see row_places()
     ScoreTile sdS[2];
-    float sdQ[kWarpgroups][kDqBytes / 4];  // dQ on its way out, as wgmma lays it out
-    Grads sGrads[kWarpgroups];             // dV, then dK, on their way out
+    float sdQ[kWarpgroups][kDqBytes / 4];   // dQ on its way out, as wgmma lays it out
+    [[no_unique_address]] OwnGrads sGrads;  // dV, then dK, on their way out
     float lse_delta[kStages][2 * kBlockQ];
     BwdTask tasks[2];
     QueryTileInfo query_tiles[kStages];
@@ -205,7 +219,7 @@ struct BwdConfig {
   // Where dV and dK of a consumer leave from; one CTA. Through sdS: half of the consumers have one
   // of its two stages.
   static constexpr uint32_t kGradsAt =
-      !kBias ? offsetof(OneCtaSmem, sGrads)
+      !kBias ? kOwnGrads ? offsetof(OneCtaSmem, sGrads) : offsetof(OneCtaSmem, sdS)
              : offsetof(BiasSmem, sdS) + (kOwnGrads ? 2 * ScoreTile::kBytes : 0);
   static constexpr int kGradsOfStage = kOwnGrads ? kWarpgroups : (kWarpgroups + 1) / 2;
   static __device__ __forceinline__ uint32_t grads_at(int index) {
@@ -217,7 +231,8 @@ struct BwdConfig {
   static_assert(kSmallDim || kBlockK == kKeysOfBlock);
   static_assert(!(kTwoCta || kSmallDim) || kBlockQ == 64);
   static_assert(kTwoCta || kBlockQ * kDqAccumDim * 4 == kDqParts * kDqBytes);
-  static_assert(!kBias || kWarpgroups * Grads::kBytes <= (kOwnGrads ? 1 : 2) * ScoreTile::kBytes);
+  static_assert((!kBias && kOwnGrads) ||
+                kWarpgroups * Grads::kBytes <= (kOwnGrads ? 1 : 2) * ScoreTile::kBytes);
 
   // `smem` is the address of the CTA's Smem.
   static __device__ __forceinline__ tma::Slot slot(uint32_t smem, int barrier) {

@@ -111,18 +111,25 @@ class BwdConsumer {
     before.wait_full(wg_.slot(C::kDsBarrier + before.at()));
   }
 
-  // dQ = dS K of the tile before.
+  // dQ = dS K of the tile before, or dQ^T = K^T dS^T.
   __device__ __forceinline__ void issue_dq() {
     const uint32_t sdS = previous_ds() + (kDqByRows ? wg_.index * 64 * 128 : 0);
     const uint32_t sK = wg_.smem + offsetof(Smem, sK) +
                         first_dq_column() / 64 * C::Keys::kBlockBytes + first_dq_column() % 64 * 2;
-    using Wgmma = ptx::Wgmma<C::kBf16, kDqColumns>;
-    Wgmma::ss_tb_first(rdQ_, C::ScoreTile::along(C::ScoreTile::descriptor(sdS), 0),
-                       C::Keys::across(C::Keys::descriptor(sK), 0));
+    const uint32_t ds = C::ScoreTile::descriptor(sdS), k = C::Keys::descriptor(sK);
+    using Wgmma = ptx::Wgmma<C::kBf16, 2 * C::kDqSums>;
+    if constexpr (C::kDqTransposed) {
+      Wgmma::ss_ta_first(rdQ_, C::Keys::across(k, 0), C::ScoreTile::along(ds, 0));
+    } else {
+      Wgmma::ss_tb_first(rdQ_, C::ScoreTile::along(ds, 0), C::Keys::across(k, 0));
+    }
 #pragma unroll
     for (int step = 1; step < C::kBlockK / 16; ++step) {
-      Wgmma::ss_tb(rdQ_, C::ScoreTile::along(C::ScoreTile::descriptor(sdS), step),
-                   C::Keys::across(C::Keys::descriptor(sK), step));
+      if constexpr (C::kDqTransposed) {
+        Wgmma::ss_ta(rdQ_, C::Keys::across(k, step), C::ScoreTile::along(ds, step));
+      } else {
+        Wgmma::ss_tb(rdQ_, C::ScoreTile::along(ds, step), C::Keys::across(k, step));
+      }
     }
     ptx::wgmma_commit_group();
   }
@@ -132,7 +139,7 @@ class BwdConsumer {
     const uint32_t to =
         wg_.opaque_smem() + offsetof(Smem, sdQ) + wg_.index * C::kDqBytes + warpgroup_thread() * 16;
 #pragma unroll
-    for (int i = 0; i < kDqColumns / 8; ++i) {
+    for (int i = 0; i < C::kDqSums / 4; ++i) {
       ptx::st_shared_v4(to + i * 2048,
                         uint4{__float_as_uint(rdQ_[4 * i]), __float_as_uint(rdQ_[4 * i + 1]),
                               __float_as_uint(rdQ_[4 * i + 2]), __float_as_uint(rdQ_[4 * i + 3])});
@@ -255,13 +262,12 @@ class BwdConsumer {
     wait_previous_ds();
 #pragma unroll
     for (float& x : rdQ_) x = 0;
-    multiply_guarded<C, typename C::Keys>(
-        rdQ_, C::kBlockK,
-        [&](int query, int key) {
-          return ds_at(wg_, task, first, previous_ds(), query + (kDqByRows ? 64 * wg_.index : 0),
-                       key, bias);
-        },
-        wg_.opaque_smem() + offsetof(Smem, sK), first_dq_column());
+    const auto ds = [&](int query, int key) {
+      return ds_at(wg_, task, first, previous_ds(), query + (kDqByRows ? 64 * wg_.index : 0), key,
+                   bias);
+    };
+    multiply_guarded<C, typename C::Keys, C::kDqTransposed>(
+        rdQ_, C::kBlockK, ds, wg_.opaque_smem() + offsetof(Smem, sK), first_dq_column());
   }
 
   __device__ __forceinline__ void compute(const BwdTask& task) {
@@ -272,6 +278,7 @@ class BwdConsumer {
     clear_unseen_keys(wg_, task, first_key, wg_.opaque_smem() + offsetof(Smem, sK),
                       wg_.first_row());
     if constexpr (C::kBias) scores_.start_from_bias(wg_, wg_.ring);
+    if constexpr (C::kKeySteps > 0) scores_.load_keys(wg_);
     ptx::mbarrier_wait(wg_.q_slot().full, wg_.ring.parity());
     ptx::wgmma_fence();
     scores_.issue_scores(wg_);
@@ -312,7 +319,7 @@ class BwdConsumer {
   }
   BwdWarpgroup<C> wg_;
   BwdScores<C> scores_;
-  float rdK_[C::kDim / 2], rdV_[C::kDim / 2], rdQ_[kDqColumns / 2];
+  float rdK_[C::kDim / 2], rdV_[C::kDim / 2], rdQ_[C::kDqSums];
 };
 
 }  // namespace flashmoe::cuda::sm90

@@ -12,6 +12,7 @@
 #include "cuda/attention/sm90/params.h"
 #include "cuda/attention/sm90/tiles.h"
 #include "cuda/ptx/grid.cuh"
+#include "cuda/ptx/ldmatrix.cuh"
 #include "cuda/ptx/shared.cuh"
 #include "cuda/tile/dtype.cuh"
 #include "cuda/tma/operand.cuh"
@@ -58,33 +59,46 @@ __device__ __forceinline__ void convert_dq_tile(const Sm90BwdParams& p) {
   const float* const sums =
       p.dq_accum + (rows.head * p.dq_accum_rows + slice_row + rows.first) * p.dim;
 
-  const int lane = threadIdx.x % 32, r = threadIdx.x / 32 * 16 + lane / 4;
+  const bool transposed = p.block_q % 64 != 0;  // as transposes_dq() has it
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll 1
-  for (int part = 0; part < p.block_q / 64; ++part) {
-    const int first = rows.first + 64 * part;
+  for (int part = 0; part < p.block_q; part += 64) {
+    const int first = rows.first + part, count = min(p.block_q - part, 64);
     if (first >= seq.len_q) break;
 #pragma unroll 1
     for (int column = 0; column < p.head_dim; column += 64) {
-      const float4* const from = reinterpret_cast<const float4*>(
-          sums + (part * static_cast<int64_t>(p.dim) + column) * 64 + threadIdx.x * 4);
+      const int64_t at = transposed ? column * int64_t{p.block_q} + part * 64
+                                    : part * static_cast<int64_t>(p.dim) + column * 64;
+      const int eights = (transposed ? count : min(p.dim - column, 64)) / 8;
+      const float4* const from = reinterpret_cast<const float4*>(sums + at) + threadIdx.x;
       float4 four[8] = {};
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        if (column + 8 * i < p.dim) four[i] = __ldcs(from + i * 128);
+        if (i < eights) four[i] = __ldcs(from + i * 128);
       }
       __syncthreads();  // the 64 columns before are stored
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const float4 x = four[i];
-        const uint32_t at = smem + Part::at(r, 8 * i + lane % 4 * 2);
-        ptx::st_shared_u32(at, T::pack(x.x * p.scale, x.y * p.scale));
-        ptx::st_shared_u32(at + 8 * 128, T::pack(x.z * p.scale, x.w * p.scale));
+      for (int i = 0; i < 8; i += 2) {
+        uint32_t packed[4];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const float4 x = four[i + j];
+          packed[2 * j] = T::pack(x.x * p.scale, x.y * p.scale);
+          packed[2 * j + 1] = T::pack(x.z * p.scale, x.w * p.scale);
+        }
+        const int along = 16 * warp + lane % 16, across = 8 * i + lane / 16 * 8;
+        if (transposed) {
+          const int row = across + lane % 8, dim = 16 * warp + lane / 8 % 2 * 8;
+          ptx::stmatrix_x4_trans(smem + Part::at(row, dim), packed);
+        } else {
+          ptx::stmatrix_x4(smem + Part::at(along, across), packed);
+        }
       }
       __syncthreads();  // all rows are there
 #pragma unroll
       for (int i = threadIdx.x; i < 64 * 8; i += kConvertDqThreads) {
         const int row = i / 8, chunk = i % 8, left = p.head_dim - column - 8 * chunk;
-        if (first + row >= seq.len_q || left <= 0) continue;
+        if (row >= count || first + row >= seq.len_q || left <= 0) continue;
         const uint4 eight = ptx::ld_shared_v4(smem + Part::at(row, 8 * chunk));
         char* const there = to + (first + row) * row_bytes + (column + 8 * chunk) * 2;
         store_eight(there, eight, left);

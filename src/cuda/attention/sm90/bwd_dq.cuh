@@ -1,8 +1,10 @@
 // The dQ accumulator of the sm90 backward pass: who adds to it when, and when it is complete.
 //
 // Tiles of keys add their dQ to fp32 sums in global memory, in the order of wgmma's accumulators:
-// 64 rows of all columns, then the next 64 rows, each 128 threads x 4 floats for each 8 columns. A
-// last step converts the sums of a head to 16 bits once all its tiles of keys have added.
+// 64 rows of all columns, then the next 64 rows, each 128 threads x 4 floats for each 8 columns.
+// Transposed, in tiles of 80 rows: 64 columns of a tile, then the next 64 columns, each 128 threads
+// x 4 floats for each 8 rows. A last step converts the sums of a head to 16 bits once all its tiles
+// of keys have added.
 #pragma once
 
 #include "cuda/attention/sequence.cuh"

@@ -64,16 +64,18 @@ __device__ __forceinline__ void clear_unseen_keys(const BwdWarpgroup<C>& wg, con
   wg.sync();
 }
 
-// Whether K or V of the tile is not finite: all consumers find the same. One CTA.
+// Whether K or V of the tile is not finite: all consumers find the same. One CTA. Where dV and dK
+// leave through sdS, none returns before all are here.
 template <class C>
 __device__ __forceinline__ bool nonfinite_keys(const BwdWarpgroup<C>& wg, const BwdTask& task) {
-  if (!C::kBias && !any_mask(wg.p)) return false;
+  const bool matters = C::kBias || any_mask(wg.p);
+  if (!matters && C::kOwnGrads) return false;
   constexpr int kThreads = C::kWarpgroups * kWarpgroupThreads;
-  if (any_unseen(wg, task, task.first_key, C::kBlockK)) {
+  if (matters && any_unseen(wg, task, task.first_key, C::kBlockK)) {
     ptx::bar_sync(C::kAgreeBarrier, kThreads);  // all have cleared
   }
-  const bool bad = any_nonfinite<C, kThreads>(wg.opaque_smem() + offsetof(typename C::Smem, sK),
-                                              2 * C::Keys::kBytes);
+  const uint32_t keys = wg.opaque_smem() + offsetof(typename C::Smem, sK);
+  const bool bad = matters && any_nonfinite<C, kThreads>(keys, 2 * C::Keys::kBytes);
   return ptx::bar_red_or(C::kAgreeBarrier, kThreads, bad);
 }
 
@@ -151,21 +153,29 @@ __device__ __forceinline__ void clear_hidden(uint32_t (&packed)[kSteps][4], uint
 
 // Adds a product to 64 rows of wgmma's accumulators, number by number. left(row, d) is a
 // GuardedNumber; `right` is the address of a Right tile with a row for each step of the depth, read
-// from `column` on. Slow, and rarely needed.
-template <class C, class Right, int kCount, class Left>
+// from `column` on. Transposed, the accumulators have a row for each column of the product. Slow,
+// and rarely needed.
+template <class C, class Right, bool kTransposed = false, int kCount, class Left>
 __device__ __forceinline__ void multiply_guarded(float (&sums)[kCount], int depth, const Left& left,
                                                  uint32_t right, int column) {
 #pragma unroll
   for (int i = 0; i < kCount / 4; ++i) {
+    const int across = 8 * i + fragment_column();
+    const int row = kTransposed ? across : fragment_row();
+    const int first = column + (kTransposed ? fragment_row() : across);
 #pragma unroll 1
     for (int d = 0; d < depth; ++d) {  // the inner loop, or there would be too few registers
-      const GuardedNumber factors[2] = {left(fragment_row(), d), left(fragment_row() + 8, d)};
-      const uint32_t two =
-          ptx::ld_shared_u32(right + Right::at(d, column + 8 * i + lane() % 4 * 2));
-      const float numbers[2] = {C::Type::unpack(two & 0xffff), C::Type::unpack(two >> 16)};
+      const GuardedNumber factors[2] = {left(row, d), left(row + (kTransposed ? 1 : 8), d)};
+      float numbers[2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const uint32_t at = Right::at(d, first + (kTransposed ? 8 : 1) * j);
+        numbers[j] = C::Type::unpack(ptx::ld_shared_u16(right + at));
+      }
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        if (factors[j / 2].seen) sums[4 * i + j] += factors[j / 2].value * numbers[j % 2];
+        const GuardedNumber& factor = factors[kTransposed ? j % 2 : j / 2];
+        if (factor.seen) sums[4 * i + j] += factor.value * numbers[kTransposed ? j / 2 : j % 2];
       }
     }
   }

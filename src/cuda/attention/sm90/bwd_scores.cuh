@@ -56,6 +56,9 @@ struct BwdScores {
 
   float rS[C::kBlockQ / 2], rdP[C::kBlockQ / 2];  // then P and dS; a row for each key
   PackedTile<C> slopes;                           // the derivative of a softcap
+  // K of the last steps of S, as wgmma reads it from registers.
+  static constexpr int kSteps = C::kDim / 16, kKeySteps = C::kKeySteps;
+  uint32_t rK[kKeySteps > 0 ? kKeySteps : 1][4];
 
   // Whether dP is issued after P is found: beside a softcap there are no registers for both, nor
   // where many consumers share them.
@@ -109,27 +112,42 @@ struct BwdScores {
     }
   }
 
-  // S^T = K Q^T, or dP^T = V dO^T; kAdd: added to what is there.
-  template <bool kAdd = false>
+  __device__ __forceinline__ void load_keys(const BwdWarpgroup<C>& wg) {
+    const uint32_t keys = wg.opaque_smem() + offsetof(Smem, sK);
+    const int row = wg.first_row() + warpgroup_warp() * 16 + lane() % 16;
+#pragma unroll
+    for (int i = 0; i < kKeySteps; ++i) {
+      const int column = (kSteps - kKeySteps + i) * 16 + lane() / 16 * 8;
+      ptx::ldmatrix_x4(rK[i], keys + C::Keys::at(row, column));
+    }
+  }
+
+  // S^T = K Q^T, or dP^T = V dO^T; kAdd: added to what is there. The last kKept steps take the keys
+  // from registers, `kept`.
+  template <bool kAdd = false, int kKept = 0>
   static __device__ __forceinline__ void issue_mma(const BwdWarpgroup<C>& wg,
                                                    float (&sums)[C::kBlockQ / 2], uint32_t keys,
-                                                   uint32_t rows) {
+                                                   uint32_t rows,
+                                                   const uint32_t (*kept)[4] = nullptr) {
     using Wgmma = ptx::Wgmma<C::kBf16, C::kBlockQ>;
-    keys = wg.recompute(keys + wg.first_row() * C::Keys::kRowBytes);
-    rows = wg.recompute(rows);
+    static_assert(kKept < kSteps);
+    keys = C::Keys::descriptor(wg.recompute(keys + wg.first_row() * C::Keys::kRowBytes));
+    rows = C::Rows::descriptor(wg.recompute(rows));
     if constexpr (!kAdd) {
-      Wgmma::ss_first(sums, C::Keys::along(C::Keys::descriptor(keys), 0),
-                      C::Rows::along(C::Rows::descriptor(rows), 0));
+      Wgmma::ss_first(sums, C::Keys::along(keys, 0), C::Rows::along(rows, 0));
     }
 #pragma unroll
-    for (int step = kAdd ? 0 : 1; step < C::kDim / 16; ++step) {
-      Wgmma::ss(sums, C::Keys::along(C::Keys::descriptor(keys), step),
-                C::Rows::along(C::Rows::descriptor(rows), step), true);
+    for (int step = kAdd ? 0 : 1; step < kSteps; ++step) {
+      if (step < kSteps - kKept) {
+        Wgmma::ss(sums, C::Keys::along(keys, step), C::Rows::along(rows, step), true);
+      } else {
+        Wgmma::rs(sums, kept[step - (kSteps - kKept)], C::Rows::along(rows, step));
+      }
     }
     ptx::wgmma_commit_group();
   }
   __device__ __forceinline__ void issue_scores(const BwdWarpgroup<C>& wg) {
-    issue_mma<C::kBias>(wg, rS, wg.smem + offsetof(Smem, sK), wg.stage_q());
+    issue_mma<C::kBias, kKeySteps>(wg, rS, wg.smem + offsetof(Smem, sK), wg.stage_q(), rK);
   }
   __device__ __forceinline__ void issue_dp(const BwdWarpgroup<C>& wg) {
     if (!kLateDp) wg.ring.wait_full(wg.grad_out_slot());

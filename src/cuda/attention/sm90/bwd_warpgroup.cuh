@@ -68,8 +68,10 @@ struct BwdWarpgroup {
 
   // An address for a descriptor, warp-uniform. With two CTAs it is recomputed where it is used,
   // since there are many and no registers to keep them, and without the CTA's rank in the cluster,
-  // which stands in the high bits. So it is beside a byte mask at D = 128.
-  static constexpr bool kRecomputes = C::kTwoCta || (C::kMask && C::kDim == 128);
+  // which stands in the high bits. So it is at D = 128 beside a byte mask, beside keys in
+  // registers, and with 80 queries.
+  static constexpr bool kRecomputes =
+      C::kTwoCta || (C::kMask && C::kDim == 128) || C::kKeySteps > 0 || C::kDqTransposed;
   static __device__ __forceinline__ uint32_t recompute(uint32_t address) {
     constexpr uint32_t kSharedWindow = 1 << 18;
     return kRecomputes ? tma::warp_uniform(ptx::opaque(address)) % kSharedWindow : address;
@@ -153,8 +155,9 @@ struct BwdWarpgroup {
         opaque_smem() + offsetof(Smem, lse_delta) + ring.at() * C::kLseDeltaBytes + lane() * 16;
     bool bad = false;
 #pragma unroll
-    for (int i = 0; i < static_cast<int>(C::kLseDeltaBytes) / 512; ++i) {
-      const float4 two = ptx::ld_shared_v4_f32(lse_delta + i * 512);
+    for (uint32_t i = 0; i < C::kLseDeltaBytes; i += 512) {
+      if (i + lane() * 16 >= C::kLseDeltaBytes) continue;
+      const float4 two = ptx::ld_shared_v4_f32(lse_delta + i);
       bad |=
           isnan(two.x) || isnan(two.z) || !(fabsf(two.y) < INFINITY) || !(fabsf(two.w) < INFINITY);
     }

@@ -124,6 +124,9 @@ inline constexpr int kConvertDqSharedBytes = 64 * 64 * 2;
 // Shared memory that a backward kernel keeps for its tasks and mbarriers.
 inline constexpr int kBwdControlBytes = 512;
 
+// Whether the MMA for dQ has a column for each query: of rows it has 64.
+constexpr bool transposes_dq(int block_q) { return block_q % 64 != 0; }
+
 struct Sm90BwdTile {
   int head_dim;
   int block_q, block_k;
@@ -152,8 +155,17 @@ struct Sm90BwdTile {
   // Columns of the dQ accumulator.
   constexpr int dq_accum_dim() const { return head_dim <= 32 ? 32 : columns(); }
   // Whether dV and dK have shared memory of their own on their way out, which leaves none for a
-  // bias above D = 64, or beside many keys up to D = 32: they leave through that of dS then.
-  constexpr bool own_grads() const { return !bias || (columns() == 64 && !small_dim()); }
+  // bias above D = 64, or beside many keys up to D = 32, nor for 80 queries: they leave through
+  // that of dS then.
+  constexpr bool own_grads() const {
+    return bias ? columns() == 64 && !small_dim() : !transposes_dq(block_q);
+  }
+  // Of the D / 16 steps of S, how many take K from registers: shared memory is what S is bound by,
+  // and at D = 128 these are what is left. (At D = 64 two made no difference.)
+  constexpr int key_steps() const {
+    if (bias || general_score || head_dim != 128) return 0;
+    return transposes_dq(block_q) ? 1 : 4;
+  }
   // By rows: above D = 64 there is no room for chunks of 16 bytes.
   constexpr int bias_chunk_bytes() const { return columns() > 64 || bias == kBytesByRows ? 8 : 16; }
   // A stage of the bias; by rows with the shift of its first row.

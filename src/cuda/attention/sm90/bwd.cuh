@@ -33,9 +33,9 @@
 //
 // Tiles have as many queries as there are registers for: 128 up to D = 64. Above it there are two
 // kernels. With 64 queries S and dP are bound by shared memory: of the 32 cycles of an MMA of 64 x
-// 64, K takes 16 to read and Q 16; so half of K is in registers for S. With 80 it is 36 of 40
-// cycles; dQ is transposed then, a column for each query, and dV and dK leave through sdS. Which
-// one runs depends on how much of their tiles lengths and masks leave empty.
+// 64, K takes 16 to read and Q 16; so at D = 128 half of K is in registers for S. With 80 it is 36
+// of 40 cycles; dQ is transposed then, a column for each query, and dV and dK leave through sdS.
+// Which one runs depends on how much of their tiles lengths and masks leave empty.
 //
 // Registers of a thread: warpgroup 0 has 24, consumers 240; with a bias 40 and 232. Shared memory:
 // BwdConfig::OneCtaSmem, 210.5 KB at D = 64, 225.5 and 225.75 KB at D = 128; with a bias BiasSmem,

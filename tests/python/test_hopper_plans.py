@@ -235,7 +235,7 @@ def test_80_queries_where_they_leave_little_empty():
             kernel = kernel_of(*tensors, backward=True, **options)
             assert (kernel["block_q"], kernel["block_k"]) == (rows, 128), (n, options, d)
     said = fm.explain(*problem(d=128, n=512, m=512, **heads), backward=True, **H200)
-    assert "computes 2240 rows of queries, in tiles of 64 2048" in said
+    assert "computes 2240 rows of queries of a head, tiles of 64 compute 2048" in said
     capped = kernel_of(*problem(d=96, n=1024, m=1024, **heads), backward=True, softcap=30.0)
     assert capped["block_q"] == 64
 

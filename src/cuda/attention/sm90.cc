@@ -346,7 +346,8 @@ static std::string too_many_queries(const AttentionPlan& plan, const Kernel& k) 
   constexpr int64_t kSmaller = 64;
   const int64_t rows = computed_rows(plan, k, k.block_q), fewer = computed_rows(plan, k, kSmaller);
   if (rows <= 1.02 * fewer) return {};
-  return text("computes ", rows, " rows of queries, in tiles of ", kSmaller, " ", fewer);
+  return text("computes ", rows, " rows of queries of a head, tiles of ", kSmaller, " compute ",
+              fewer);
 }
 
 // Three warpgroups have 1.2 times the speed of two, on rows that fill both, once there are enough

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from clocks import CPU, ONE_TURN, FakeCpuClock, FakeCudaClock, scripted
-from flashmoe_science.bench import accuracy, report, runner, timing
+from flashmoe_science.bench import accuracy, host, report, runner, timing
 from flashmoe_science.bench.case import Implementation, Shape, tokens_first
 from flashmoe_science.bench.results import RESTED, SUSTAINED
 from flashmoe_science.bench.workloads import WORKLOADS
@@ -386,8 +386,8 @@ def test_a_far_slower_peer_is_told_by_device_time():
 
 
 def test_host_times_of_both_ways_and_passes(monkeypatch):
-    monkeypatch.setattr(timing, "HOST_ROUND", 3)
-    found = timing.host_times(torch.device("cpu"))
+    monkeypatch.setattr(host, "ROUND", 3)
+    found = host.times(torch.device("cpu"))
     assert set(found) == set(report.HOST_CALLS)
     for key, times in found.items():
         assert set(times) == {"ours", "sdpa", *(["hook"] if key != "paged" else [])}

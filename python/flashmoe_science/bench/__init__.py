@@ -204,7 +204,7 @@ def measure(args: argparse.Namespace) -> int:
     """The benchmark itself; ValueError for options that make no sense."""
     import torch
 
-    from flashmoe_science.bench import machine, report, results, runner, timing
+    from flashmoe_science.bench import host, machine, report, results, runner, timing
     from flashmoe_science.bench.workloads import WORKLOADS
 
     device = choose_device(args.device, machine.build_info()["families"])
@@ -258,7 +258,7 @@ def measure(args: argparse.Namespace) -> int:
     if device.type == "cuda":
         about["gpu_state_after"] = machine.gpu_state(device)
     found["means"] = results.means(found["rows"], "workload", "dtype", "pass", "regime")
-    found["host_us"] = timing.host_times(device) if device.type == "cuda" else None
+    found["host_us"] = host.times(device) if device.type == "cuda" else None
     found["complete"] = True
     found["seconds"] = time.monotonic() - start
     results.write(found, path)

@@ -20,7 +20,6 @@ waits for no host. Where that fails, calls are timed like the others, and their 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import statistics
@@ -52,7 +51,6 @@ GRAPH_MS = 2.0  # that a CUDA graph takes, if its calls are few enough: launchin
 GRAPH_CALLS = 256  # at most, in a CUDA graph
 EAGER_MS = 10.0  # from here on the host is so far ahead of a call that a graph changes nothing
 HOST_CALLS = 20  # at most, for host_us
-HOST_ROUND = 200  # calls of a round of host_times()
 PAUSE_S = 0.15  # of a rested GPU before every turn
 
 
@@ -209,79 +207,6 @@ def cycles_to_wait(host_s: float | None, running_s: float) -> int:
     """
     needed_s = 0.25e-3 if host_s is None else 0.05e-3 + 1.5 * host_s
     return int(min(max(0.0, needed_s - running_s), 2e-3) * 2e9)
-
-
-def host_times(device: torch.device) -> dict[str, dict[str, float]]:
-    """Microseconds of the host for one small call, many in a row: ours, SDPA's, and the hook's."""
-    import torch.nn.functional as F
-
-    from flashmoe_science import enable_sdpa, flash_attention
-
-    sdpa = F.scaled_dot_product_attention
-    q = torch.randn(1, 1, 64, 64, dtype=torch.bfloat16, device=device)
-    found: dict[str, dict[str, float]] = {}
-    for key, grad in (("without_grad", False), ("with_grad", True), ("with_backward", True)):
-        inputs = [q.clone().requires_grad_(grad) for _ in range(3)]
-
-        def call(attend: Callable, inputs: list[torch.Tensor] = inputs, key: str = key) -> None:
-            out = attend(*inputs)
-            if key == "with_backward":
-                torch.autograd.grad(out, inputs, q)
-
-        ours, theirs = (functools.partial(call, attend) for attend in (flash_attention, sdpa))
-        found[key] = host_us_of(
-            {
-                "ours": (ours, contextlib.nullcontext),
-                "sdpa": (theirs, contextlib.nullcontext),
-                "hook": (theirs, enable_sdpa),
-            },
-            device,
-        )
-    found["paged"] = host_us_of(
-        {name: (call, torch.no_grad) for name, call in paged_calls(device).items()}, device
-    )
-    return found
-
-
-def paged_calls(device: torch.device) -> dict[str, Call]:
-    """A decode over pages to memory that is given, and SDPA over the same keys."""
-    import torch.nn.functional as F
-
-    from flashmoe_science import flash_attention_paged
-
-    q = torch.randn(1, 1, 64, dtype=torch.bfloat16, device=device)
-    cache = torch.randn(4, 16, 1, 64, dtype=torch.bfloat16, device=device)
-    table = torch.arange(4, dtype=torch.int32, device=device)[None]
-    lens = torch.full((1,), 64, dtype=torch.int32, device=device)
-    out, queries, keys = torch.empty_like(q), q[None], cache.view(1, 1, 64, 64)
-    bounds = {"max_seqlen_q": 1, "max_seqlen_k": 64}
-    return {
-        "ours": lambda: flash_attention_paged(q, cache, cache, table, lens, **bounds, out=out),
-        "sdpa": lambda: F.scaled_dot_product_attention(queries, keys, keys),
-    }
-
-
-def host_us_of(
-    ways: dict[str, tuple[Call, Callable[[], contextlib.AbstractContextManager]]],
-    device: torch.device,
-) -> dict[str, float]:
-    """The best of interleaved rounds of each: the host has other things to do, too."""
-    found = {name: float("inf") for name in ways}
-    for _ in range(7):
-        for name, (call, context) in ways.items():
-            with context():
-                synchronize(device)
-                start = time.perf_counter()
-                for _ in range(HOST_ROUND):
-                    call()
-                each_us = (time.perf_counter() - start) / HOST_ROUND * 1e6
-            found[name] = min(found[name], each_us)
-    return found
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 Clock = CpuClock | CudaClock

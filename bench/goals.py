@@ -28,7 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 
-from flashmoe_science.bench import append, moe, options, paged, workloads
+from flashmoe_science.bench import append, moe, options, paged, training, workloads
 from flashmoe_science.bench.results import Row, geometric_mean, headline, name_of
 
 
@@ -73,6 +73,7 @@ class Goal:
     passes: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
     dims: tuple[int, ...] = ()
+    causal: bool | None = None
     shapes: tuple[str, ...] = ()
     shortest: int = 0
     longest: float = math.inf
@@ -91,6 +92,7 @@ class Goal:
             self.is_asked_of(row, family)
             and among(row["dtype"], self.dtypes)
             and among(shape.get("dim"), self.dims)
+            and self.causal in (None, shape.get("causal"))
             and among(row["label"], self.shapes)
             and self.shortest <= shape.get("length", 0) <= self.longest
             and among(row["label"], tuple(self.sibling.shapes) if self.sibling else ())
@@ -130,23 +132,43 @@ HARD_TRIANGLES = (*ODD_TRIANGLES, "768,4,768,32")
 
 # FlashAttention-2 uses the same instructions as this family of ours.
 SM80 = {"families": ("sm80",)}
-# FlashAttention-3 and cuDNN use those of this one. The dense rows are 36, in bf16.
+# FlashAttention-3 and cuDNN use those of this one.
 SM90 = {"families": ("sm90",)}
-HOPPER = {"workloads": ("dense",), "dtypes": ("bf16",), **SM90}
 FORWARD, BACKWARD, BOTH = ({"passes": (name,)} for name in ("fwd", "bwd", "fwd+bwd"))
 # Who must have run, to say who is the best of all.
 EVERYONE = {"cudnn", "fa3"}
 
 
-def hopper_dense(name: str, passes: dict[str, tuple[str, ...]]) -> tuple[Goal, ...]:
-    """The goals that one pass alone has in the sm90 family, whichever pass it is."""
-    rows = {**HOPPER, **passes}
-    return (
-        Goal(f"dense {name}", 1.05, 0.97, peer="fa3", **rows),
-        Goal(f"dense {name}", 1.0, 1.0, peer="cudnn", **rows),
-        Goal(f"dense {name}", 1.0, everyone=True, **rows),
-        Goal(f"dense {name}, up to 1,024 tokens", 1.15, everyone=True, longest=1024, **rows),
-    )
+def hopper(name: str, mean: float, each: float = 0.0, **rows: Any) -> Goal:
+    """A goal of the sm90 family against whoever is the fastest in each row of the run."""
+    rows = {"workloads": ("dense",), "dtypes": ("bf16",), **SM90, **rows}
+    return Goal(name, mean, each, everyone=True, **rows)
+
+
+CAUSAL_GQA = "4,32,4096,128,kv8,causal"
+
+HOPPER = (
+    hopper("dense forward", 1.0, **FORWARD),
+    hopper("dense forward, up to 1,024 tokens", 1.08, 1.0, longest=1024, **FORWARD),
+    hopper("dense forward, head dim 128, causal", 1.03, 1.0, dims=(128,), causal=True, **FORWARD),
+    hopper("dense forward, head dim 256, causal, from 4,096 tokens", 1.02, dims=(256,), causal=True,
+           shortest=4096, **FORWARD),
+    hopper("dense backward", 1.0, **BACKWARD),
+    hopper("dense backward, head dim 64, causal, from 4,096 tokens", 1.03, dims=(64,), causal=True,
+           shortest=4096, **BACKWARD),
+    hopper("dense backward, head dim 128, from 4,096 tokens", 1.03, dims=(128,), causal=False,
+           shortest=4096, **BACKWARD),
+    hopper("dense backward, head dim 128, causal, from 2,048 tokens", 1.03, 1.0, dims=(128,),
+           causal=True, shortest=2048, **BACKWARD),
+    hopper("dense backward, head dim 256, from 2,048 tokens", 1.15, 1.15, dims=(256,),
+           shortest=2048, **BACKWARD),
+    hopper("dense, forward and backward", 1.05, **BOTH),
+    hopper("backward, language models' groups", 1.05, 1.0, workloads=("gqa",),
+           shapes=(CAUSAL_GQA, *workloads.GROUPS), **BACKWARD),
+    hopper("head dims 96 and 192", 1.05, 1.0, workloads=("head_dims",),
+           shapes=tuple(workloads.HEAD_DIMS)),
+    hopper("odd lengths, numbers of heads, groups", 1.05, 1.0, workloads=("uneven",)),
+)  # fmt: skip
 
 
 def hopper_beside(name: str, wanted: float, workload: str, shapes: workloads.Beside) -> Goal:
@@ -262,14 +284,7 @@ GOALS = {
         Goal("decode, one query over the keys", 1.0, 1.0, workloads=("decode",), **SM80),
         Goal("deterministic backward (our fast one; 0.80 is 1.25 times its time)", 0.8, peer=None,
             workloads=("deterministic",), dims=(64, 128), **BACKWARD, **SM80),
-        *hopper_dense("forward", FORWARD),
-        Goal("dense forward, head dim 64 from 2,048 tokens", 1.1, 1.1, peer="fa3", dims=(64,),
-            shortest=2048, **FORWARD, **HOPPER),
-        *hopper_dense("backward", BACKWARD),
-        Goal("dense backward, head dim 256 from 2,048 tokens", 1.1, 1.1, peer="fa3", dims=(256,),
-            shortest=2048, **BACKWARD, **HOPPER),
-        Goal("dense, forward and backward", 1.05, peer="fa3", **BOTH,
-            **HOPPER),
+        *HOPPER,
         hopper_beside("head dims 96 and 192 (the mean of their neighbours)", 1.0, "head_dims",
                       workloads.HEAD_DIMS),
         Goal("dense forward in fp16 (ours in bf16)", 0.97, 0.97, peer=None, workloads=("dense",),
@@ -299,6 +314,10 @@ GOALS = {
         *science("crystals with pair bias (ours without; 0.67 is 1.5 times its time)", 1 / 1.5,
                  1 / 1.5, "crystals_bias", each=1 / 1.5),
         *science("short sequences and small head dims (best peer)", 1.25, 1.2, "small", each=1.0),
+        Goal("calls of a few microseconds (the best of SDPA)", 1.0, 1.0, peer=None,
+            workloads=("small_calls",)),
+        Goal("a model's training step (with SDPA)", 1.0, 1.0, peer=training.SDPA,
+            workloads=("training",)),
         experts("experts, training", 1.2, "moe", shapes=moe.TRAINING, **COMPOSITION, **SM80),
         experts("small experts", 2.0, "moe", shapes=(moe.SMALL,), **COMPOSITION, **SM80),
         experts("experts by element", 2.0, "moe_elements", **COMPOSITION, **SM80),

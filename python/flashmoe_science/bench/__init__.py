@@ -8,6 +8,7 @@ turn by turn under the same conditions, in changing order, and a time is the med
 medians. On a GPU that happens twice: sustained (without pauses, at the power limit as in training;
 the numbers that count) and rested (the same pause before every turn). Workloads of short calls are
 timed there as CUDA graphs, everyone's; --list says which, and results.json what could not be.
+Training steps of whole models are timed by the wall clock, with what they wait for the host.
 
 A ratio is the best peer's time over ours: above 1 we are faster. Where a workload says "next to our
 own", its ratio is about that; "crystals" on a GPU is about varlen.
@@ -45,6 +46,7 @@ examples:
   python -m flashmoe_science bench --workload paged_decode,paged_mixed,append --dtype bf16
   python -m flashmoe_science bench --workload paged_decode --shape 16,32,8192,128,kv8,p16,e4m3
   python -m flashmoe_science bench --workload second,fp32,dropout,mask
+  python -m flashmoe_science bench --workload training --dtype bf16
   python -m flashmoe_science bench --list
 
 a peer's file (--peer FILE.py) is a module with
@@ -67,7 +69,8 @@ and, if it likes, NAME, LAYOUT = "BHSD" and supports(case): see flashmoe_science
 DTYPES = "fp32, fp16, bf16"
 PEERS = (
     "flash, math; on a GPU also cudnn, efficient, flex with a bias, varlen for ragged; of experts "
-    "loop, grouped_mm, transformers, transformers_batched; of append copy, index_copy; and ours "
+    "loop, grouped_mm, transformers, transformers_batched; of append copy, index_copy; of training "
+    "sdpa; and ours "
     "in other ways: contiguous, sixteen_bits, apart, decodes, chunk, mask_as_bias, ..."
 )
 PASSES = "fwd, bwd (the backward pass alone), fwd+bwd"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -165,7 +165,8 @@ class Implementation:
     would run. in_full: timed in every turn, however slow it is. restore gives output and gradients
     ("out", "grad_q", ...) the Case's own layout, to be compared. another: it computes something
     else than the Case, to say what that would cost; its answer is not compared, and it is never
-    the best peer. tf32: fp32 products may be those of TF32, as for torch's own.
+    the best peer. tf32: fp32 products may be those of TF32, as for torch's own. around: a context
+    for many calls.
     """
 
     run: Callable[[Tensors], Outputs]
@@ -176,6 +177,7 @@ class Implementation:
     restore: Callable[[Tensors], Tensors] = dict
     another: bool = False
     tf32: bool = False
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 def as_it_is(run: Callable[[Tensors], Outputs]) -> Callable[[Tensors], Outputs]:
@@ -210,8 +212,8 @@ class Case:
         """Query heads per key head: the fewest heads that can be taken."""
         return self.heads // self.leaves["k"].shape[1]
 
-    def kept_bytes(self, backward: bool) -> int:
-        """What a call must hold besides inputs, output and gradients: here lse."""
+    def kept_bytes(self, backward: bool) -> int | None:
+        """What a call must hold besides inputs, output and gradients; None: not known. Here lse."""
         q = self.leaves["q"]
         return q.shape[:-1].numel() * (8 if q.dtype == torch.float64 else 4)
 
@@ -251,6 +253,7 @@ class Workload:
     dtypes: tuple[str, ...] = tuple(DTYPES)  # the ones that mean something
     own_dtypes: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by device; else usual
     in_graph: bool = False  # on a GPU timed as CUDA graphs: calls so short that the host shows
+    waits_for_host: bool = False  # on a GPU timed with the host, as calls follow each other
 
     def peers(self, device_type: str) -> list[str]:
         """Names of the peers, in the order of the table."""
@@ -281,11 +284,15 @@ class Workload:
 
 @contextmanager
 def forced_backend(implementation: Implementation) -> Iterator[None]:
-    """PyTorch's SDPA has only the implementation's backend to choose from, and its precision."""
+    """PyTorch's SDPA has only the implementation's backend to choose from, and its precision.
+
+    And what else is to be around its calls.
+    """
     backend, before = implementation.backend, torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if implementation.tf32 else "highest")
     try:
-        with sdpa_kernel(BACKENDS[backend] if backend else list(BACKENDS.values())):
+        choice = BACKENDS[backend] if backend else list(BACKENDS.values())
+        with sdpa_kernel(choice), implementation.around():
             yield
     finally:
         torch.set_float32_matmul_precision(before)

@@ -10,10 +10,12 @@ import torch
 from flashmoe_science.bench.case import Case, named
 
 
-def needed_bytes(case: Case, backward: bool) -> int:
+def needed_bytes(case: Case, backward: bool) -> int | None:
     """Inputs, output, and what a pass must keep; backward also the gradients of all of them."""
+    if (kept := case.kept_bytes(backward)) is None:
+        return None
     inputs = sum(leaf.nbytes for leaf in case.leaves.values())
-    forward = inputs + grad_bytes(case) + case.kept_bytes(backward)
+    forward = inputs + grad_bytes(case) + kept
     return forward + (grad_bytes(case) + inputs if backward else 0)
 
 
@@ -41,9 +43,11 @@ def peak_bytes(case: Case, backward: bool, meter: Any) -> int:
 
 
 def measure(case: Case, backward: bool, meter: Any = torch.cuda) -> dict[str, int] | None:
-    """Both as data; None where the call fails, which the row says elsewhere."""
+    """Both as data; None where nobody knows, or the call fails, which the row says elsewhere."""
+    if (needed := needed_bytes(case, backward)) is None:
+        return None
     try:
         peak = peak_bytes(case, backward, meter)
     except Exception:  # a kernel that is missing, or too little memory: timing finds it, too
         return None
-    return {"peak_bytes": peak, "needed_bytes": needed_bytes(case, backward)}
+    return {"peak_bytes": peak, "needed_bytes": needed}

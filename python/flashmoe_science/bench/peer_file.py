@@ -103,6 +103,8 @@ class PeerFile:
 
     def implementation(self, spec: Any, case: Case) -> Implementation:
         """The file's way to compute a case; NotSupported where it has none. spec is a RowSpec."""
+        if "model" in case.keywords:
+            raise NotSupported("a model's step is PyTorch's or ours: a file has no model")
         supports = getattr(self.module, "supports", None)
         answer = supports(spec) if supports else True
         if isinstance(answer, str) or not answer:

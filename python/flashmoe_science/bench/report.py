@@ -18,11 +18,12 @@ from flashmoe_science.bench.options import MASK_AS_BIAS, WITHOUT_DROPOUT
 from flashmoe_science.bench.paged import APART, CHUNK, CONTIGUOUS, DECODES, SIXTEEN_BITS
 from flashmoe_science.bench.results import OURS, Row, name_of, regimes_of, rows_in
 from flashmoe_science.bench.runner import RowSpec
+from flashmoe_science.bench.training import SDPA
 from flashmoe_science.bench.workloads import WORKLOADS
 
 MARKS = {"few": "*", "estimated": "~"}
 LEGEND = "~ one call on a few heads, scaled   * few samples   - cannot run"
-PYTORCH = {*BACKENDS, "flex", "varlen", "loop", "grouped_mm", COPY, INDEX_COPY}
+PYTORCH = {*BACKENDS, SDPA, "flex", "varlen", "loop", "grouped_mm", COPY, INDEX_COPY}
 OUR_LABELS = {
     OURS: "flashmoe_science",
     NONDETERMINISTIC: "flashmoe_science, not deterministic",

@@ -114,8 +114,9 @@ def run_row(spec: RowSpec, setting: Setting) -> list[Row]:
         common["memory"] = held
     right = [name for name, check in file_checks.items() if check["status"] == "ok"]
     present = [*asked, *right]
+    clock = timing.make_clock(device, True) if workload.waits_for_host else setting.clock
     measured = timing.measure(
-        case, present, spec.direction, setting.clock, setting.schedule, workload.in_graph
+        case, present, spec.direction, clock, setting.schedule, workload.in_graph
     )
     moved = case.bytes * BYTES_OF_PASS[spec.direction]
     another = [name for name in present if case.peers[name].another]

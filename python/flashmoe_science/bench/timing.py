@@ -16,6 +16,7 @@ On a GPU every call finds the L2 cache filled with something else, and the time 
 what launching costs the host is told apart (host_us). Workloads of short calls are captured in CUDA
 graphs, many calls in one launch, forward or forward and backward: between their kernels the device
 waits for no host. Where that fails, calls are timed like the others, and their "method" says why.
+Steps of a whole model are timed by the wall clock, as they follow each other: there the host shows.
 """
 
 from __future__ import annotations
@@ -197,6 +198,22 @@ class CudaClock:
         return statistics.median(times)
 
 
+class CudaWallClock(CudaClock):
+    """Wall time of calls that follow each other, as in a training loop: of host and device."""
+
+    method = "wall clock"
+
+    def sample(self, call: Call, reset: Call, count: int, expected_ms: float = 0) -> list[float]:
+        """Their mean, for each of them: where one ends on the device is not known to the host."""
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            reset()
+            call()
+        torch.cuda.synchronize()
+        return [(time.perf_counter() - start) * 1e3 / count] * count
+
+
 def cycles_to_wait(host_s: float | None, running_s: float) -> int:
     """Clock cycles of nothing on the device before a call that takes the host so long to enqueue.
 
@@ -212,8 +229,11 @@ def cycles_to_wait(host_s: float | None, running_s: float) -> int:
 Clock = CpuClock | CudaClock
 
 
-def make_clock(device: torch.device) -> Clock:
-    return CudaClock(device) if device.type == "cuda" else CpuClock()
+def make_clock(device: torch.device, waits_for_host: bool = False) -> Clock:
+    """The device's clock, on a GPU without or with what its calls wait for the host."""
+    if device.type == "cpu":
+        return CpuClock()
+    return CudaWallClock(device) if waits_for_host else CudaClock(device)
 
 
 class Runner:

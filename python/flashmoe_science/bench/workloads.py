@@ -3,7 +3,7 @@
 A workload makes a Case from a shape. To add one, write a function that makes its Case and add an
 entry at the end of this file; attention.py has the functions of those that are here, options.py the
 workloads of second derivatives, fp32, dropout and masks, paged.py those of attention over pages,
-append.py of writing to a cache, moe.py of mixtures of experts.
+append.py of writing to a cache, moe.py of mixtures of experts, training.py of whole models.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from flashmoe_science.bench.moe import MOE_WORKLOADS
 from flashmoe_science.bench.options import OPTION_WORKLOADS
 from flashmoe_science.bench.paged import PAGED_WORKLOADS
 from flashmoe_science.bench.ragged import MOST_ATOMS
+from flashmoe_science.bench.training import TRAINING_WORKLOADS
 
 
 def gpu_dense_shape(dim: int, length: int, options: str = "") -> str:
@@ -75,6 +76,25 @@ GROUPS = tuple(
     )
     for length in lengths
 )
+# Lengths that fill no tile, heads that fill the SMs unevenly, groups of 5, 7, 8 and 16.
+UNEVEN = tuple(
+    f"{shape}{causal}"
+    for shape in (
+        "4,16,1000,128",
+        "3,7,1777,64",
+        "1,13,4099,64",
+        "5,11,2047,96",
+        "3,7,1777,128",
+        "1,5,8191,128",
+        "2,9,3001,192",
+        "3,5,1533,256",
+        "5,10,1250,128,kv2",
+        "2,21,2500,64,kv3",
+        "8,16,1024,256,kv2",
+        "1,16,5003,128,kv1",
+    )
+    for causal in ("", ",causal")
+)
 WINDOW: Beside = {
     gpu_dense_shape(dim, 16384, ",causal,w1024"): (gpu_dense_shape(dim, 16384, ",causal"),)
     for dim in (64, 128)
@@ -96,6 +116,9 @@ def small_shapes() -> tuple[str, ...]:
     sizes += [(n, 64) for n in (200, 300, 400)]
     return tuple(f"{16384 // n},{32 if dim < 64 else 16},{n},{dim}" for n, dim in sizes)
 
+
+# What a launch costs shows in these.
+SMALL_CALLS = ("2,8,64,32", "8,8,256,64")
 
 EVEN_PAIR_BIAS = ("8,8,256,64", "4,16,384,64", "4,16,768,64", "2,16,1024,64", "1,16,2048,64")
 # Lengths that fill no tile and leave rows of a bias unaligned.
@@ -133,7 +156,14 @@ WORKLOADS = {
         {"cpu": ("1,2,128,96", "1,2,128,192"), "cuda": shapes_of(HEAD_DIMS)},
         make_dense,
         peers_on=FEW_PEERS,
-        own_passes={"cpu": ("fwd",), "cuda": ("fwd",)},
+        own_passes={"cpu": ("fwd",), "cuda": ("fwd", "bwd")},
+    ),
+    "uneven": Workload(
+        "dense with odd lengths, numbers of heads that fill no GPU evenly, and groups of all sizes",
+        {"cpu": ("1,3,129,40", "1,5,77,64,kv1,causal"), "cuda": UNEVEN},
+        make_dense,
+        peers_on=FEW_PEERS,
+        own_passes={"cpu": ("fwd",), "cuda": ("fwd", "bwd")},
     ),
     "gqa": Workload(
         "dense with groups of query heads on a key head, beside as many key heads as query heads",
@@ -161,6 +191,12 @@ WORKLOADS = {
     "small": Workload(
         "dense with the small head dims and short sequences of science models",
         {"cpu": ("4,8,256,16", "4,8,256,32", "4,8,256,48"), "cuda": small_shapes()},
+        make_dense,
+        in_graph=True,
+    ),
+    "small_calls": Workload(
+        "dense calls of a few microseconds",
+        {"cpu": SMALL_CALLS, "cuda": SMALL_CALLS},
         make_dense,
         in_graph=True,
     ),
@@ -263,4 +299,5 @@ WORKLOADS = {
     **PAGED_WORKLOADS,
     **APPEND_WORKLOADS,
     **MOE_WORKLOADS,
+    **TRAINING_WORKLOADS,
 }

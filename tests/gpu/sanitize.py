@@ -106,6 +106,7 @@ class Call:
     sinks: torch.dtype | None = None
     options: dict = field(default_factory=dict)
     dropout: float = 0.0
+    in_order: bool | None = None  # of its sums; None: as its turn is
 
     def case(self, dtype: torch.dtype, deterministic: bool) -> oracle.Case:
         """On the CPU."""
@@ -120,7 +121,8 @@ class Call:
             shapes = tuple((*lead, *shape) for shape in shapes)
         tensors = [torch.randn(shape).to(dtype) for shape in shapes]
         case = oracle.Case(*tensors, grad_lse=torch.randn(shapes[0][:-1]), needs=self.needs)
-        case.options, case.deterministic = dict(self.options), deterministic
+        case.options = dict(self.options)
+        case.deterministic = deterministic if self.in_order is None else self.in_order
         if self.key_lengths:
             case.key_lengths = torch.tensor(self.key_lengths, dtype=torch.int32)
         if self.ragged:
@@ -359,8 +361,12 @@ SM90_CALLS = [
     # More tasks than SMs, by tiles of 80 queries.
     Call(128, (24, 24), (80, 256), lead=(3,)),
     Call(96, (24, 24), (160, 256), lead=(3,), options=CAUSAL),
-    # dQ that begins with zeros, which the heads before have written.
+    # Two CTAs, and many tasks for each.
     Call(256, (24, 24), (130, 1536), options=CAUSAL),
+    # dQ that begins with zeros, which the heads before have written: of 24 heads 12 are in a wave.
+    Call(128, (24, 24), (160, 3072), options=CAUSAL, in_order=False),
+    # Pairs of key heads, one down the queries and one up.
+    Call(128, (180, 36), (160, 1536), options=CAUSAL, in_order=False),
 ]
 
 # Differentiated twice, in families that have kernels for it: every kernel, one chunk of columns and

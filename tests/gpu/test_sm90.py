@@ -417,7 +417,7 @@ def rounded_alike(got, want):
 @pytest.mark.parametrize(
     "lead, hq, hk, d", [((1,), 24, 24, 128), ((3,), 8, 2, 96), ((7,), 3, 3, 80)]
 )
-def test_sums_that_begin_with_zeros(lead, hq, hk, d, options, dtype):
+def test_sums_that_begin_with_zeros(lead, hq, hk, d, options, tile, dtype):
     """dQ of several waves of heads: each writes the zeros of the next. And of sums in order, which
     begin with none."""
     case = dense(4500, lead=lead, hq=hq, hk=hk, d=d, dtype=dtype, options=options, grad_lse=False)
@@ -435,18 +435,16 @@ PAIRED = {
     "a wave of four pairs, and 12 heads in the order of others": dict(
         n=4001, lead=(5,), hq=24, hk=4, d=96
     ),
-    "two pairs, of 64 tiles of keys each": dict(n=8191, lead=(1,), hq=28, hk=4, d=64),
     "a pair with two passes": dict(n=32700, lead=(2,), hq=5, hk=1, d=128),
     "half of the keys before the first query": dict(n=2932, m=5632, lead=(2,), hq=14, hk=2, d=128),
     "three waves of shorter sequences": dict(n=2048, lead=(12,), hq=20, hk=4, d=128),
 }
 
 
-@pytest.mark.parametrize("which", PAIRED)
-def test_pairs_of_heads(which, dtype):
+def check_pairs(dtype, **shape):
     """Tiles of keys that go from their first queries to their last, beside others that go from the
     last to the first; twice the same bits of dK and dV, and numbers as of sums in order."""
-    case = dense(**PAIRED[which], dtype=dtype, options={"causal": True}, grad_lse=False)
+    case = dense(**shape, dtype=dtype, options={"causal": True}, grad_lse=False)
     ordered = results(replace(case, deterministic=True))
     got, again = (results(replace(case, deterministic=False)) for _ in range(2))
     for name in ("dk", "dv"):
@@ -458,9 +456,18 @@ def test_pairs_of_heads(which, dtype):
         assert rounded_alike(got[name], ordered[name]), name
 
 
+def test_two_pairs_of_heads_of_64_tiles_of_keys_each(dtype):
+    check_pairs(dtype, n=8191, lead=(1,), hq=28, hk=4, d=64)
+
+
+@pytest.mark.parametrize("which", PAIRED)
+def test_pairs_of_heads_by_either_tile(which, tile, dtype):
+    check_pairs(dtype, **PAIRED[which])
+
+
 @pytest.mark.parametrize("batch", [0, 1], ids=["downwards", "upwards"])
 @pytest.mark.parametrize("what, row", [("q", 100), ("grad_out", 4000), ("k", 2000), ("v", 3900)])
-def test_not_a_number_in_pairs_of_heads(what, row, batch, dtype):
+def test_not_a_number_in_pairs_of_heads(what, row, batch, tile, dtype):
     case = dense(
         **PAIRED["a wave of four pairs"], dtype=dtype, options={"causal": True}, grad_lse=False
     )

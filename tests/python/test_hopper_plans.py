@@ -229,6 +229,9 @@ def test_80_queries_where_they_leave_little_empty():
         (16384, {}, 80), (1024, {}, 80), (560, {}, 80), (512, {}, 64), (400, {}, 80),
         (16384, {"causal": True}, 80), (8192, {"causal": True}, 80), (4096, {"causal": True}, 64),
         (16384, {"window": (128, 128)}, 64), (16384, {"window": (4096, 0)}, 80),
+        # No limits, in whatever words.
+        (512, {"window": (2**63 - 1, 0)}, 64), (16384, {"window": (2**63 - 1, 0)}, 80),
+        (512, {"window": (-1, 2**63 - 1)}, 64), (400, {"window": (2**63 - 1, 2**63 - 1)}, 80),
     ):  # fmt: skip
         for d in (96, 128):
             tensors = problem(d=d, n=n, m=n, **heads)

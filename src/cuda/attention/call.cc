@@ -234,11 +234,8 @@ void fill_sinks(AttentionParams& p, const Call& call) {
 }
 
 void fill_scores(AttentionParams& p, const Geometry& g) {
-  const auto limit = [](int64_t side) {
-    return side < 0 || side > kNoLimit ? kNoLimit : static_cast<int32_t>(side);
-  };
-  p.left = limit(g.left);
-  p.right = limit(g.right);
+  p.left = window_limit(g.left);
+  p.right = window_limit(g.right);
   p.scale = static_cast<float>(g.scale);
   // With a scale of 0 all scores are 0, capped or not; a softcap_scale of 0 says that there is
   // none.

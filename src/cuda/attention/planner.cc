@@ -90,6 +90,10 @@ Status check_counts(const AttentionPlan& plan) {
 
 }  // namespace
 
+int32_t window_limit(int64_t side) {
+  return side < 0 || side > kNoLimit ? kNoLimit : static_cast<int32_t>(side);
+}
+
 bool in_place(const TensorSpec& spec) {
   if (spec.rank < 2) return false;
   if (spec.size(-1) > 1 && spec.step(-1) != 1) return false;

@@ -330,12 +330,16 @@ static int64_t computed_rows(const AttentionPlan& plan, const Kernel& k, int64_t
   const int64_t sequences = std::max<int64_t>(plan.batch, 1);
   const int64_t len_q = p.ragged ? ceil_div(p.query.shape[0], sequences) : plan.len_q;
   const int64_t len_k = p.ragged ? ceil_div(p.key.shape[0], sequences) : plan.len_k;
+  const int64_t left = window_limit(g.left), right = window_limit(g.right);
+  if (left == kNoLimit && right == kNoLimit) {
+    return ceil_div(len_k, k.block_k) * ceil_div(len_q, block_q) * block_q;
+  }
   int64_t rows = 0;
   for (int64_t key = 0; key < len_k; key += k.block_k) {
     const int64_t first_query = key - (len_k - len_q);
     const int64_t last_query = std::min(first_query + k.block_k, len_q) - 1;
-    const int64_t begin = g.right < 0 ? 0 : std::max<int64_t>(first_query - g.right, 0);
-    const int64_t last = g.left < 0 ? len_q - 1 : std::min(last_query + g.left, len_q - 1);
+    const int64_t begin = std::max<int64_t>(first_query - right, 0);
+    const int64_t last = std::min(last_query + left, len_q - 1);
     if (begin <= last) rows += (last / block_q - begin / block_q + 1) * block_q;
   }
   return rows;

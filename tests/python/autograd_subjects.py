@@ -43,10 +43,10 @@ def heads_last(q, k, v):
     return out.transpose(-3, -2), lse
 
 
-def ragged(q, k, v, bias=None, sinks=None):
+def ragged(q, k, v, bias=None, sinks=None, starts_k=STARTS_K):
     """(T, H, D) tensors, the bias packed sequence after sequence."""
     outs, lses, first = [], [], 0
-    for (q0, q1), (k0, k1) in zip(pairwise(STARTS_Q), pairwise(STARTS_K), strict=True):
+    for (q0, q1), (k0, k1) in zip(pairwise(STARTS_Q), pairwise(starts_k), strict=True):
         here, n, m = None, q1 - q0, k1 - k0
         if bias is not None:
             here = bias[first : first + n * m].unflatten(0, (n, m)).movedim(-1, 0)
@@ -58,8 +58,8 @@ def ragged(q, k, v, bias=None, sinks=None):
     return torch.cat(outs), torch.cat(lses)
 
 
-def heads_first_lse(q, k, v):
-    out, lse = ragged(q, k, v)
+def heads_first_lse(q, k, v, starts_k=STARTS_K):
+    out, lse = ragged(q, k, v, starts_k=starts_k)
     return out, lse.transpose(0, 1)
 
 
@@ -154,6 +154,30 @@ SUBJECTS = {
         lambda *x: flash_attn.flash_attn_varlen_func(*x, *RAGGED, return_attn_probs=True),
         heads_first_lse,
         PACKED,
+        vmap=False,
+    ),
+    "flash_attn_qkvpacked_func": Subject(
+        lambda x: flash_attn.flash_attn_qkvpacked_func(x, return_attn_probs=True),
+        lambda x: heads_last(*x.unbind(-3)),
+        ((2, 3, 3, 4, 2),),
+    ),
+    "flash_attn_kvpacked_func": Subject(
+        lambda *x: flash_attn.flash_attn_kvpacked_func(*x, return_attn_probs=True),
+        lambda q, kv: heads_last(q, *kv.unbind(-3)),
+        ((2, 3, 4, 2), (2, 4, 2, 2, 2)),
+    ),
+    "flash_attn_varlen_qkvpacked_func": Subject(
+        lambda x: flash_attn.flash_attn_varlen_qkvpacked_func(
+            x, RAGGED[0], 3, return_attn_probs=True
+        ),
+        lambda x: heads_first_lse(*x.unbind(1), STARTS_Q),
+        ((5, 3, 4, 2),),
+        vmap=False,
+    ),
+    "flash_attn_varlen_kvpacked_func": Subject(
+        lambda *x: flash_attn.flash_attn_varlen_kvpacked_func(*x, *RAGGED, return_attn_probs=True),
+        lambda q, kv: heads_first_lse(q, *kv.unbind(1)),
+        (PACKED[0], (PACKED[1][0], 2, *PACKED[1][1:])),
         vmap=False,
     ),
     "moe": Subject(

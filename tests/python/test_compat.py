@@ -1,4 +1,4 @@
-"""Other names for attention: flash-attn's functions, and F.scaled_dot_product_attention itself."""
+"""Other names for attention: flash-attn's functions."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import inspect
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashmoe_science as fm
 import oracle
 from flashmoe_science.compat.flash_attn import (
     flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
 from oracle import Case, same_bits
@@ -22,8 +24,6 @@ from oracle import Case, same_bits
 def normal(*shape, dtype=torch.float32, grad=True):
     return torch.randn(shape).to(dtype).requires_grad_(grad)
 
-
-# flash-attn
 
 OPTIONS = {
     "plain": {},
@@ -110,6 +110,14 @@ def test_flash_attn_signatures():
     assert positional(flash_attn_func) == f"q k v {tail} return_attn_probs".split()
     names = f"q k v {lengths} {tail} return_attn_probs block_table"
     assert positional(flash_attn_varlen_func) == names.split()
+    packed = {
+        flash_attn_qkvpacked_func: "qkv",
+        flash_attn_kvpacked_func: "q kv",
+        flash_attn_varlen_qkvpacked_func: "qkv cu_seqlens max_seqlen",
+        flash_attn_varlen_kvpacked_func: f"q kv {lengths}",
+    }
+    for function, first in packed.items():
+        assert positional(function) == f"{first} {tail} return_attn_probs".split()
     names = "q k_cache v_cache k v rotary_cos rotary_sin cache_seqlens cache_batch_idx "
     names += "cache_leftpad block_table softmax_scale causal window_size softcap "
     names += "rotary_interleaved alibi_slopes num_splits return_softmax_lse"
@@ -127,6 +135,7 @@ def test_flash_attn_signatures():
         "return_attn_probs": False,
     }
     assert defaults.items() <= defaults_of(flash_attn_func).items()
+    assert all(defaults_of(function) == defaults for function in packed)
     # vLLM calls it with seqused_k in place of cu_seqlens_k.
     added = dict.fromkeys(("cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_k"))
     assert defaults_of(flash_attn_varlen_func) == {**defaults, "block_table": None, **added, **ours}
@@ -134,6 +143,130 @@ def test_flash_attn_signatures():
     kept = {name: defaults[name] for name in ("causal", "window_size", "softcap")}
     want = dict.fromkeys(names.split()[3:]) | kept | changed | ours
     assert defaults_of(flash_attn_with_kvcache) == want
+
+
+# A packed function, the shapes of its tensors, and the call of the other that it stands for.
+RAGGED = (torch.tensor([0, 9, 9, 21]), torch.tensor([0, 12, 20, 33]))
+PACKED = {
+    "qkvpacked": (
+        flash_attn_qkvpacked_func,
+        ((2, 21, 3, 4, 16),),
+        lambda qkv, **options: flash_attn_func(*qkv.unbind(2), **options),
+    ),
+    "kvpacked": (
+        flash_attn_kvpacked_func,
+        ((2, 21, 4, 16), (2, 33, 2, 2, 16)),
+        lambda q, kv, **options: flash_attn_func(q, *kv.unbind(2), **options),
+    ),
+    "varlen_qkvpacked": (
+        lambda qkv, **options: flash_attn_varlen_qkvpacked_func(qkv, RAGGED[0], 12, **options),
+        ((21, 3, 4, 16),),
+        lambda qkv, **options: flash_attn_varlen_func(
+            *qkv.unbind(1), RAGGED[0], RAGGED[0], 12, 12, **options
+        ),
+    ),
+    "varlen_kvpacked": (
+        lambda q, kv, **options: flash_attn_varlen_kvpacked_func(q, kv, *RAGGED, 12, 13, **options),
+        ((21, 4, 16), (33, 2, 2, 16)),
+        lambda q, kv, **options: flash_attn_varlen_func(
+            q, *kv.unbind(1), *RAGGED, 12, 13, **options
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("option", [*OPTIONS, "dropout"])
+@pytest.mark.parametrize("name", PACKED)
+def test_flash_attn_packed(name, option):
+    """The same bits as of the tensors apart, and a gradient of the packed tensor."""
+    function, shapes, apart = PACKED[name]
+    options = {"dropout_p": 0.3} if option == "dropout" else OPTIONS[option]
+    inputs = [normal(*shape) for shape in shapes]
+    results = []
+    for call in (function, apart):
+        torch.manual_seed(1)
+        out, lse, rest = call(*inputs, **options, return_attn_probs=True)
+        assert rest is None
+        results.append((out, lse, *torch.autograd.grad(out.sin().sum(), inputs)))
+    for got, want in zip(*results, strict=True):
+        assert same_bits(got, want)
+    assert all(gradient.ne(0).any() for gradient in results[0][2:])
+    plain = function(*inputs, **options) if option != "dropout" else results[0][0]
+    assert same_bits(plain, results[0][0])
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_flash_attn_packed_tensors_are_not_copied(name, monkeypatch):
+    function, shapes, _ = PACKED[name]
+    where = flash_attn_func.__globals__
+    ours = "flash_attention_varlen" if "varlen" in name else "flash_attention"
+    inputs, seen = [normal(*shape) for shape in shapes], []
+    original = where[ours]
+
+    def look(q, k, v, *args, **options):
+        seen.extend(x.untyped_storage().data_ptr() for x in (q, k, v))
+        return original(q, k, v, *args, **options)
+
+    monkeypatch.setitem(where, ours, look)
+    function(*inputs)
+    assert len(seen) == 3
+    assert set(seen) == {x.untyped_storage().data_ptr() for x in inputs}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_flash_attn_packed_refusals(name):
+    function, shapes, _ = PACKED[name]
+    inputs = [normal(*shape, grad=False) for shape in shapes]
+    last = "qkv" if "qkv" in name else "kv"
+    with pytest.raises(NotImplementedError, match="alibi_slopes"):
+        function(*inputs, alibi_slopes=torch.rand(4))
+    with pytest.raises(ValueError, match=rf"^{last} has shape .*{len(last)}, H"):
+        function(*inputs[:-1], inputs[-1][..., :1, :, :])
+    with pytest.raises(ValueError, match=f"^{last} has shape"):
+        function(*inputs[:-1], inputs[-1][0])
+    with pytest.raises(TypeError, match=f"^{last} must be a torch.Tensor"):
+        function(*inputs[:-1], [inputs[-1]])
+
+
+def test_flash_attn_arguments_are_refused_by_name():
+    """Before torch or an op says what it makes of them."""
+    q, cu = normal(1, 21, 4, 16, grad=False), torch.tensor([0, 21])
+    for name, at in {"q": 0, "k": 1, "v": 2}.items():
+        for function, x, rest in (
+            (flash_attn_func, q, ()),
+            (flash_attn_varlen_func, q[0], (cu, cu, 21, 21)),
+        ):
+            tensors = [x] * 3
+            for bad in (None, x.tolist(), 3):
+                tensors[at] = bad
+                with pytest.raises(TypeError, match=rf"^{name} must be a torch.Tensor \("):
+                    function(*tensors, *rest)
+            for bad in (x.flatten(1), x[0, 0], torch.tensor(1.0)):
+                tensors[at] = bad
+                with pytest.raises(ValueError, match=rf"^{name} has shape .* must be \("):
+                    function(*tensors, *rest)
+    bad = {
+        "cu_seqlens_q": (cu.float(), cu[None], [0, 21]),
+        "cu_seqlens_k": (cu.float(), cu[None], [0, 21]),
+        "max_seqlen_q": (21.0, "21"),
+        "max_seqlen_k": (21.0, "21"),
+    }
+    for name, values in bad.items():
+        for value in values:
+            call = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 21, "max_seqlen_k": 21}
+            with pytest.raises((TypeError, ValueError), match=f"^{name} "):
+                flash_attn_varlen_func(q[0], q[0], q[0], **{**call, name: value})
+    with pytest.raises(TypeError, match=r"^max_seqlen must be an int, not 21\.0"):
+        flash_attn_varlen_qkvpacked_func(normal(21, 3, 4, 16), cu, 21.0)
+    with pytest.raises(TypeError, match=r"^cu_seqlens must be"):
+        flash_attn_varlen_qkvpacked_func(normal(21, 3, 4, 16), None, 21)
+
+
+def test_flash_attn_over_more_batches():
+    """Triangle attention has (B, N, S, H, D)."""
+    q = normal(2, 3, 9, 4, 8, grad=False)
+    got = flash_attn_func(q, q, q)
+    assert same_bits(got[1], flash_attn_func(q[1], q[1], q[1]))
 
 
 REFUSED = (NotImplementedError, RuntimeError, ValueError, TypeError)
@@ -153,177 +286,3 @@ def test_flash_attn_arguments_we_lack_are_refused_by_name(name):
             flash_attn_func(q[None], q[None], q[None], **{name: bad[name]})
     with pytest.raises(REFUSED, match=pattern):
         flash_attn_with_kvcache(q[None], q[None], q[None], **{name: bad[name]})
-
-
-# enable_sdpa()
-
-
-def ran_ours(call) -> bool:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        call()
-    # A node in C++ goes by ATen's name, which only we have a kernel for.
-    ours = ("flashmoe::", "aten::_scaled_dot_product_fused_attention_overrideable")
-    return any(event.key.startswith(ours) for event in profile.key_averages())
-
-
-def torch_math(*args, **options):
-    with sdpa_kernel(SDPBackend.MATH):
-        return F.scaled_dot_product_attention(*args, **options)
-
-
-def test_sdpa_is_ours_inside_and_torchs_outside():
-    q, k, v = (normal(2, 4, 33, 16, grad=False) for _ in range(3))
-    call = lambda: F.scaled_dot_product_attention(q, k, v)  # noqa: E731
-    before = call()
-    assert not ran_ours(call)
-    with fm.enable_sdpa():
-        assert ran_ours(call)
-        assert same_bits(call(), fm.flash_attention(q, k, v))
-    assert not ran_ours(call)
-    assert same_bits(call(), before)
-
-
-def test_sdpa_is_given_back_after_an_error():
-    q = normal(1, 2, 9, 8, grad=False)
-    with pytest.raises(KeyError), fm.enable_sdpa():
-        raise KeyError
-    assert not ran_ours(lambda: F.scaled_dot_product_attention(q, q, q))
-    with pytest.raises((RuntimeError, ValueError)), fm.enable_sdpa():
-        F.scaled_dot_product_attention(q, q[..., :3], q)
-    assert not ran_ours(lambda: F.scaled_dot_product_attention(q, q, q))
-
-
-def test_sdpa_contexts_nest_and_repeat():
-    q = normal(1, 2, 9, 8, grad=False)
-    call = lambda: F.scaled_dot_product_attention(q, q, q)  # noqa: E731
-    for _ in range(2):
-        with fm.enable_sdpa():
-            with fm.enable_sdpa():
-                assert ran_ours(call)
-            assert ran_ours(call)
-        assert not ran_ours(call)
-
-
-SDPA = {
-    "plain": {},
-    "causal": {"is_causal": True},
-    "scale": {"scale": 0.9},
-    "scale causal": {"scale": 0.2, "is_causal": True},
-    "bool mask": {"attn_mask": "bool"},
-    "bool mask per key": {"attn_mask": "bool", "mask_shape": (2, 1, 1, 29)},
-    "float mask": {"attn_mask": "float"},
-    "float mask per head": {"attn_mask": "float", "mask_shape": (4, 21, 29)},
-    "flat float mask": {"attn_mask": "float", "mask_shape": (21, 29)},
-    "gqa": {"enable_gqa": True},
-    "gqa causal": {"enable_gqa": True, "is_causal": True},
-}
-
-
-@pytest.mark.parametrize("lengths", [(21, 29), (29, 21), (25, 25), (1, 29), (29, 1)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("option", SDPA)
-def test_sdpa_means_what_torch_means(option, dtype, lengths):
-    (n, m), options = lengths, dict(SDPA[option])
-    heads_k = 2 if options.get("enable_gqa") else 4
-    shapes = ((2, 4, n, 16), (2, heads_k, m, 16), (2, heads_k, m, 12))
-    inputs = [normal(*shape, dtype=dtype) for shape in shapes]
-    shape = tuple({21: n, 29: m}.get(s, s) for s in options.pop("mask_shape", (2, 4, 21, 29)))
-    bias = None
-    if options.get("is_causal"):
-        # PyTorch's mask starts in the top left corner: row i sees the keys j <= i.
-        bias = torch.ones(n, m).tril().log().to(dtype)
-    elif options.get("attn_mask") == "bool":
-        options["attn_mask"] = torch.rand(shape) < 0.6
-        options["attn_mask"][..., 0] = True  # a row without keys is NaN in some of torch's kernels
-        bias = options["attn_mask"].to(dtype).log()
-    elif options.get("attn_mask") == "float":
-        bias = options["attn_mask"] = normal(*shape, dtype=dtype)
-        inputs.append(bias)
-
-    with fm.enable_sdpa():
-        out = F.scaled_dot_product_attention(*inputs[:3], **options)
-    upstream = torch.randn_like(out)
-    grads = torch.autograd.grad(out, inputs, upstream)
-    got = dict(zip(("dq", "dk", "dv", "dbias"), grads, strict=False))
-    case = Case(*(x.detach() for x in inputs[:3]), upstream, bias=bias)
-    case.options = {"scale": options.get("scale")}
-    oracle.accept(case, {"out": out.detach(), **got})
-
-    # And that case is what torch itself computes.
-    wide = [x.detach().double() for x in inputs]
-    if len(wide) == 4:
-        options["attn_mask"] = wide[3]
-    torch.testing.assert_close(torch_math(*wide[:3], **options), oracle.reference(case)["out"])
-
-
-@pytest.mark.parametrize("shape", [(9, 8), (3, 9, 8), (2, 3, 4, 9, 8)])
-def test_sdpa_of_any_rank(shape):
-    q, k, v = (normal(*shape, dtype=torch.float64) for _ in range(3))
-    want = torch_math(q, k, v, is_causal=True)
-    with fm.enable_sdpa():
-        got = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    assert got.shape == want.shape
-    torch.testing.assert_close(got, want)
-
-
-@pytest.mark.parametrize("rank", [3, 4])
-def test_sdpa_mask_of_lower_rank_inputs(rank):
-    """The mask broadcasts against the inputs as they came, not as we see them."""
-    shape = (3, 9, 8) if rank == 3 else (2, 3, 9, 8)
-    q, k, v = (normal(*shape, dtype=torch.float64) for _ in range(3))
-    mask = torch.randn(3, 9, 9, dtype=torch.float64)
-    want = torch_math(q, k, v, attn_mask=mask)
-    with fm.enable_sdpa():
-        got = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    torch.testing.assert_close(got, want)
-
-
-def test_sdpa_broadcasts_batches():
-    q, k, v = normal(5, 4, 9, 8), normal(1, 4, 9, 8), normal(5, 4, 9, 8)
-    want = torch_math(q, k, v)
-    with fm.enable_sdpa():
-        got = F.scaled_dot_product_attention(q, k, v)
-    torch.testing.assert_close(got, want)
-
-
-def test_sdpa_rows_without_keys_are_zero():
-    q, k, v = (normal(1, 1, 4, 8) for _ in range(3))
-    mask = torch.ones(4, 4, dtype=torch.bool)
-    mask[2] = False
-    with fm.enable_sdpa():
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    assert out[0, 0, 2].eq(0).all() and out[0, 0, [0, 1, 3]].ne(0).all()
-    out.sum().backward()
-    assert q.grad.isfinite().all() and k.grad.isfinite().all() and v.grad.isfinite().all()
-
-
-def test_sdpa_mask_and_causal_are_refused_together():
-    q = normal(1, 2, 9, 8)
-    with fm.enable_sdpa(), pytest.raises(RuntimeError, match="attn_mask"):
-        F.scaled_dot_product_attention(q, q, q, attn_mask=torch.zeros(9, 9), is_causal=True)
-
-
-def test_sdpa_without_gqa_refuses_fewer_heads():
-    q, k = normal(1, 4, 9, 8), normal(1, 2, 9, 8)
-    with pytest.raises(RuntimeError):
-        F.scaled_dot_product_attention(q, k, k)
-    with fm.enable_sdpa(), pytest.raises(RuntimeError):
-        F.scaled_dot_product_attention(q, k, k)
-
-
-def test_a_torch_module_runs_on_ours():
-    """nn.MultiheadAttention, trained and not, gives what it gave, through our kernels."""
-    module = torch.nn.MultiheadAttention(32, 4, batch_first=True)
-    x = normal(3, 17, 32)
-    causal = torch.nn.Transformer.generate_square_subsequent_mask(17)
-
-    def run():
-        out, _ = module(x, x, x, attn_mask=causal, need_weights=False)
-        return out, *torch.autograd.grad(out.square().sum(), [x, *module.parameters()])
-
-    want = run()
-    with fm.enable_sdpa():
-        assert ran_ours(run)
-        got = run()
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

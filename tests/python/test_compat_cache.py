@@ -12,6 +12,7 @@ import torch
 import flashmoe_science as fm
 import oracle
 import pages
+from flashmoe_science.compat import kvcache
 from flashmoe_science.compat.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from oracle import Case, same_bits
 
@@ -349,6 +350,215 @@ def test_kvcache_refusals(name):
     made = make_cache(new=1)
     with pytest.raises(REFUSED, match=pattern):
         flash_attn_with_kvcache(**{**made.call, **changes})
+
+
+CACHES = ("k_cache", "v_cache")
+# What is refused, and how its message begins; every one before anything is written.
+FROM_0 = r"it must be from 0 to"
+UNWRITTEN = {
+    "s_aux of another length": ({"s_aux": torch.randn(5)}, "sinks has shape"),
+    "s_aux as a list": ({"s_aux": [0.0] * 6}, "s_aux must be a torch.Tensor"),
+    "s_aux of rank 2": ({"s_aux": torch.randn(1, 6)}, "s_aux has shape"),
+    "negative window": ({"window_size": (-5, 0)}, "window is"),
+    "window of one number": ({"window_size": (1,)}, "window must be a pair"),
+    "softcap": ({"softcap": -1.0}, "softcap is"),
+    "scale": ({"softmax_scale": math.nan}, "scale is"),
+    "query heads": ({"q": torch.randn(3, 1, 5, 16)}, "query has 5 heads"),
+    "head dim": ({"q": torch.randn(3, 1, 6, 8)}, "k_cache has head dim 16"),
+    "dtype": ({"q": torch.randn(3, 1, 6, 16).double()}, "k_cache is"),
+    "q as a list": ({"q": [1.0]}, "q must be a torch.Tensor"),
+    "k_cache of rank 3": ({"k_cache": torch.randn(3, 24, 32)}, "k_cache has shape"),
+    "v_cache as None": ({"v_cache": None}, "v_cache must be a torch.Tensor"),
+    "k of rank 3": ({"k": torch.randn(3, 2, 16)}, "k has shape .3, 2, 16.; it must be .B, Snew"),
+    "k of other sequences": ({"k": torch.randn(2, 3, 2, 16)}, r"k has shape.*\(3, 3, 2, 16\) here"),
+    "k of other heads": ({"k": torch.randn(3, 3, 1, 16)}, "k has shape"),
+    "v of other tokens": ({"v": torch.randn(3, 1, 2, 16)}, r"v has shape.*\(3, 3, 2, 16\) here"),
+    "float lengths": ({"cache_seqlens": torch.ones(3)}, "cache_seqlens is torch.float32"),
+    "a float length": ({"cache_seqlens": 2.0}, "cache_seqlens must be an int"),
+    "other lengths": ({"cache_seqlens": torch.arange(2)}, r"cache_seqlens has shape.*\(3,\) here"),
+    "a negative length": (
+        {"cache_seqlens": torch.tensor([3, -1, 2])},
+        rf"cache_seqlens\[1\] is -1; {FROM_0} 21",
+    ),
+    "a length of -1 for all": ({"cache_seqlens": -1}, r"cache_seqlens\[0\] is -1"),
+    "no room": (
+        {"cache_seqlens": torch.tensor([3, 4, 22])},
+        rf"cache_seqlens\[2\] is 22; {FROM_0} 21: the cache has room for 24 keys, 3 are new",
+    ),
+    "no room at all": ({"cache_seqlens": 24}, r"cache_seqlens\[0\] is 24"),
+    "negative padding": (
+        {"cache_leftpad": torch.tensor([0, -1, 0])},
+        rf"cache_leftpad\[1\] is -1; {FROM_0} 3, the keys",
+    ),
+    "more padding than keys": (
+        {"cache_leftpad": torch.tensor([0, 0, 21])},
+        rf"cache_leftpad\[2\] is 21; {FROM_0} 20",
+    ),
+    "padding in float": ({"cache_leftpad": torch.zeros(3)}, "cache_leftpad is torch.float32"),
+    "padding of others": ({"cache_leftpad": torch.arange(2)}, "cache_leftpad has shape"),
+    "a cache there is not": (
+        {"cache_batch_idx": torch.tensor([0, 5, 2])},
+        rf"cache_batch_idx\[1\] is 5; {FROM_0} 4",
+    ),
+    "a negative cache": ({"cache_batch_idx": torch.tensor([0, 1, -1])}, r"cache_batch_idx\[2\]"),
+    "caches of others": ({"cache_batch_idx": torch.arange(4)}, "cache_batch_idx has shape"),
+}
+UNWRITTEN_IN_PAGES = {
+    "a block there is not": ((0, 1, 9), rf"block_table\[0, 1\] is 9; {FROM_0} 8"),
+    "a negative block": ((1, 0, -1), r"block_table\[1, 0\] is -1"),
+    "a block of old keys": ((2, 0, 9), r"block_table\[2, 0\] is 9"),
+}
+
+
+def refused_unwritten(call, pattern):
+    before = [call[name].clone() if call[name] is not None else None for name in CACHES]
+    with pytest.raises(REFUSED, match=f"^{pattern}"):
+        flash_attn_with_kvcache(**call)
+    for name, want in zip(CACHES, before, strict=True):
+        assert want is None or same_bits(call[name], want)
+
+
+@pytest.mark.parametrize("name", UNWRITTEN)
+def test_kvcache_refuses_before_it_writes(name):
+    changes, pattern = UNWRITTEN[name]
+    made = make_cache(new=3)
+    refused_unwritten({**made.call, **changes}, pattern)
+
+
+@pytest.mark.parametrize("name", UNWRITTEN_IN_PAGES)
+def test_kvcache_refuses_blocks_before_it_writes(name):
+    (i, j, block), pattern = UNWRITTEN_IN_PAGES[name]
+    call = make_cache("paged", new=3).call
+    call["block_table"][i, j] = block
+    refused_unwritten(call, pattern)
+
+
+def test_kvcache_blocks_that_nobody_looks_at_may_be_anything():
+    """Those past the last key, and those before the window."""
+    made = make_cache("paged", new=3, length=2, window=(4, 0))
+    want = flash_attn_with_kvcache(**made.call)
+    made.call["block_table"][0, 2] = 9
+    made.call["block_table"][1, 1:] = -1
+    made.call["block_table"][2, 0] = -7
+    assert same_bits(flash_attn_with_kvcache(**made.call), want)
+    accept_cache(made)
+
+
+def test_kvcache_refuses_tables_of_another_shape():
+    call = make_cache("paged", new=1).call
+    for shape in ((3,), (2, 3), (3, 3, 1)):
+        bad = {**call, "block_table": torch.zeros(shape, dtype=torch.int32)}
+        refused_unwritten(bad, "block_table has shape")
+    refused_unwritten({**call, "block_table": torch.zeros(3, 3)}, "block_table is torch.float32")
+    refused_unwritten({**call, "block_table": [[0]] * 3}, "block_table must be a torch.Tensor")
+
+
+@pytest.mark.parametrize("leftpad, pattern", [(-1, FROM_0), (3, rf"{FROM_0} 2")])
+def test_kvcache_padding_is_within_its_sequence(leftpad, pattern):
+    """Padding of -1 would see the last row of the cache before it."""
+    call = make_cache("leftpad").call
+    call["cache_seqlens"] = 2
+    call["cache_leftpad"] = torch.tensor([0, leftpad, 0])
+    refused_unwritten(call, rf"cache_leftpad\[1\] is {leftpad}; {pattern}")
+    call["cache_leftpad"] = torch.tensor([0, 2, 0])
+    out = flash_attn_with_kvcache(**call)
+    assert out[1].eq(0).all() and out[[0, 2]].ne(0).all()
+
+
+def test_kvcache_new_keys_may_be_padding():
+    """A padded prompt in an empty cache."""
+    made = make_cache("leftpad", new=6, length=6)
+    made.call |= {"cache_seqlens": 0, "cache_leftpad": torch.tensor([4, 0, 6])}
+    out = flash_attn_with_kvcache(**made.call)
+    for b, pad in enumerate((4, 0, 6)):
+        q, k, v = (made.call[name][b : b + 1, pad:] for name in "qkv")
+        want = fm.flash_attention(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
+        torch.testing.assert_close(out[b : b + 1, pad:], want.transpose(1, 2))
+        assert out[b, :pad].eq(0).all()
+
+
+def test_kvcache_without_new_keys_names_its_lengths():
+    call = make_cache().call
+    for value in (-1, 25):
+        call["cache_seqlens"] = torch.tensor([3, value, 4])
+        with pytest.raises(ValueError, match=rf"cache_seqlens\[1\] is {value}; {FROM_0} 24"):
+            flash_attn_with_kvcache(**call)
+
+
+# Where values cannot be read, as on CUDA.
+
+UNREADABLE = {
+    "one of too few": (1, {"cache_seqlens": [10, -2, 17]}),
+    "too few": (3, {"cache_seqlens": [10, -1, 17]}),
+    "far too few": (3, {"cache_seqlens": [10, -(2**62), 17]}),
+    "one too many": (1, {"cache_seqlens": [10, 24, 17]}),
+    "too many": (3, {"cache_seqlens": [10, 22, 17]}),
+    "far too many": (3, {"cache_seqlens": [10, 2**63 - 2, 17]}),
+    "negative padding": (3, {"cache_leftpad": [0, -1, 0]}),
+    "negative padding of old keys": (0, {"cache_leftpad": [0, -1, 0]}),
+    "more padding than keys": (1, {"cache_leftpad": [0, 2, 0]}),
+    "far more padding than keys": (0, {"cache_leftpad": [0, 2**63 - 1, 0]}),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_kvcache_of_impossible_lengths_that_only_the_device_knows(name, monkeypatch):
+    """Attention is given -1 keys, which it makes NaN, and of that sequence nothing is written."""
+    new, changes = UNREADABLE[name]
+    call = make_cache(new=new).call
+    good = make_cache(new=new).call
+    call |= {name: torch.tensor(values) for name, values in changes.items()}
+    given = {}
+
+    def attend(q, k_cache, v_cache, table, seq_lens, **options):
+        given["seq_lens"] = seq_lens
+        return q, q[..., 0]
+
+    monkeypatch.setattr(kvcache, "readable", lambda tensor: False)
+    monkeypatch.setattr(kvcache, "flash_attention_paged", attend)
+    before = call["k_cache"].clone()
+    flash_attn_with_kvcache(**call)
+    others = good["cache_seqlens"][[0, 2]] + new
+    assert given["seq_lens"][[0, 2]].equal(others)
+    impossible = given["seq_lens"][1]
+    assert impossible < 0 or impossible > 24
+    assert same_bits(call["k_cache"][1], before[1])
+    changed = (call["k_cache"] != before).any(-1).any(-1)
+    assert new == 0 or changed[[0, 2], [10, 17]].all()
+
+
+def test_kvcache_of_a_negative_cache_that_only_the_device_knows(monkeypatch):
+    """No row of another cache comes into its table, whatever the padding."""
+    call = make_cache("leftpad").call
+    call["cache_batch_idx"] = torch.tensor([0, -1, 2])
+    call["cache_leftpad"] = torch.tensor([3, 7, 8])
+    given = {}
+
+    def attend(q, k_cache, v_cache, table, seq_lens, **options):
+        given["table"] = table
+        return q, q[..., 0]
+
+    monkeypatch.setattr(kvcache, "readable", lambda tensor: False)
+    monkeypatch.setattr(kvcache, "flash_attention_paged", attend)
+    flash_attn_with_kvcache(**call)
+    assert given["table"][1].lt(0).all() and given["table"][[0, 2]].ge(0).all()
+
+
+def make_cache_again(kind):
+    torch.manual_seed(0)
+    return make_cache(kind, new=3, length=2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kvcache_compiled(kind):
+    made, same = (make_cache_again(kind) for _ in range(2))
+    want = flash_attn_with_kvcache(**made.call)
+    torch.compiler.reset()
+    compiled = torch.compile(flash_attn_with_kvcache, fullgraph=True, backend="aot_eager")
+    assert same_bits(compiled(**same.call), want)
+    for name in CACHES:
+        assert same_bits(same.call[name], made.call[name])
+    torch.compiler.reset()
 
 
 def test_kvcache_has_no_gradient():

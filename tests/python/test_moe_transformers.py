@@ -127,7 +127,7 @@ def test_a_compiled_model(registered):
 # Experts of every kind that the interface knows, as modules of their own.
 
 
-def experts_module(activation="silu", E=4, d=16, n=12, apply_gate=None, **kind):
+def experts_module(activation: str | None = "silu", E=4, d=16, n=12, apply_gate=None, **kind):
     """Experts as a model of transformers has them, with its eager forward as a loop."""
     gated, transposed = kind.get("has_gate", True), kind.get("is_transposed", False)
     up = "gate_up_proj" if gated else "up_proj"
@@ -144,7 +144,8 @@ def experts_module(activation="silu", E=4, d=16, n=12, apply_gate=None, **kind):
                 setattr(self, name, torch.nn.Parameter(weight))
                 if kind.get("has_bias"):
                     setattr(self, f"{name}_bias", torch.nn.Parameter(torch.randn(shape[:2])))
-            self.act_fn = transformers.activations.ACT2FN[activation]
+            if activation is not None:
+                self.act_fn = transformers.activations.ACT2FN[activation]
 
         def forward(self, hidden_states, top_k_index, top_k_weights):
             raise AssertionError("the loop is not asked for here")
@@ -189,6 +190,7 @@ def test_experts_of_every_kind(kind, activation, registered):
         ({"is_concatenated": False}, "interleaves the rows of gate and up"),
         ({"has_post_expert_norm": True}, "normalizes the result"),
         ({"apply_gate": lambda self, x: x.chunk(2, -1)[0]}, "has a gate of its own"),
+        ({"apply_gate": lambda self, x: x, "activation": None}, "has a gate of its own"),
     ],
 )
 def test_what_we_would_get_wrong_is_refused(kind, words, registered):

@@ -188,9 +188,10 @@ def as_matrix(mask: masks.Mask, q: int, k: int) -> torch.Tensor:
     """What a Mask says, written out; by way of the kernels' own meaning of window and bias."""
     if mask.ragged is not None:
         ids = [torch.zeros(3 * n, dtype=torch.long) for n in (q, k)]
-        for each, cu in zip(ids, (mask.ragged.cu_seqlens_q, mask.ragged.cu_seqlens_k), strict=True):
+        bounds = (mask.ragged.cu_seqlens_q, mask.ragged.cu_seqlens_k)
+        for each, cu, longest in zip(ids, bounds, mask.ragged.longest, strict=True):
             each[:] = torch.bucketize(torch.arange(len(each)), cu[1:], right=True)
-            assert cu[-1] == len(each) and cu.diff().max() <= mask.ragged.longest
+            assert cu[-1] == len(each) and cu.diff().max() <= longest
         same = ids[0].view(3, q, 1) == ids[1].view(3, 1, k)
     else:
         same = torch.ones(3, q, k, dtype=torch.bool)
@@ -217,7 +218,7 @@ BANDS = {
 @pytest.mark.parametrize("band", BANDS)
 @pytest.mark.parametrize("q, offset", [(17, 0), (1, 16), (4, 13), (4, 9)])
 def test_masks_mean_the_same(band, side, q, offset):
-    """Beside transformers' matrix, for the rows of tokens that count."""
+    """Beside transformers' matrix: all of it, but for padding's own rows in causal masks."""
     seen = padding(side).bool()
     mask = prepare(BANDS[band], seen, q, 17, offset)
     want = theirs.sdpa_mask(
@@ -226,9 +227,11 @@ def test_masks_mean_the_same(band, side, q, offset):
     if band == "band" and offset + q < 17:  # keys after the last query, which it sees
         assert isinstance(mask, torch.Tensor) and torch.equal(mask[:, 0], want)
         return
-    rows = seen[:, offset : offset + q]
+    both_sides = band in ("both sides", "band")
+    rows = torch.ones_like(seen[:, :q]) if both_sides else seen[:, offset : offset + q]
     assert torch.equal(as_matrix(mask, q, 17)[rows], want[rows])
-    assert (mask.ragged is not None) == (q == 17 and side in ("left", "right"))
+    packed = band == "both sides" or (q == 17 and not both_sides)
+    assert (mask.ragged is not None) == (packed and side in ("left", "right"))
     assert (mask.bias is not None) == (side != "none")
 
 
@@ -275,6 +278,8 @@ def test_a_model_that_works_on_its_masks_gets_them_whole():
     skip = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": True}  # an encoder's
     both = theirs.bidirectional_mask_function
     assert isinstance(prepare(both, seen, **skip), masks.Mask)
+    for nothing in (None, torch.ones_like(seen)):
+        assert prepare(both, nothing, **skip) is None
     skip["allow_is_bidirectional_skip"] = False
     assert isinstance(prepare(both, seen, **skip), torch.Tensor)
 
@@ -313,7 +318,9 @@ def test_without_a_mask_the_module_says_whether_it_is_causal():
     q, k, v = inputs()
     bias = torch.ones(5, 7).tril(2).log()
     compare(attend(q, k, v, scaling=0.3), eager(q, k, v, bias, 0.3))
-    compare(attend(q, k, v, is_causal=False), eager(q, k, v, torch.zeros(5, 7)))
+    everything = eager(q, k, v, torch.zeros(5, 7))
+    compare(attend(q, k, v, is_causal=False), everything)
+    compare(attend(q, k, v, module=nn.Module()), everything)  # eager attention hides nothing
 
 
 @pytest.mark.parametrize("side", ["none", "left"])
@@ -345,7 +352,8 @@ def test_autocast_chooses_the_dtype():
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"dropout": 0.1}, r"dropout of attention weights \(0.1\).*attention_dropout to 0"),
+        ({"dropout": 0.1}, r"dropout of attention weights \(0.1\).*attention_dropout \(BERT"),
+        ({"dropout": 0.1}, "dropout.*attention_probs_dropout_prob.*attn_pdrop.* to 0"),
         ({"output_attentions": True}, 'output_attentions.*"eager"'),
         ({"head_mask": torch.ones(4)}, 'head_mask.*"eager"'),
     ],

@@ -22,7 +22,10 @@ def _refuse(module: nn.Module, what: str, instead: str) -> None:
 
 def _check(module: nn.Module, dropout: float, kwargs: dict) -> None:
     if dropout:
-        instead = "set attention_dropout to 0 in the model's config, or call model.eval()"
+        instead = (
+            "set attention_dropout (BERT: attention_probs_dropout_prob, GPT-2: attn_pdrop) to 0 in "
+            "the model's config, or call model.eval()"
+        )
         _refuse(module, f"dropout of attention weights ({dropout})", instead)
     for name in ("output_attentions", "head_mask"):
         value = kwargs.get(name)
@@ -82,8 +85,8 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """A layer's attention, as AttentionInterface calls it: (B, H, S, D) in, (B, S, H, D) out.
 
-    The mask says what a query sees, a sliding window too. Without one that is every key, or up to
-    the own one where the module says so.
+    The mask says what a query sees, a sliding window too. Without one that is every key, as in
+    eager attention, or up to the own one where the module says so.
     """
     from .masks import Mask
 
@@ -94,7 +97,7 @@ def _attend(
         options["sinks"] = _beside(query, s_aux)
     mask = attention_mask
     if mask is None:
-        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        causal = is_causal if is_causal is not None else getattr(module, "is_causal", False)
         mask = Mask(right=0 if causal else -1)
     elif isinstance(mask, Tensor):
         mask = Mask(bias=_as_bias(mask, query.dtype))
@@ -110,10 +113,15 @@ def _attend(
 
 def _attend_ragged(query: Tensor, key: Tensor, value: Tensor, mask, options: dict) -> Tensor:
     ragged, batch = mask.ragged, query.shape[0]
+    given = (batch, query.shape[2], key.shape[2])
+    if given != ragged.shape:
+        raise ValueError(
+            f"attention_mask is for (batch, queries, keys) of {ragged.shape}, and the layer's are "
+            f"{given}; the model calls its attention with other tokens than its mask is for"
+        )
     tokens = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     cu_seqlens = (x.to(query.device) for x in (ragged.cu_seqlens_q, ragged.cu_seqlens_k))
-    longest = (ragged.longest, ragged.longest)
-    out = flash_attention_varlen(*tokens, *cu_seqlens, *longest, **_band(mask), **options)
+    out = flash_attention_varlen(*tokens, *cu_seqlens, *ragged.longest, **_band(mask), **options)
     return out.unflatten(0, (batch, -1))
 
 

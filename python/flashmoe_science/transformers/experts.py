@@ -40,11 +40,12 @@ def _curve(experts: nn.Module) -> str:
 def _activation(experts: nn.Module) -> str:
     from transformers.integrations.moe import _default_apply_gate
 
+    # A gate of the experts' own comes first: such experts need not have an act_fn.
+    if experts.has_gate and type(experts)._apply_gate is not _default_apply_gate:
+        _refuse(experts, "has a gate of its own (_apply_gate)")
     curve = _curve(experts)
     if not experts.has_gate:
         return curve
-    if type(experts)._apply_gate is not _default_apply_gate:
-        _refuse(experts, "has a gate of its own (_apply_gate)")
     return {"silu": "swiglu", "gelu": "geglu", "relu": "reglu"}[curve]
 
 

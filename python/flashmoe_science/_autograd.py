@@ -23,6 +23,7 @@ from torch._C import (
 )
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import Function
+from torch.nn import Parameter
 
 from . import _library
 from ._derivatives import (
@@ -54,6 +55,24 @@ def _split(args) -> tuple[tuple, tuple]:
     return args[:8], args[8:]
 
 
+def _save(ctx, options, tensors, moves=(), forward=True) -> None:
+    """Saves the tensors of a call for both modes, and ``moves`` for reverse mode alone.
+
+    The seed of dropout, the last of the options, is a tensor too: saved as one, so that torch
+    refuses to use it once it was changed in place.
+    """
+    *ctx.options, seed = options
+    ctx.save_for_backward(*moves, *tensors, seed)
+    if forward:
+        ctx.save_for_forward(*tensors, seed)
+
+
+def _saved(ctx, tensors) -> tuple:
+    """What _save() was given, the options last; ``tensors`` is what the context has of it."""
+    *tensors, seed = tensors
+    return *tensors, *ctx.options, seed
+
+
 def _only(wanted, results) -> tuple:
     """None for what nobody asked for, which the ops return as empty tensors."""
     return tuple(x if want else None for x, want in zip(results, wanted, strict=True))
@@ -72,11 +91,11 @@ class _Attention(Function):
 
     @staticmethod
     def forward(ctx, query, key, value, bias, sinks, rest):
-        run, lengths, ctx.options, return_lse = rest
-        out, lse = run(query, key, value, bias, sinks, *lengths, *ctx.options)
-        ctx.save_for_backward(out, lse, query, key, value, bias, sinks, *lengths)
-        if in_forward_mode():
-            ctx.save_for_forward(out, lse, query, key, value, bias, sinks, *lengths)
+        run, lengths, options, return_lse = rest
+        out, lse = run(query, key, value, bias, sinks, *lengths, *options)
+        call, forward = (out, lse, query, key, value, bias, sinks, *lengths), in_forward_mode()
+        _save(ctx, options, call, forward=forward)
+        if forward:
             ctx.set_materialize_grads(False)
             ctx.return_lse = return_lse
         if not return_lse:
@@ -86,17 +105,17 @@ class _Attention(Function):
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse=None):
-        saved, needs = ctx.saved_tensors, ctx.needs_input_grad[:_INPUTS]
+        saved, needs = _saved(ctx, ctx.saved_tensors), ctx.needs_input_grad[:_INPUTS]
         run = _library.backward
         if is_grad_enabled() or in_forward_mode():  # someone may differentiate again
             run = _library.gradients
-        grads = run(grad_out, grad_lse, *saved, *ctx.options, *needs)
+        grads = run(grad_out, grad_lse, *saved, *needs)
         return *_only(needs, grads), None
 
     @staticmethod
     def jvp(ctx, *tangents):
         with inside_jvp(ctx) as saved:
-            moved = _library.tangent(*tangents[:_INPUTS], *saved, *ctx.options)
+            moved = _library.tangent(*tangents[:_INPUTS], *_saved(ctx, saved))
         return moved if ctx.return_lse else moved[0]
 
 
@@ -112,6 +131,8 @@ def _is_plain(tensors, options) -> bool:
     if sinks is not None or key_lengths is not None or cu_seqlens_q is not None:
         return False
     if not (type(q) is type(k) is type(v) is Tensor) or _len_torch_dispatch_stack():
+        return False
+    if bias is not None and type(bias) is not Tensor and type(bias) is not Parameter:
         return False
     if not (
         (q.is_cuda and k.is_cuda and v.is_cuda and (bias is None or bias.is_cuda))
@@ -156,21 +177,20 @@ class _Tangent(Function):
 
     @staticmethod
     def forward(ctx, rest, *inputs):
-        run, out, lse, lengths, ctx.options = rest
+        run, out, lse, lengths, options = rest
         tangents, x = inputs[:_INPUTS], inputs[_INPUTS:]
         call = (out, lse, *x, *lengths)
-        moved = run(*tangents, *call, *ctx.options)
-        ctx.save_for_backward(*tangents, *moved, *call)
-        ctx.save_for_forward(*call)
+        moved = run(*tangents, *call, *options)
+        _save(ctx, options, call, moves=(*tangents, *moved))
         ctx.set_materialize_grads(False)
         return moved
 
     @staticmethod
     def backward(ctx, *grads):
-        moves, call = ctx.saved_tensors[: _INPUTS + 2], ctx.saved_tensors[_INPUTS + 2 :]
+        saved = _saved(ctx, ctx.saved_tensors)
+        moves, call = saved[: _INPUTS + 2], (*grads, *saved[_INPUTS + 2 :])
         needs = ctx.needs_input_grad[1:]
         by_tangents, by_x = needs[:_INPUTS], needs[_INPUTS:]
-        call = (*grads, *call, *ctx.options)
         first = second = _NOTHING
         if any(by_tangents):
             first = _only(by_tangents, _library.gradients(*call, *by_tangents))
@@ -183,7 +203,7 @@ class _Tangent(Function):
         if any(x is not None for x in moves[_INPUTS:]):
             raise NotImplementedError(_FORWARD_TWICE)
         with inside_jvp(ctx) as saved:
-            return _library.tangent(*moves[:_INPUTS], *saved, *ctx.options)
+            return _library.tangent(*moves[:_INPUTS], *_saved(ctx, saved))
 
 
 class _Gradients(Function):
@@ -196,7 +216,7 @@ class _Gradients(Function):
     @staticmethod
     def backward(ctx, *tangents):
         needs = ctx.needs_input_grad[1:]
-        call = (*ctx.saved_tensors, *ctx.options)
+        call = _saved(ctx, ctx.saved_tensors)
         moved, grads = _differentiate_twice(tangents, call, needs[2:])
         return None, *_only(needs[:2], moved), *grads
 
@@ -204,7 +224,7 @@ class _Gradients(Function):
     def jvp(ctx, _, *moves):
         first = second = _NOTHING
         with inside_jvp(ctx) as saved:
-            call = (*saved, *ctx.options)
+            call = _saved(ctx, saved)
             if any(x is not None for x in moves[:2]):
                 first = _only(ctx.needs, _library.gradients(*moves[:2], *call[2:], *ctx.needs))
             if any(x is not None for x in moves[2:]):
@@ -243,7 +263,7 @@ class _Second(Function):
     @staticmethod
     def backward(ctx, *tangents):
         needs = ctx.needs_input_grad[1 : 1 + _INPUTS]
-        call = (*ctx.saved_tensors, *ctx.options)
+        call = _saved(ctx, ctx.saved_tensors)
         _, grads = _differentiate_twice(tangents, call, needs)  # the Hessian is symmetric
         return None, *grads, *(None,) * (2 + _INPUTS)
 
@@ -254,11 +274,10 @@ class _Second(Function):
 
 def _give_gradients(ctx, first, rest, inputs):
     """The forward pass of what gives gradients: ``first``, then grad_out, grad_lse and x."""
-    run, out, lse, lengths, ctx.options, ctx.needs = rest
+    run, out, lse, lengths, options, ctx.needs = rest
     call = (*inputs[:2], out, lse, *inputs[2:], *lengths)
-    grads = run(*first, *call, *ctx.options, *ctx.needs)
-    ctx.save_for_backward(*call)
-    ctx.save_for_forward(*call)
+    grads = run(*first, *call, *options, *ctx.needs)
+    _save(ctx, options, call)
     unwanted = (grad for grad, need in zip(grads, ctx.needs, strict=True) if not need)
     ctx.mark_non_differentiable(*unwanted)
     ctx.set_materialize_grads(False)
@@ -325,7 +344,7 @@ give_autograd("attention", _attention_autograd)
 give_autograd("attention_tangent", _tangent_autograd)
 give_autograd("attention_gradients", _gradients_autograd)
 give_autograd("attention_second", _second_autograd)
-without_autograd("attention_forward", "attention_backward")
+without_autograd("attention_forward", "attention_backward", "attention_backward_plain")
 
 
 # vmap: one leading dimension more, which the kernels take as it is.
@@ -424,8 +443,11 @@ def _stacked_gradients(run, first, info, dims, args):
     inputs, needs = _stack_inputs(info, dims[4:], tensors), rest[-_INPUTS:]
     wanted = [need and x is not None for x, need in zip(inputs[:_INPUTS], needs, strict=True)]
     results = _stack_all(info, dims, args[:4])
-    grads = run(*first(inputs[0].dim()), *results, *inputs, *rest)
-    return grads, tuple(0 if want else None for want in wanted)
+    grads = list(run(*first(inputs[0].dim()), *results, *inputs, *rest))
+    if wanted[3]:  # of the rank that the sample's bias has: its derivative is asked for next
+        of_sample = (size for i, size in enumerate(tensors[3].shape) if i != dims[7])
+        grads[3] = grads[3].reshape(info.batch_size, *of_sample)
+    return tuple(grads), tuple(0 if want else None for want in wanted)
 
 
 @library.register_vmap("flashmoe::attention_gradients")

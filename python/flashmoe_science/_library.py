@@ -86,6 +86,14 @@ def _attention_backward_fake(
     )
 
 
+@torch.library.register_fake("flashmoe::attention_backward_plain")
+def _plain_backward_fake(grad_out, query, key, value, bias, out, lse, causal, scale, *needs):
+    results = {"grad_out": grad_out, "out": out, "lse": lse}
+    _check_devices("query", query, key=key, value=value, bias=bias, **results)
+    inputs = (query, key, value, query if bias is None else bias)
+    return _gradients(inputs, (*needs[:3], needs[3] and bias is not None))
+
+
 def _check_paged_devices(query, *arguments, **results) -> None:
     names = ("k_cache", "v_cache", "block_table", "seq_lens", "cu_seqlens_q", "sinks", "k_scale")
     tensors = dict(zip((*names, "v_scale"), arguments, strict=False))

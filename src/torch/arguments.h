@@ -13,16 +13,16 @@ namespace flashmoe::ops {
 // What every attention op has: FLASHMOE_ARGUMENTS of schema.cc.
 struct Arguments {
   Tensor query, key, value;
-  OptionalTensor bias, sinks, key_lengths, cu_seqlens_q, cu_seqlens_k;
+  OptionalTensor bias{}, sinks{}, key_lengths{}, cu_seqlens_q{}, cu_seqlens_k{};
   int64_t max_seqlen_q, max_seqlen_k;
   AttentionOptions options;
-  OptionalTensor seed;  // of dropout
+  OptionalTensor seed{};  // of dropout
 
   static Arguments read(ArgumentReader& in);
 };
 
 struct BackwardArguments {
-  OptionalTensor grad_out, grad_lse;
+  OptionalTensor grad_out{}, grad_lse{};
   Tensor out, lse;
   Arguments forward;
   bool needs_query, needs_key, needs_value, needs_bias, needs_sinks;

@@ -44,6 +44,12 @@ STABLE_TORCH_LIBRARY(flashmoe, m) {
   m.def("attention_forward(" FLASHMOE_ARGUMENTS ") -> (Tensor out, Tensor lse)");
   m.def("attention(" FLASHMOE_ARGUMENTS ") -> (Tensor out, Tensor lse)");
   m.def("attention_backward(" FLASHMOE_BACKWARD_ARGUMENTS ") -> " FLASHMOE_GRADIENTS);
+  // The same where a node in C++ has recorded the call (attention_node.cc).
+  m.def(
+      "attention_backward_plain(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
+      "Tensor? bias, Tensor out, Tensor lse, bool causal, float? scale, bool needs_query, "
+      "bool needs_key, bool needs_value, bool needs_bias) -> (Tensor grad_query, "
+      "Tensor grad_key, Tensor grad_value, Tensor grad_bias)");
   m.def("attention_gradients(" FLASHMOE_BACKWARD_ARGUMENTS ") -> " FLASHMOE_GRADIENTS);
   m.def("attention_tangent(" FLASHMOE_TANGENTS ", Tensor out, Tensor lse, " FLASHMOE_ARGUMENTS
         ") -> (Tensor tangent_out, Tensor tangent_lse)");

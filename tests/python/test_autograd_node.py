@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.autograd.forward_ad as fwd
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.two_tensor import TwoTensor
 
 import flashmoe_science as fm
 from autograd_subjects import weights
@@ -82,3 +84,72 @@ def test_a_node_in_cpp_gives_what_is_asked_of_it():
         (grad,) = torch.autograd.grad(out, q, fwd.make_dual(weights(out), along), retain_graph=True)
         moved = fwd.unpack_dual(grad).tangent
     torch.testing.assert_close(moved, torch.autograd.grad(out, q, along)[0])
+
+
+def both_nodes(monkeypatch, gradient):
+    """gradient(out, q), by the node in C++ and by the one in Python."""
+    found = []
+    for node in (fm._library.node, None):
+        with monkeypatch.context() as patch:
+            patch.setattr(fm._library, "node", node)
+            q, k, v = plain_leaves(torch.float64, False)
+            found.append(gradient(fm.flash_attention(q, k, v), q))
+    return found
+
+
+def lazily_negated(out, q):
+    """As of a loss in complex numbers: -1 is a bit of the gradient, not yet in its memory."""
+    grad = torch._neg_view(weights(out))
+    assert grad.is_neg()
+    return torch.autograd.grad(out, q, grad)[0]
+
+
+def through_complex_numbers(out, q):
+    loss = (torch.complex(torch.zeros_like(out), out).conj() * (1 + 2j)).real.sum()
+    return torch.autograd.grad(loss, q)[0]
+
+
+def of_zeros_without_memory(out, q):
+    return torch.autograd.grad(out, q, torch._efficientzerotensor(out.shape, dtype=out.dtype))[0]
+
+
+def traced(out, q):
+    """What is traced has the gradient that comes in as an input, and no number of the trace."""
+
+    def backward(grad):
+        return torch.autograd.grad(out, q, grad, retain_graph=True)[0]
+
+    return make_fx(backward)(torch.ones_like(out))(weights(out))
+
+
+def of_a_pair(out, q):
+    """A gradient that is a tensor of two."""
+    return torch.autograd.grad(out, q, TwoTensor(weights(out), 2 * weights(out)))[0].b
+
+
+def by_compiled_autograd(out, q):
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        (out * weights(out)).sum().backward()
+    return q.grad
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        lazily_negated, through_complex_numbers, of_zeros_without_memory, traced, of_a_pair,
+        by_compiled_autograd,
+    ],
+)  # fmt: skip
+def test_the_gradient_that_comes_in_is_what_torch_means_by_it(gradient, monkeypatch):
+    got, want = both_nodes(monkeypatch, gradient)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert (want != 0).any() == (gradient is not of_zeros_without_memory)
+
+
+def test_a_bias_that_is_no_plain_tensor_has_the_node_in_python():
+    q, k, v, bias = plain_leaves(torch.float64, True)
+    plain, parameter = bias.detach(), torch.nn.Parameter(bias.detach())
+    assert "Overrideable" in fm.flash_attention(q, k, v, bias=plain).grad_fn.name()
+    assert "Overrideable" in fm.flash_attention(q, k, v, bias=parameter).grad_fn.name()
+    out = fm.flash_attention(q, k, v, bias=TwoTensor(plain, plain))
+    torch.testing.assert_close(out.a, fm.flash_attention(q, k, v, bias=plain))

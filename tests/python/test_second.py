@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from torch import func
 from torch.autograd import forward_ad
 
 import flashmoe_science as fm
@@ -330,3 +331,22 @@ def test_memory_is_linear_in_the_length(checkout):
     half, whole = map(int, run.stdout.split())
     assert whole < 256 << 20, f"{whole >> 20} MiB for tensors of 2 MiB"
     assert whole < 2.5 * half + (4 << 20), f"{half >> 20} MiB, and {whole >> 20} for twice that"
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (1, 5), (2, 4, 5), (1, 2, 4, 5), (5,), ()], ids=str)
+def test_samples_of_sinks_with_a_bias_of_any_rank(shape):
+    """vmap goes through the samples one by one; what it hands on has the rank of the bias."""
+    q, k, v = (torch.randn(1, 2, n, 3, dtype=torch.float64) for n in (4, 5, 5))
+    bias, sinks = torch.randn(shape, dtype=torch.float64), torch.randn(3, 2, dtype=torch.float64)
+
+    def by_bias(sinks, bias):
+        return func.grad(lambda b: fm.flash_attention(q, k, v, b, sinks=sinks).square().sum())(bias)
+
+    def twice(sinks, bias):
+        return func.grad(lambda s, b: by_bias(s, b).square().sum(), (0, 1))(sinks, bias)
+
+    for biases, dim in ((bias, None), (torch.stack([bias, -bias, 2 * bias]), 0)):
+        got = func.vmap(twice, (0, dim))(sinks, biases)
+        each = [twice(sinks[i], bias if dim is None else biases[i]) for i in range(3)]
+        for one, many in zip(got, zip(*each, strict=True), strict=True):
+            torch.testing.assert_close(one, torch.stack(many))

@@ -6,6 +6,7 @@ Only argparse is imported here; each command imports what it needs when it runs.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from flashmoe_science import bench
@@ -49,10 +50,15 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     args = make_parser().parse_args(argv)
     try:
-        return args.run(args)
+        code = args.run(args)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # who reads has enough, as head has; Python would flush once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 if __name__ == "__main__":

@@ -36,6 +36,13 @@ def _attend(tensors, options, return_lse):
 
 def _check_tensors(optional: tuple[str, ...] = (), **tensors) -> None:
     for name, tensor in tensors.items():
+        # A tensor of torch's whose numbers nobody has written: a word that SDPA understands.
+        if type(tensor).__name__ == "CausalBias":
+            raise TypeError(
+                f"{name} is a CausalBias of torch.nn.attention.bias; causal=True means "
+                "causal_lower_right here, and inside enable_sdpa() "
+                "F.scaled_dot_product_attention takes both"
+            )
         if isinstance(tensor, Tensor) or (tensor is None and name in optional):
             continue
         raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
@@ -59,12 +66,14 @@ def _window(window) -> tuple[int, int]:
 def _seed(dropout_p, seed, device) -> Tensor:
     """A number in the device's memory: a captured graph draws a new one in each replay."""
     _check_numbers(dropout_p=dropout_p)
+    if not isinstance(dropout_p, (int, float)):
+        raise TypeError(f"dropout_p must be a number, not {type(dropout_p).__name__}")
     if not 0 <= dropout_p <= 1:  # before anything is drawn
         raise ValueError(f"dropout_p is {dropout_p}; it must be from 0 to 1")
     if seed is None:
         return randint(2**63 - 1, (), dtype=int64, device=device)
     if isinstance(seed, Tensor):
-        return seed
+        return seed.clone()  # the backward pass reads it again, when it may have moved on
     try:
         number = index(seed)
     except TypeError:

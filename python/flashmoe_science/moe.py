@@ -150,6 +150,8 @@ def route(
         _check_tensors(("bias",), logits=logits, bias=bias)
     if isinstance(k, Tensor) or isinstance(normalize, Tensor):
         _check_numbers(k=k, normalize=normalize)
+    if isinstance(k, int) and k < 0:
+        raise ValueError(f"k is {k}; it must be from 0 to the number of experts")
     if logits.dim() == 0:
         raise ValueError("logits is a number, shape (); it must have rows, (..., experts)")
     if bias is not None:

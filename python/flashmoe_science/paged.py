@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from math import isfinite
-
 # By name: an attribute of torch costs 50 ns, and host time is counted.
-from torch import Tensor, float32, float64, full
+from torch import Tensor, finfo, float32, float64, full
 
 from . import _library
 from ._forward_only import ForwardOnly
@@ -28,8 +26,8 @@ def _scale(name: str, scale, like: Tensor) -> Tensor | None:
         raise TypeError(
             f"{name} must be a torch.Tensor or a number, not {type(scale).__name__}"
         ) from None
-    if not (isfinite(number) and number > 0):
-        raise ValueError(f"{name} is {number}; it must be positive and finite")
+    if not finfo(float32).tiny <= number <= finfo(float32).max:
+        raise ValueError(f"{name} is {number}; it must be positive and finite in float32")
     return full((), number, dtype=float32, device=like.device)
 
 

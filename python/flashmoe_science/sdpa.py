@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Lock
 
 import torch
 from torch import Tensor
+from torch.backends import mha
 from torch.nn.attention import _registry as registry
 
 from .attention import flash_attention
@@ -31,7 +34,7 @@ def _attend(
     """``F.scaled_dot_product_attention`` in our terms."""
     if is_causal and attn_mask is not None:
         raise RuntimeError("attn_mask must be None when is_causal=True, as in PyTorch")
-    rank = query.dim()
+    rank = max(query.dim(), key.dim(), value.dim())
     # Views cost host time, and their nodes in the graph as much again: none where none is needed.
     keep = 3 if enable_gqa else 2
     if rank < 4 or not (query.shape[:-keep] == key.shape[:-keep] == value.shape[:-keep]):
@@ -83,20 +86,54 @@ def _deactivate(previous: str | None) -> None:
     registry._FLASH_ATTENTION_ACTIVE = previous
 
 
+@dataclass
+class _Before:
+    """What was there before the first of the contexts that are open."""
+
+    contexts: int = 0
+    implementation: str | None = None
+    fast_path: bool = True
+
+
+_lock = Lock()
+_before = _Before()
+
+
+def _enter() -> None:
+    with _lock:
+        _before.contexts += 1
+        if _before.contexts > 1:
+            return
+        _before.implementation = registry.current_flash_attention_impl()
+        _before.fast_path = mha.get_fastpath_enabled()
+        if _before.implementation != NAME:
+            registry.activate_flash_attention_impl(NAME)
+        mha.set_fastpath_enabled(False)
+
+
+def _leave() -> None:
+    with _lock:
+        _before.contexts -= 1
+        if _before.contexts:
+            return
+        mha.set_fastpath_enabled(_before.fast_path)
+        if _before.implementation != NAME:
+            _deactivate(_before.implementation)
+
+
 @contextmanager
 def enable_sdpa() -> Iterator[None]:
     """Inside this context ``F.scaled_dot_product_attention`` is ours, gradients of masks included.
 
-    Process-wide while it lasts. What we do not have (third derivatives) is refused rather than
-    handed back to PyTorch in silence. Only ``torch.func.vmap`` and nested tensors are
-    taken apart by PyTorch before they come to us; call ``flash_attention`` there.
+    Process-wide while it lasts: until the last of several contexts is left, whichever thread opened
+    it. What we do not have (third derivatives) is refused rather than handed back to PyTorch in
+    silence. So the fast path of ``nn.MultiheadAttention`` and ``nn.TransformerEncoder``, which
+    takes another way than SDPA, is off meanwhile. ``torch.func.vmap`` and nested tensors PyTorch
+    takes apart before they come to us; call ``flash_attention`` there. What ``torch.compile`` made
+    outside of the context stays PyTorch's inside, and the other way round.
     """
-    previous = registry.current_flash_attention_impl()
-    if previous == NAME:  # nested: the outermost context takes it back
-        yield
-        return
-    registry.activate_flash_attention_impl(NAME)
+    _enter()
     try:
         yield
     finally:
-        _deactivate(previous)
+        _leave()

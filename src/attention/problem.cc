@@ -1,6 +1,7 @@
 #include "attention/problem.h"
 
 #include <cmath>
+#include <limits>
 
 #include "attention/dropout.h"
 #include "attention/pages.h"
@@ -148,6 +149,22 @@ Status check_sinks(const AttentionProblem& p) {
                  ",), one for each query head");
 }
 
+// Scores are fp32 but for fp64: numbers that overflow there would make every result a NaN.
+Status check_range(const AttentionOptions& o, const TensorSpec& query) {
+  if (query.dtype == DType::kFloat64) return {};
+  constexpr double kMost = std::numeric_limits<float>::max();
+  constexpr double kLeast = std::numeric_limits<float>::min();
+  const double scale = std::abs(o.scale.value_or(1));
+  if (scale > kMost) {
+    return invalid("scale is ", *o.scale, "; scores are float32, so at most ", kMost);
+  }
+  if (o.softcap > 0 && !(o.softcap >= kLeast && o.softcap <= kMost && scale / o.softcap <= kMost)) {
+    return invalid("softcap is ", o.softcap, "; scores are float32, in which it must be from ",
+                   kLeast, " to ", kMost, ", and scale / softcap finite");
+  }
+  return {};
+}
+
 Status check_options(const AttentionOptions& o) {
   if (o.window_left < -1 || o.window_right < -1) {
     return invalid("window is (", o.window_left, ", ", o.window_right,
@@ -256,6 +273,7 @@ Status check(const AttentionProblem& p) {
     }
   }
   FLASHMOE_RETURN_IF_ERROR(check_options(p.options));
+  FLASHMOE_RETURN_IF_ERROR(check_range(p.options, p.query));
   FLASHMOE_RETURN_IF_ERROR(check_seed(p));
   FLASHMOE_RETURN_IF_ERROR(check_results(p));
   if (p.pass == Pass::kForward) return {};

@@ -1,6 +1,7 @@
 #include "attention/lengths.h"
 #include "attention/problem.h"
 #include "core/check.h"
+#include "core/text.h"
 #include "cpu/attention/backend.h"
 #include "cuda/attention/planner.h"
 
@@ -9,6 +10,7 @@ namespace {
 
 Status check_call(const AttentionPlan& plan, const AttentionTensors& t, const void* workspace) {
   const AttentionProblem& p = plan.problem;
+  if (p.query.rank == 0) return invalid("plan is empty; plan() makes one from a problem");
   const bool backward = !by_queries(p.pass);
   const bool moves = has_tangents(p.pass);
   const TensorSpec* cu_seqlens_q = p.ragged  ? &p.ragged->cu_seqlens_q

@@ -201,4 +201,13 @@ TEST(lse_is_optional) {
   }
 }
 
+TEST(an_empty_plan_is_refused) {
+  float numbers[8] = {};
+  AttentionTensors tensors;
+  tensors.query = tensors.key = tensors.value = tensors.out = numbers;
+  const Status status = run(AttentionPlan{}, tensors, nullptr);
+  CHECK(!status.ok());
+  CHECK(status.message().find("plan is empty") != std::string::npos);
+}
+
 int main(int argc, char** argv) { return run_for_every_target(argc, argv); }

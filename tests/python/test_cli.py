@@ -316,3 +316,15 @@ def test_bad_usage(capsys, line):
         main(line.split())
     assert stop.value.code == 2
     assert "usage:" in capsys.readouterr().err
+
+
+def test_a_reader_who_has_enough_is_no_error():
+    """As head -1 leaves: no traceback."""
+    command = [sys.executable, "-m", "flashmoe_science", "bench", "--list"]
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    ) as process:
+        process.stdout.close()
+        said = process.stderr.read().decode()
+    assert process.returncode == 141 and said == ""

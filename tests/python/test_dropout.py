@@ -278,6 +278,39 @@ def test_a_module_in_training():
     assert same_bits(one, again) and not same_bits(one, other) and not same_bits(one, calm)
 
 
+@pytest.mark.parametrize("options", [{}, {"return_lse": True}, {"window": (9, 9)}])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_seed_may_move_on_before_the_backward_pass(options, compiled):
+    """As in model(..., seed=seed); seed.add_(1) for each layer."""
+
+    def call(q, k, v, seed, step):
+        out = fm.flash_attention(q, k, v, dropout_p=0.5, seed=seed, **options)
+        seed.add_(step)
+        return out[0] if isinstance(out, tuple) else out
+
+    case = dense()
+    leaves = [x.clone().requires_grad_() for x in (case.q, case.k, case.v)]
+    run = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
+    found = []
+    for step in (1, 0):
+        seed = torch.tensor(5)
+        out = run(*leaves, seed, step)
+        assert seed == 5 + step
+        found.append((out, *torch.autograd.grad(out, leaves, case.grad_out)))
+    assert all(same_bits(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_an_op_refuses_a_seed_that_has_moved_on():
+    case = dense()
+    q, seed = case.q.clone().requires_grad_(), torch.tensor(5)
+    options = (0, 0, False, -1, -1, None, 0.0, False, False, 0.5, seed)
+    tensors = (q, case.k, case.v, None, None, None, None, None)
+    out, _ = torch.ops.flashmoe.attention(*tensors, *options)
+    seed.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_nested_and_autocast():
     case = ragged()
     q, k = (

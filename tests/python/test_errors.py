@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import flashmoe_science as fm
 
@@ -87,6 +88,7 @@ DENSE = {
     "scale with a gradient": ({"scale": torch.tensor(0.5, requires_grad=True)}, "scale"),
     "dropout below 0": ({"dropout_p": -0.1}, "dropout_p"),
     "dropout above 1": ({"dropout_p": 1.5}, "dropout_p"),
+    "dropout is text": ({"dropout_p": "x"}, "dropout_p.*str"),
     "dropout is NaN": ({"dropout_p": float("nan")}, "dropout_p"),
     "dropout is a tensor": ({"dropout_p": torch.tensor(0.5)}, "dropout_p"),
     "seed is text": ({"dropout_p": 0.1, "seed": "1"}, "seed"),
@@ -148,6 +150,11 @@ DENSE = {
     "window past 64 bits": ({"window": (2**70, 2)}, "window"),
     "negative softcap": ({"softcap": -1.0}, r"softcap.*-1"),
     "softcap NaN": ({"softcap": float("nan")}, "softcap"),
+    # Past float32, in which scores are.
+    "softcap too large": ({"softcap": 1e39}, r"softcap.*1e\+39"),
+    "softcap too small": ({"softcap": 1e-39}, "softcap.*1e-39"),
+    "softcap too small for the scale": ({"scale": 1e10, "softcap": 1e-35}, "softcap.*1e-35"),
+    "scale too large": ({"scale": -1e39}, r"scale.*-1e\+39"),
     "softcap infinite": ({"softcap": float("inf")}, "softcap"),
     "scale NaN": ({"scale": float("nan")}, "scale"),
     "scale infinite": ({"scale": float("-inf")}, "scale"),
@@ -226,6 +233,14 @@ def check(call, changes, pattern, grad, capfd):
     assert ".cc" not in message and "API call failed" not in message, "no message for people"
     printed = capfd.readouterr()
     assert printed.err == "" and printed.out == "", "an error is raised, not printed"
+
+
+def test_a_bias_that_is_a_word_of_torch_is_refused():
+    """Its numbers are not written: only SDPA knows what is meant."""
+    for bias in (causal_upper_left(5, 7), causal_lower_right(5, 7)):
+        for call in (dense, ragged):
+            with pytest.raises(TypeError, match=r"bias is a CausalBias.*causal=True"):
+                call(bias=bias)
 
 
 def test_explain_refuses_the_same():

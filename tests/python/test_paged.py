@@ -351,6 +351,8 @@ BAD = {
     "a scale in float64": (float8(k_scale=torch.tensor(0.5).double()), "k_scale"),
     "scales of other heads": (float8(v_scale=torch.ones(3)), "v_scale"),
     "a scale of 0": (float8(k_scale=0.0), "k_scale is 0"),
+    "a scale that float32 does not have": (float8(k_scale=1e-46), "k_scale is 1e-46"),
+    "a scale past float32": (float8(v_scale=1e300), r"v_scale is 1e\+300"),
     "a scale of nan": (float8(v_scale=math.nan), "v_scale is nan"),
     "a scale as text": (float8(v_scale="large"), "v_scale"),
     "lengths elsewhere": (simple(seq_lens=torch.ones(3, dtype=integer, device="meta")), "seq_lens"),

@@ -170,6 +170,19 @@ def test_large_logits(scoring):
     assert logits.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("shift", [-95.0, -300.0, -690.0])
+def test_small_sigmoids_keep_their_shares(shift):
+    logits = torch.arange(4, dtype=torch.float64)[None] + shift
+    ids, weights = fm.route(logits, 2, "sigmoid")
+    want = logits.sigmoid().gather(-1, ids.long())
+    torch.testing.assert_close(weights, want / want.sum(-1, keepdim=True), rtol=1e-12, atol=0)
+
+
+def test_a_number_of_experts_below_0_is_refused_by_name():
+    with pytest.raises(ValueError, match="k is -1"):
+        fm.route(torch.randn(3, 4), -1)
+
+
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 def test_gradcheck(scoring, normalize):

@@ -186,7 +186,18 @@ def schedule_of(args: argparse.Namespace, device_type: str) -> timing.Schedule:
     turns = usual.turns if args.turns is None else args.turns
     if turns < 1:
         raise ValueError(f"--turns {turns}: at least 1")
-    return timing.Schedule(turns, usual.budget_s if args.budget is None else args.budget, regimes)
+    budget_s = usual.budget_s if args.budget is None else args.budget
+    if not 0 < budget_s < float("inf"):
+        raise ValueError(f"--budget {budget_s}: more than 0 seconds")
+    return timing.Schedule(turns, budget_s, regimes)
+
+
+def make_folder(out: Path) -> None:
+    """Before anything is measured; ValueError where nothing could be written."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {out}: {error.strerror}") from error
 
 
 def setting_of(args: argparse.Namespace, device: torch.device) -> runner.Setting:
@@ -211,7 +222,9 @@ def measure(args: argparse.Namespace) -> int:
     from flashmoe_science.bench.workloads import WORKLOADS
 
     device = choose_device(args.device, machine.build_info()["families"])
-    if args.threads:
+    if args.threads is not None:
+        if args.threads < 1:
+            raise ValueError(f"--threads {args.threads}: at least 1")
         torch.set_num_threads(args.threads)
     if args.dtype is not None:
         check_words("--dtype", args.dtype, list(runner.DTYPES))
@@ -225,6 +238,7 @@ def measure(args: argparse.Namespace) -> int:
             raise ValueError(f"--only {' '.join(args.only)}: in no row's name")
     setting = setting_of(args, device)
     schedule = setting.schedule
+    make_folder(args.out)
 
     console = report.make_console()
     about = machine.describe(device)

@@ -10,6 +10,10 @@
 namespace flashmoe::cpu::moe {
 namespace {
 
+// The largest exponent of which exp2 has a result.
+template <class A>
+constexpr A kMaxExponent = sizeof(A) == 8 ? 1022 : 126;
+
 // f(x), and f'(x) where it is asked for.
 template <class A>
 struct Silu {
@@ -24,7 +28,7 @@ struct Silu {
   // -x in base 2, where exp2 has a result; beyond it nothing is left of silu.
   static Vec<A> bounded(Vec<A> x) {
     const Vec<A> t = x * A(-kLog2e);
-    return t > A(126) ? splat(A(126)) : t;  // this way round a NaN is kept
+    return t > kMaxExponent<A> ? splat(kMaxExponent<A>) : t;  // this way round a NaN is kept
   }
 };
 

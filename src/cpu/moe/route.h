@@ -1,6 +1,7 @@
 // The router: scores of all experts, the largest of them and their weights, one token at a time.
 #pragma once
 
+#include "cpu/moe/activation.h"
 #include "cpu/moe/kernels.h"
 #include "cpu/tile.h"
 
@@ -56,7 +57,7 @@ A exponentials(A* x, int64_t n, int64_t ld) {
 template <class A>
 Vec<A> sigmoid(Vec<A> x) {
   const Vec<A> t = x * A(-kLog2e);
-  return A(1) / (exp2(t > A(126) ? splat(A(126)) : t) + A(1));  // a NaN is kept
+  return A(1) / (exp2(t > kMaxExponent<A> ? splat(kMaxExponent<A>) : t) + A(1));  // a NaN is kept
 }
 
 // Scores of all experts from their logits, in place.

@@ -203,9 +203,9 @@ TEST(lse_is_optional) {
 
 TEST(an_empty_plan_is_refused) {
   float numbers[8] = {};
-  AttentionTensors tensors;
+  flashmoe::AttentionTensors tensors;
   tensors.query = tensors.key = tensors.value = tensors.out = numbers;
-  const Status status = run(AttentionPlan{}, tensors, nullptr);
+  const flashmoe::Status status = flashmoe::run(flashmoe::AttentionPlan(), tensors, nullptr);
   CHECK(!status.ok());
   CHECK(status.message().find("plan is empty") != std::string::npos);
 }

@@ -39,6 +39,9 @@ $(OPTIONS_FILE): FORCE
 	@mkdir -p $(@D)
 	@echo '$(CUDA_OPTIONS)' | cmp -s - $@ || echo '$(CUDA_OPTIONS)' > $@
 
+# ninja counts its own jobs: make's, which are not handed on to it, it would report as an error.
+NINJA := MAKEFLAGS= cmake --build
+
 $(BUILD)/build.ninja: $(ENV) $(OPTIONS_FILE) CMakeLists.txt $(wildcard cmake/*.cmake)
 	@cmake -S . -B $(BUILD) -G Ninja -DPython3_EXECUTABLE=$(PYTHON) -DFLASHMOE_TORCH=ON -DFLASHMOE_TESTS=ON -DFLASHMOE_INPLACE=ON $(CUDA_OPTIONS)
 	@touch $@
@@ -49,15 +52,15 @@ $(ASAN)/build.ninja: $(ENV) CMakeLists.txt $(wildcard cmake/*.cmake)
 
 # What the kernels were compiled from goes with them, for measurements on a machine without the repository.
 library: $(BUILD)/build.ninja
-	@cmake --build $(BUILD) --target flashmoe_torch
+	@$(NINJA) $(BUILD) --target flashmoe_torch
 	@[ -n "$(FLASHMOE_FATBINS)" ] || [ ! -d $(BUILD)/fatbins ] || git describe --always --abbrev=40 --dirty \
 	  > $(BUILD)/fatbins/commit 2>/dev/null || rm -f $(BUILD)/fatbins/commit
 
 build: library
-	@cmake --build $(BUILD)
+	@$(NINJA) $(BUILD)
 
 asan: $(ASAN)/build.ninja
-	@cmake --build $(ASAN)
+	@$(NINJA) $(ASAN)
 
 bench: library
 	@$(PYTHON) -m flashmoe_science bench $(ARGS)

@@ -59,9 +59,9 @@ void lay_out_packed_backward(AttentionPlan& plan, const Kernel& kernel, const Gp
 // sequences, and above head dim 128, a list that CTAs go forth and back through is as even and
 // shares more of the keys (docs/log/sm90.md).
 bool counts_dense_tasks(const AttentionPlan& plan, const Kernel& kernel) {
-  constexpr int64_t kLeastLength = 1024;
+  const int64_t least_length = kernel.head_dim <= 64 ? 512 : 1024;
   const AttentionProblem& p = plan.problem;
-  return !p.ragged && !p.bias && geometry(p).right >= 0 && plan.len_q >= kLeastLength &&
+  return !p.ragged && !p.bias && geometry(p).right >= 0 && plan.len_q >= least_length &&
          kernel.head_dim >= 64 && kernel.head_dim <= 128;
 }
 

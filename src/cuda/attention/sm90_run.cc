@@ -96,7 +96,7 @@ Status run_forward(const Call& call) {
   p.query_blocks = static_cast<int32_t>(ceil_div(plan.len_q << p.pack, rows));
   if (plan.problem.bias) p.bias_batches = static_cast<int32_t>(bias_batches(plan));
   p.num_tasks = static_cast<int32_t>(plan.work_items);
-  p.heads_per_wave = static_cast<int32_t>(forward_heads_per_wave(plan, p));
+  order_tiles(p, plan);
   const SideParams side = fill_side_params(call, p, true);
   if (counts_tasks(plan)) {
     p.tile_counter = reinterpret_cast<int32_t*>(call.workspace + call.forward.tile_counter);

@@ -36,6 +36,8 @@ int log2_packed_heads(const AttentionPlan& plan, int64_t block_q) {
   return best;
 }
 
+namespace {
+
 int64_t forward_heads_per_wave(const AttentionPlan& plan, const Sm90FwdParams& p) {
   constexpr int64_t kHeadsAtOnce = 16;
   if (p.right >= kNoLimit) return 1;
@@ -51,7 +53,13 @@ int64_t forward_heads_per_wave(const AttentionPlan& plan, const Sm90FwdParams& p
   return unit > cached ? 1 : cached / unit * unit;
 }
 
-namespace {
+// Under a causal mask a quarter of the tiles. What they read once more costs as much as it gains
+// below 2,048 keys.
+int64_t late_blocks(const AttentionPlan& plan, const Sm90FwdParams& p) {
+  constexpr int64_t kLeastKeys = 2048;
+  const bool causal = p.left >= kNoLimit && p.right < kNoLimit;
+  return causal && counts_tasks(plan) && plan.len_k >= kLeastKeys ? p.query_blocks / 4 : 0;
+}
 
 int64_t backward_heads_per_wave(const AttentionPlan& plan, const Sm90BwdParams& p) {
   const Kernel& kernel = main_kernel(plan);
@@ -96,6 +104,11 @@ void pair_heads(Sm90BwdParams& p, const AttentionPlan& plan) {
 }
 
 }  // namespace
+
+void order_tiles(Sm90FwdParams& p, const AttentionPlan& plan) {
+  p.heads_per_wave = static_cast<int32_t>(forward_heads_per_wave(plan, p));
+  p.late_blocks = static_cast<int32_t>(late_blocks(plan, p));
+}
 
 void order_heads(Sm90BwdParams& p, const AttentionPlan& plan) {
   constexpr int64_t kManyKeys = 4096 * 96, kFewHeads = 4;

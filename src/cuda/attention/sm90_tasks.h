@@ -13,17 +13,21 @@ int64_t rows_of_task(const AttentionPlan& plan);
 // Heads that share their keys, of which 2^this share a tile: see Sm90FwdParams.
 int log2_packed_heads(const AttentionPlan& plan, int64_t block_q);
 
-// Heads whose tasks are mixed. Where all tasks see as many keys, none: those of a head follow each
-// other and share its keys. Else each CTA goes forth and back through the tasks, the longest first,
-// and has as much as the others after `unit` heads. These are mixed, or a multiple of them, as far
-// as L2 holds their keys and values and has room for the rest; if it does not, none are, and longer
-// and shorter tasks come out even over all heads. But where these are no multiple of `unit`,
-// nearly, all are mixed: that comes out even, and where there are few heads many CTAs read the same
-// keys at the same time.
+// The order of a forward pass's tiles of queries.
+//
+// heads_per_wave: heads whose tasks are mixed. Where all tasks see as many keys, none: those of a
+// head follow each other and share its keys. Else each CTA goes forth and back through the tasks,
+// the longest first, and has as much as the others after `unit` heads. These are mixed, or a
+// multiple of them, as far as L2 holds their keys and values and has room for the rest; if it does
+// not, none are, and longer and shorter tasks come out even over all heads. But where these are no
+// multiple of `unit`, nearly, all are mixed: that comes out even, and where there are few heads
+// many CTAs read the same keys at the same time.
 //
 // With a counter any wave comes out even. The more heads the better then, as long as L2 holds their
 // keys or enough CTAs read the same ones at the same time.
-int64_t forward_heads_per_wave(const AttentionPlan& plan, const Sm90FwdParams& p);
+//
+// late_blocks: with a counter, the shortest tiles of all heads come after all waves.
+void order_tiles(Sm90FwdParams& p, const AttentionPlan& plan);
 
 // The order of the tiles of keys of a backward pass, and who zeroes sums of dQ.
 //

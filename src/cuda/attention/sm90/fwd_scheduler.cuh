@@ -71,13 +71,18 @@ struct FwdScheduler {
       seq = find_sequence(p, batch);
     } else {
       // A wave has as many heads as L2 holds the keys of; within it, the tiles that see most keys
-      // go first.
-      const int heads = p.heads * p.batch, wave = p.heads_per_wave;
-      const int first = number / (p.query_blocks * wave) * wave;
+      // go first. The shortest tiles of all heads come last, so that CTAs end at the same time
+      // although each has found tasks ahead.
+      const int heads = p.heads * p.batch, early_blocks = p.query_blocks - p.late_blocks;
+      const bool late = number >= heads * early_blocks;
+      const int wave = late ? heads : p.heads_per_wave;
+      const int blocks = late ? p.late_blocks : early_blocks;
+      if (late) number -= heads * early_blocks;
+      const int first = number / (blocks * wave) * wave;
       const int count = min(wave, heads - first);
-      const int rest = number - first * p.query_blocks;
+      const int rest = number - first * blocks;
       int block = rest / count;
-      if (p.right < kNoLimit) block = p.query_blocks - 1 - block;
+      if (p.right < kNoLimit) block = blocks - 1 - block + (late ? 0 : p.late_blocks);
       const int index = first + rest % count, batch = index / p.heads;
       task.head = index % p.heads;
       task.batch = batch;

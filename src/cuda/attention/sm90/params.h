@@ -20,6 +20,7 @@ struct Sm90FwdParams : AttentionFwdParams {
   int32_t pack;
   int32_t query_blocks, num_tasks;
   int32_t heads_per_wave;  // (batch, head) whose tiles of queries follow each other
+  int32_t late_blocks;     // the shortest tiles of each head, which follow all waves
   int32_t* tile_counter;   // how many tasks have been given out but the first of each CTA, or null
   // Kernels in which a bias stays: so many batches that follow each other share it.
   int32_t bias_batches;

@@ -13,9 +13,9 @@ namespace flashmoe::cuda::sm90 {
 inline constexpr Sm90FwdTile kFwd[] = {
     // head_dim, block_q, block_k, stages, general_score
     {32, 128, 64, 4, false, kNoBias, 2},
-    {64, 192, 128, 4, false}, {64, 128, 128, 4, false},
-    {96, 192, 96, 2, false}, {96, 128, 128, 2, false},
-    {128, 128, 128, 2, false},
+    joined({64, 192, 128, 4, false}), joined({64, 128, 128, 4, false}),
+    {96, 192, 96, 2, false}, joined({96, 128, 128, 2, false}),
+    joined({128, 128, 128, 2, false}),
     {192, 128, 96, 2, false},
     {256, 128, 64, 2, false},
 };
@@ -24,9 +24,9 @@ inline constexpr Sm90FwdTile kFwd[] = {
 // warpgroups at D = 64 as well.
 inline constexpr Sm90FwdTile kFwdGeneral[] = {
     // head_dim, block_q, block_k, stages, general_score
-    {64, 128, 128, 2, true},
-    {96, 128, 128, 2, true},
-    {128, 128, 128, 2, true},
+    joined({64, 128, 128, 2, true}),
+    joined({96, 128, 128, 2, true}),
+    joined({128, 128, 128, 2, true}),
     {192, 128, 96, 2, true},
     {256, 128, 64, 2, true},
 };

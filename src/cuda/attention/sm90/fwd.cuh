@@ -58,6 +58,9 @@ struct FwdConfig {
   static constexpr int kKeyStages = kStages + kTile.more_key_stages;
   static constexpr int kTeams = kTile.teams(), kBlockQ = kTile.block_q / kTeams;
   static constexpr int kBlockK = kTile.block_k;
+  // Whether the tensor cores go from task to task without a pause: see FwdConsumer::run_joined().
+  static constexpr bool kJoinsTasks = kTile.joins_tasks;
+  static constexpr int kQStages = kTile.q_stages();
   static constexpr int kOutStages = kTile.out_stages();
   static constexpr bool kBias = kTile.bias != kNoBias, kBiasStays = kTile.bias_tiles > 0;
   static constexpr bool kBiasRows = is_by_rows(kTile.bias);
@@ -70,6 +73,8 @@ struct FwdConfig {
                                                   kBlockK, kTile.bias_chunk_bytes()>,
                                       tma::Tile<kBlockQ, kBlockK>>;
   static constexpr int kLoaderThreads = kWarpgroupThreads - 32;  // see FwdBiasLoader
+  // Whether a thread beside the producer's finds tasks: see find_tasks().
+  static constexpr bool kFindsAhead = !kBiasRows && !kBiasStays;
 
   using ValueType = T;  // of V and P in their MMA
   // What becomes of a product q.k.
@@ -84,13 +89,14 @@ struct FwdConfig {
   // mbarriers, each a tma::Slot with `full` and `empty`. "Producer" is its one thread, whose
   // arrival on `full` also expects the bytes of TMA.
   enum Barrier : int {
-    // [2] A task. full: the producer; consumers and bias loaders wait. empty: each thread of these;
-    // the producer waits.
+    // [2] A task. full: who finds it, a thread of its own or the producer; consumers, bias loaders
+    // and the producer wait. empty: each thread of these; who finds tasks waits.
     kTaskBarrier = 0,
-    // Q. full: the producer; consumers wait. empty: each warp of the consumers; the producer waits.
+    // [kQStages] Q. full: the producer; consumers wait. empty: each warp of the consumers; the
+    // producer waits.
     kQBarrier = 2,
     // [kKeyStages] K, and [kStages] V. As Q.
-    kKBarrier = 3,
+    kKBarrier = kQBarrier + kQStages,
     kVBarrier = kKBarrier + kKeyStages,
     // [kStages] The bias, in kernels that load it tile by tile. As Q; by rows each thread of the
     // bias loaders fills it and waits for empty.
@@ -108,21 +114,36 @@ struct FwdConfig {
 
   // Where a bias stays: that of a team.
   struct PlainSmem {
-    Rows sQ;
+    Rows sQ[1];
     Keys sK[kKeyStages], sV[kStages];
-    Out sO[kOutStages];  // O on its way out, up to 64 columns each
-    FwdTask tasks[2];
+    Out sO[kOutStages];       // O on its way out, up to 64 columns each
+    FwdTask tasks[2], found;  // found: see FwdTaskGiver
+    tma::Slot::Barriers barriers[kBarriers];
+  };
+  struct JoinedSmem {
+    Rows sQ[kQStages];  // then O, on its way out
+    Keys sK[kKeyStages], sV[kStages];
+    FwdTask tasks[2], found;  // found: see FwdTaskGiver
     tma::Slot::Barriers barriers[kBarriers];
   };
   struct BiasSmem {
-    Rows sQ;
+    Rows sQ[1];
     Keys sK[kKeyStages], sV[kStages];
     BiasTile sBias[kStages];
     Out sO[kOutStages];
-    FwdTask tasks[2];
+    FwdTask tasks[2], found;  // found: see FwdTaskGiver
     tma::Slot::Barriers barriers[kBarriers];
   };
-  using Smem = std::conditional_t<kBias && !kBiasStays, BiasSmem, PlainSmem>;
+  using Smem = std::conditional_t<kJoinsTasks, JoinedSmem,
+                                  std::conditional_t<kBias && !kBiasStays, BiasSmem, PlainSmem>>;
+  // Where O of task number `task` leaves from.
+  static __device__ __forceinline__ uint32_t out_at(uint32_t smem, uint32_t task) {
+    if constexpr (kJoinsTasks) {
+      return smem + offsetof(Smem, sQ) + task % kQStages * sizeof(Rows);
+    } else {
+      return smem + offsetof(Smem, sO);
+    }
+  }
   // Where a bias stays: the teams', kTeamBytes from each other, and what they share.
   static constexpr uint32_t kTeamBytes = offsetof(Smem, tasks) + kTeamControlBytes;
   struct SharedBias {
@@ -141,12 +162,13 @@ struct FwdConfig {
   static __device__ __forceinline__ uint32_t bias_empty(uint32_t smem, int team) {
     return bias_at(smem, team) + offsetof(SharedBias, empty);
   }
-  static_assert(kBiasStays || offsetof(Smem, tasks) + kBarrierBytes == kTile.shared_bytes());
+  static_assert(kBiasStays || offsetof(Smem, tasks) + kFwdControlBytes == kTile.shared_bytes());
   static_assert(!kBiasStays || kTeams * kTeamBytes + offsetof(SharedBias, full) + kBarrierBytes ==
                                    kTile.shared_bytes());
   static_assert(!kBiasStays || sizeof(Smem) <= kTeamBytes);
   static_assert(sizeof(Smem) <= kTile.shared_bytes() && kTile.shared_bytes() <= kSm90SharedBytes);
   static_assert(kBlockQ % kWarpgroupRows == 0 && kBlockK % 16 == 0);
+  static_assert(!kJoinsTasks || (kOutStages * sizeof(Out) == sizeof(Rows) && !kBias));
 
   // `smem` is the address of the CTA's Smem.
   static __device__ __forceinline__ tma::Slot slot(uint32_t smem, int barrier) {
@@ -156,7 +178,7 @@ struct FwdConfig {
     for (int i = 0; i < kBarriers; ++i) {
       const int loaders = kBiasRows ? kLoaderThreads : 0;
       if (i < kQBarrier) {
-        slot(smem, i).init(1, kWarpgroupThreads * kWarpgroups + loaders);
+        slot(smem, i).init(1, kWarpgroupThreads * kWarpgroups + loaders + kFindsAhead);
       } else {
         slot(smem, i).init(kBiasRows && i >= kBiasBarrier ? loaders : 1,
                            kWarpgroupWarps * kWarpgroups);
@@ -186,10 +208,9 @@ struct FwdConfig {
       kBias && !kBiasRows && kDim <= 32;  // see FwdSoftmax::load_bias()
   static constexpr bool kLateBias = kBias && !kPackedBias && kWarpgroups == 2 && kTile.ctas == 1;
   static constexpr bool kEarlyBias = kBias && !kPackedBias && !kLateBias;
-  // Whether a warpgroup computes half of its first tile of keys where its rows see no more: under a
-  // causal mask that is so of every other one. At D = 128, where softmax hides under MMAs, it only
-  // waits for its turn the longer.
-  static constexpr bool kHalfTiles = kBlockK == 2 * kWarpgroupRows && kDim <= 64 && !kBias;
+  // Whether a warpgroup computes the softmax of half of its first tile of keys where its rows see
+  // no more: under a causal mask that is so of every other one.
+  static constexpr bool kHalfSoftmax = kBlockK == 2 * kWarpgroupRows && !kBias;
   // Whether consumers take turns in issuing MMAs. These are few at head dims up to 32.
   static constexpr bool kTakesTurns = kWarpgroups > 1 && kDim > 32;
 };
@@ -209,6 +230,9 @@ __device__ __forceinline__ void attention_fwd(const Sm90FwdParams& p) {
     if (warpgroup == 0) {
       ptx::setmaxnreg_dec<C::kProducerRegisters>();
       if (threadIdx.x == 0) FwdProducer<C>(shared, smem, p).run();
+      if constexpr (C::kFindsAhead) {
+        if (threadIdx.x == 32) find_tasks<C>(shared, smem, p);
+      }
       if constexpr (C::kBiasRows) {
         if (threadIdx.x >= 32) FwdBiasLoader<C>(shared, smem, p).run();
       }

@@ -20,19 +20,84 @@ class FwdConsumer {
 
   __device__ __forceinline__ void run() {
     wg_.begin_ping_pong();
-    while (wg_.take_task()) {
-      skip_unseen_keys();
-      first_tile();
-      for_each_key_tile();
-      last_values();
-      FwdEpilogue<C>(wg_).store(rO_, softmax_.rows);
-      wg_.release_task();
+    if constexpr (C::kJoinsTasks) {
+      if (wg_.take_task()) run_joined();
+    } else {
+      while (wg_.take_task()) {
+        skip_unseen_keys();
+        first_scores();
+        first_softmax_of_seen_keys();
+        for_each_key_tile();
+        last_values();
+        const FwdEpilogue<C> epilogue(wg_);
+        epilogue.store(rO_, epilogue.end_rows(softmax_.rows));
+        wg_.release_task();
+      }
     }
     wg_.end_ping_pong();
     if (warpgroup_thread() == 0) ptx::cp_async_bulk_wait_group();
   }
 
  private:
+  // Tasks without a pause of the tensor cores between them: S of a task's first tile is issued with
+  // the last O of the task before, which leaves while others multiply.
+  __device__ __forceinline__ void run_joined() {
+    skip_unseen_keys();
+    first_scores();
+    for (;;) {
+      first_softmax_of_seen_keys();
+      if (wg_.tasks.count() > 0) wg_.release_output();
+      for_each_key_tile();
+      const tma::Ring<C::kStages> last = wg_.values();
+      const Next next = issue_values_and_next_scores(last);
+      const FwdEpilogue<C> epilogue(wg_);
+      const auto ends = epilogue.end_rows(softmax_.rows);
+      ptx::wgmma_wait_group<1>(rO_);
+      wg_.release(wg_.slot(C::kVBarrier + last.at()));
+      epilogue.store(rO_, ends);
+      ptx::wgmma_wait_group<0>(softmax_.rS);
+      wg_.release_task();
+      if (next == Next::kNone) return;
+      wg_.begin_task();
+      if (next == Next::kSkipsKeys) {
+        skip_unseen_keys();
+        first_scores();
+      }
+    }
+  }
+  // What follows a task. Where there are tiles of keys that only other warpgroups see, they are
+  // passed by before the first S.
+  enum class Next { kNone, kSkipsKeys, kJoined };
+
+  // O of a task's last tile, whose V is in stage `last`, and S of the next task's first. (Where no
+  // S can be issued yet, one of whatever lies in shared memory is, and is dropped: ptxas serialises
+  // MMAs that are not always issued.)
+  __device__ __forceinline__ Next issue_values_and_next_scores(const tma::Ring<C::kStages>& last) {
+    last.wait_full(wg_.slot(C::kVBarrier + last.at()));
+    ptx::wgmma_fence();
+    issue_values(last.at());
+    wg_.keys.advance();
+    wg_.advance_values();
+
+    const tma::Ring<2> next_task(wg_.tasks.count() + 1);
+    next_task.wait_full(wg_.slot(C::kTaskBarrier + next_task.at()));
+    const FwdTask& task = wg_.shared.tasks[next_task.at()];
+    const int end = wg_.reload(task.warpgroup_end[wg_.index]);
+    const bool more = tma::warp_uniform(wg_.reload(task.more));
+    const bool joined = more && tma::warp_uniform(end == wg_.reload(task.key_end));
+    if (joined) {
+      wg_.keys.wait_full(wg_.k_slot());
+      wg_.wait_queries(next_task.count());
+      wg_.wait_turn();
+    } else {
+      wg_.sync();  // all warps have their last S: its Q gives way to O
+    }
+    ptx::wgmma_fence();
+    issue_scores(next_task.count());
+    if (joined) wg_.pass_turn();
+    return joined ? Next::kJoined : more ? Next::kSkipsKeys : Next::kNone;
+  }
+
   __device__ __forceinline__ typename C::Rule rule() const { return C::rule(wg_); }
 
   // S = the bias, which issue_scores() adds to.
@@ -53,35 +118,30 @@ class FwdConsumer {
   __device__ __forceinline__ void add_bias() {
     if constexpr (C::kLateBias || C::kPackedBias) softmax_.add_bias(wg_);
   }
-  // S = Q K^T, or S += Q K^T where it begins with the bias, of the tile's first kKeys.
-  template <int kKeys>
-  __device__ __forceinline__ void issue_scores() {
-    float(&rS)[kKeys / 2] = reinterpret_cast<float(&)[kKeys / 2]>(softmax_.rS);
-    const uint32_t sQ =
-        wg_.smem + offsetof(Smem, sQ) + wg_.index * kWarpgroupRows * C::Rows::kRowBytes;
+  // S = Q K^T, or S += Q K^T where it begins with the bias, of task number `task`.
+  __device__ __forceinline__ void issue_scores(uint32_t task) {
+    const uint32_t sQ = wg_.queries(task) + wg_.index * kWarpgroupRows * C::Rows::kRowBytes;
     const uint32_t sK = wg_.smem + offsetof(Smem, sK) + wg_.keys.at() * sizeof(typename C::Keys);
     const uint32_t q = tma::warp_uniform(C::Rows::descriptor(sQ));
     const uint32_t k = tma::warp_uniform(C::Keys::descriptor(sK));
 #pragma unroll
     for (int step = 0; step < C::kDim / 16; ++step) {
-      ptx::Wgmma<C::kBf16, kKeys>::ss(rS, C::Rows::along(q, step), C::Keys::along(k, step),
-                                      C::kEarlyBias || step > 0);
+      ptx::Wgmma<C::kBf16, C::kBlockK>::ss(softmax_.rS, C::Rows::along(q, step),
+                                           C::Keys::along(k, step), C::kEarlyBias || step > 0);
     }
     ptx::wgmma_commit_group();
   }
-  // O += P V, of the tile's first kKeys.
-  template <int kKeys>
+  // O += P V.
   __device__ __forceinline__ void issue_values(int stage) {
     const uint32_t sV = wg_.smem + offsetof(Smem, sV) + stage * sizeof(typename C::Keys);
     const uint32_t v = tma::warp_uniform(C::Keys::descriptor(sV));
 #pragma unroll
-    for (int step = 0; step < kKeys / 16; ++step) {
+    for (int step = 0; step < C::kBlockK / 16; ++step) {
       ptx::Wgmma<kValuesBf16, C::kDim>::rs_tb(rO_, rP_[step], C::Keys::across(v, step));
     }
     ptx::wgmma_commit_group();
   }
-  // Both, S of the next tile and O of the tile before it, of kKeys. Returns the stage of that V.
-  template <int kKeys>
+  // Both, S of the next tile and O of the tile before it. Returns the stage of that V.
   __device__ __forceinline__ int issue_scores_and_values() {
     const tma::Ring<C::kStages> before = wg_.values();
     wg_.keys.advance();
@@ -89,18 +149,19 @@ class FwdConsumer {
     wg_.keys.wait_full(wg_.k_slot());
     wg_.wait_turn();
     ptx::wgmma_fence();
-    issue_scores<C::kBlockK>();
+    issue_scores(wg_.tasks.count());
     before.wait_full(wg_.slot(C::kVBarrier + before.at()));
     ptx::wgmma_fence();
-    issue_values<kKeys>(before.at());
+    issue_values(before.at());
     wg_.pass_turn();
     return before.at();
   }
 
-  // S of a tile is there: its K is not needed any more, nor is Q after the last tile.
+  // S of a tile is there: its K is not needed any more, nor is Q after the last tile (but where
+  // it gives way to O).
   __device__ __forceinline__ void release_scores() {
     wg_.release(wg_.k_slot());
-    if (wg_.block > wg_.reload(wg_.task().key_begin)) return;
+    if (C::kJoinsTasks || wg_.block > wg_.reload(wg_.task().key_begin)) return;
     wg_.release(wg_.slot(C::kQBarrier));
   }
   // P of a tile is there: its bias is not needed any more.
@@ -165,33 +226,29 @@ class FwdConsumer {
     }
   }
 
-  // The first tile of a task; the second too where half of the first was enough.
-  __device__ __forceinline__ void first_tile() {
-    if constexpr (C::kHalfTiles) {
-      constexpr int kHalf = C::kBlockK / 2;
+  __device__ __forceinline__ void first_softmax_of_seen_keys() {
+    if constexpr (C::kHalfSoftmax) {
       if (tma::warp_uniform(wg_.reload(wg_.task().half_first[wg_.index]))) {
-        first_scores<kHalf>();
-        first_softmax<kHalf>();
-        if (wg_.block >= tma::warp_uniform(wg_.reload(wg_.task().key_begin))) {
-          step<false, kHalf>();
-        } else {
-#pragma unroll
-          for (int i = 0; i < kHalf / 4; ++i) rP_[kHalf / 16 + i / 4][i % 4] = 0;
-        }
-        return;
+        first_softmax<C::kBlockK / 2>();
+        return clear_second_half();
       }
     }
-    first_scores<C::kBlockK>();
     first_softmax<C::kBlockK>();
   }
-  template <int kKeys>
+  // P of keys that are not seen.
+  __device__ __forceinline__ void clear_second_half() {
+#pragma unroll
+    for (int i = C::kBlockK / 32; i < C::kBlockK / 16; ++i) {
+      for (uint32_t& two : rP_[i]) two = 0;
+    }
+  }
   __device__ __forceinline__ void first_scores() {
     start_scores();
-    ptx::mbarrier_wait(wg_.slot(C::kQBarrier).full, wg_.tasks.count() % 2);
+    wg_.wait_queries(wg_.tasks.count());
     wg_.keys.wait_full(wg_.k_slot());
     wg_.wait_turn();
     ptx::wgmma_fence();
-    issue_scores<kKeys>();
+    issue_scores(wg_.tasks.count());
     wg_.pass_turn();
     load_bias();
     ptx::wgmma_wait_group<0>(softmax_.rS);
@@ -211,10 +268,10 @@ class FwdConsumer {
     for (float& x : rO_) x = 0;
   }
 
-  // A later tile: its S and softmax, and O of the tile before, of kKeys.
-  template <bool kMasked, int kKeys = C::kBlockK>
+  // A later tile: its S and softmax, and O of the tile before.
+  template <bool kMasked>
   __device__ __forceinline__ void step() {
-    const int before = issue_scores_and_values<kKeys>();
+    const int before = issue_scores_and_values();
     load_bias();
     if constexpr (C::kLateBias) {
       wg_.keys.wait_full(wg_.bias_slot());
@@ -239,15 +296,17 @@ class FwdConsumer {
   }
   // All tiles but the first, from the last to the first: masked ones at either end.
   __device__ __forceinline__ void for_each_key_tile() {
-    const auto from = [&](const int& first) {
-      return wg_.block >= tma::warp_uniform(wg_.reload(first));
-    };
+    const auto uniform = [&](const int& x) { return tma::warp_uniform(wg_.reload(x)); };
+    const FwdTask& task = wg_.task();
+    const int begin = uniform(task.key_begin),
+              unmasked_begin = uniform(task.unmasked_begin[wg_.index]),
+              unmasked_end = uniform(task.unmasked_end[wg_.index]);
 #pragma unroll 1
-    while (from(wg_.task().unmasked_end[wg_.index])) step<true>();
+    while (wg_.block >= unmasked_end) step<true>();
 #pragma unroll 1
-    while (from(wg_.task().unmasked_begin[wg_.index])) step<false>();
+    while (wg_.block >= unmasked_begin) step<false>();
 #pragma unroll 1
-    while (from(wg_.task().key_begin)) step<true>();
+    while (wg_.block >= begin) step<true>();
   }
 
   // O of the last tile; then O is whole.
@@ -258,7 +317,7 @@ class FwdConsumer {
     wg_.keys.advance();
     wg_.advance_values();
     ptx::wgmma_fence();
-    issue_values<C::kBlockK>(last);
+    issue_values(last);
     ptx::wgmma_wait_group<0>(rO_);
     wg_.release(wg_.slot(C::kVBarrier + last));
   }

@@ -26,72 +26,90 @@ class FwdEpilogue {
  public:
   __device__ __forceinline__ explicit FwdEpilogue(const FwdWarpgroup<C>& wg) : wg_(wg), p_(wg.p) {}
 
-  // O / sum, and lse.
-  __device__ __forceinline__ void store(const float (&rO)[C::kDim / 2],
-                                        const RowState& rows) const {
+  // What the thread's two rows of O are multiplied with, and their lse.
+  struct Ends {
     float inverse[2], lse[2];
+  };
+  __device__ __forceinline__ Ends end_rows(const RowState& rows) const {
+    Ends ends;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const RowEnd end = end_row(quad_sum(rows.sum[half]), rows.reference[half],
                                  sink_of_row(wg_.fragment_row(half)));
-      inverse[half] = __fdividef(end.share, end.sum);
-      if constexpr (requires { C::kFp8; }) inverse[half] *= wg_.scales.value;
-      lse[half] = end.lse;
+      ends.inverse[half] = __fdividef(end.share, end.sum);
+      if constexpr (requires { C::kFp8; }) ends.inverse[half] *= wg_.scales.value;
+      ends.lse[half] = end.lse;
     }
-    const uint32_t sO = wg_.smem + offsetof(Smem, sO);
+    return ends;
+  }
+
+  // O / sum, and lse.
+  __device__ __forceinline__ void store(const float (&rO)[C::kDim / 2], const Ends& ends) const {
+    bool finite[2] = {true, true};
+    const bool hides = hides_keys();
+    if (hides) find_finite(finite, rO);
+    const Place place = find_place();
+    bool again = false;  // whether rows of the warpgroup are computed once more
+    const uint32_t sO = C::out_at(wg_.smem, wg_.tasks.count());
     const int r = wg_.index * kWarpgroupRows + warpgroup_warp() * 16 + lane() % 16;
 #pragma unroll
     for (int first = 0; first < C::Rows::kBlocks; first += C::kOutStages) {
-      if (warpgroup_thread() == 0) ptx::cp_async_bulk_wait_group_read();
-      sync();  // TMA has read what sO held before
+      if (!C::kJoinsTasks) {
+        if (warpgroup_thread() == 0) ptx::cp_async_bulk_wait_group_read();
+        wg_.sync();  // TMA has read what sO held before
+      }
 #pragma unroll
       for (int i = 4 * first; i < min(4 * (first + C::kOutStages), C::kDim / 16); ++i) {
         uint32_t x[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const float times = inverse[j % 2];
+          const float times = ends.inverse[j % 2];
           x[j] = Type::pack(rO[8 * i + 2 * j] * times, rO[8 * i + 2 * j + 1] * times);
         }
         const uint32_t block = sO + (i / 4 - first) * C::Out::kBytes;
         ptx::stmatrix_x4(block + C::Out::at(r, (16 * i + lane() / 16 * 8) % 64), x);
       }
       ptx::fence_proxy_async_shared();
-      sync();  // the warpgroup's rows are in sO
+      // The warpgroup's rows are in sO.
+      again = ptx::bar_red_or(wg_.epilogue_barrier(), kWarpgroupThreads, !(finite[0] && finite[1]));
 #pragma unroll
       for (int i = first; i < min(first + C::kOutStages, C::Rows::kBlocks); ++i) {
-        store_block(sO + (i - first) * C::Out::kBytes, 64 * i);
+        store_block(place, sO + (i - first) * C::Out::kBytes, 64 * i);
       }
     }
     // lse after the fences, which would wait for its stores.
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int r = wg_.fragment_row(half);
-      if (lane() % 4 == 0) write_lse(r, lse[half]);
+      if (lane() % 4 == 0) write_lse(r, ends.lse[half]);
     }
-    guard_rows(rO);
+    if (again) compute_again(finite);
   }
 
  private:
-  __device__ __forceinline__ int epilogue_barrier() const {
-    return C::kEpilogueBarrier + wg_.team * C::kWarpgroups + wg_.index;
+  // Where the warpgroup's rows of O go.
+  struct Place {
+    int first, token, head, batch;  // the first row, in the sequence and as out_map counts
+    bool whole;                     // whether no row of another sequence is among them
+  };
+  __device__ __forceinline__ Place find_place() const {
+    const FwdTask& task = wg_.task();
+    const int first = wg_.first_row();
+    return {first, static_cast<int>(task.seq.token_q) + (first >> p_.pack), task.head, task.batch,
+            !p_.blocks || first + kWarpgroupRows <= task.seq.len_q};
   }
-  __device__ __forceinline__ void sync() const {
-    ptx::bar_sync(epilogue_barrier(), kWarpgroupThreads);
-  }
-
   // 64 columns of the warpgroup's rows from sO: by TMA, but by ordinary stores where a ragged
   // sequence ends within them and rows of the next one follow.
-  __device__ __forceinline__ void store_block(uint32_t sO, int column) const {
-    const int first = wg_.task().first_row + wg_.index * kWarpgroupRows;
-    if (!p_.blocks || first + kWarpgroupRows <= wg_.task().seq.len_q) {
+  __device__ __forceinline__ void store_block(const Place& place, uint32_t sO, int column) const {
+    if (place.whole) {
       if (warpgroup_thread() == 0) {
         ptx::tma_store(sO + wg_.index * kWarpgroupRows * C::Out::kRowBytes, &p_.out_map, column, 0,
-                       static_cast<int>(wg_.task().seq.token_q) + (first >> p_.pack),
-                       wg_.task().head, wg_.task().batch);
+                       place.token, place.head, place.batch);
         ptx::cp_async_bulk_commit_group();
       }
       return;
     }
+    const int first = place.first;
     const int rows = min(wg_.task().seq.len_q - first, kWarpgroupRows);
     const int columns = min(p_.head_dim_v - column, C::Out::kBlockCols);
 #pragma unroll 1
@@ -123,20 +141,27 @@ class FwdEpilogue {
     return sink_of<Type>(p_, wg_.head(row));
   }
 
-  // A probability of 0 times a hidden NaN is NaN: rows of O that are not finite are recomputed
-  // where there is a mask. Lengths that are wrong give NaN.
-  __device__ __forceinline__ void guard_rows(const float (&rO)[C::kDim / 2]) const {
-    const bool hides =
-        C::kBias || p_.left < kNoLimit || p_.right < kNoLimit || p_.key_lengths || p_.blocks;
-    if (!hides) return;
-    bool finite[2] = {wg_.task().seq.valid, wg_.task().seq.valid};
+  // A probability of 0 times a hidden NaN is NaN: rows of O that are not finite are computed once
+  // more where there is a mask. Lengths that are wrong give NaN.
+  __device__ __forceinline__ bool hides_keys() const {
+    return C::kBias || p_.left < kNoLimit || p_.right < kNoLimit || p_.key_lengths || p_.blocks;
+  }
+  // Whether what the thread has of its two rows is finite. A number that is not leaves a NaN in a
+  // sum of zeros: an instruction for each.
+  __device__ __forceinline__ void find_finite(bool (&finite)[2],
+                                              const float (&rO)[C::kDim / 2]) const {
+    float zeros[4] = {};
 #pragma unroll
-    for (int i = 0; i < C::kDim / 2; ++i) finite[i % 4 / 2] &= isfinite(rO[i]);
+    for (int i = 0; i < C::kDim / 2; ++i) zeros[i % 4] = fmaf(rO[i], 0.f, zeros[i % 4]);
+    const bool valid = wg_.task().seq.valid;
+    finite[0] = valid && zeros[0] + zeros[1] == 0;
+    finite[1] = valid && zeros[2] + zeros[3] == 0;
+  }
+  __device__ __forceinline__ void compute_again(const bool (&finite)[2]) const {
     const uint32_t upper = __ballot_sync(0xffffffffu, !finite[0]);
     const uint32_t lower = __ballot_sync(0xffffffffu, !finite[1]);
-    if (!ptx::bar_red_or(epilogue_barrier(), kWarpgroupThreads, upper | lower)) return;
     if (warpgroup_thread() == 0) ptx::cp_async_bulk_wait_group();
-    sync();  // TMA has written O
+    wg_.sync();  // TMA has written O
     recompute_rows(upper, lower);
   }
 

@@ -1,6 +1,6 @@
 // The producer of the sm90 forward pass: one thread that loads Q, K and V by TMA as soon as a stage
-// is empty, also across tasks, and hands tasks to the consumers. A bias that TMA cannot load is
-// loaded by the other warps of its warpgroup.
+// is empty, also across tasks, and one that finds tasks. A bias that TMA cannot load is loaded by
+// the other warps of their warpgroup.
 #pragma once
 
 #include "cuda/attention/sm90/bias_rows.cuh"
@@ -8,6 +8,72 @@
 #include "cuda/tma/pipeline.cuh"
 
 namespace flashmoe::cuda::sm90 {
+
+// Finds tasks and hands them to everyone who reads them.
+template <class C>
+class FwdTaskGiver {
+ public:
+  __device__ __forceinline__ FwdTaskGiver(typename C::Smem& shared, uint32_t smem,
+                                          const Sm90FwdParams& p)
+      : shared_(shared), smem_(smem), scheduler_{p} {}
+
+  // Hands out task `number`. It is found before there is a place for it: that takes thousands of
+  // cycles.
+  __device__ __forceinline__ const FwdTask& give(int number, int bias_parity = 0) {
+    FwdTask& task = shared_.tasks[ring_.at()];
+    const tma::Slot slot = C::slot(smem_, C::kTaskBarrier + ring_.at());
+    scheduler_.find_task(number, shared_.found);
+    if constexpr (C::kBiasStays) shared_.found.bias_parity = bias_parity;
+    ring_.wait_empty(slot);
+    const auto* const from = reinterpret_cast<const uint4*>(&shared_.found);
+#pragma unroll 1  // few registers
+    for (int i = 0; i < static_cast<int>(sizeof(FwdTask) / sizeof(uint4)); ++i) {
+      reinterpret_cast<uint4*>(&task)[i] = from[i];
+    }
+    ptx::mbarrier_arrive(slot.full);
+    ring_.advance();
+    return task;
+  }
+  // f(task) for each task of the CTA, when it has been handed out.
+  template <class F>
+  __device__ __forceinline__ void for_each(const F& f) {
+    int number = blockIdx.x;
+#pragma unroll 1
+    for (;;) {
+      const uint32_t count = ring_.count();
+      const FwdTask& task = give(number);
+      if (!task.more) return;
+      if (count == 0) ptx::griddepcontrol_wait();  // for the counter
+      number = scheduler_.next(number, count);     // early: the counter takes a while to answer
+      f(task);
+    }
+  }
+  // Waits until the last task that was handed out is done with.
+  __device__ __forceinline__ void wait_for_last() const {
+    const tma::Ring<2> after(ring_.count() + 1);  // the last task's place
+    after.wait_empty(C::slot(smem_, C::kTaskBarrier + after.at()));
+  }
+
+ private:
+  typename C::Smem& shared_;
+  const uint32_t smem_;
+  const FwdScheduler<C> scheduler_;
+  tma::Ring<2> ring_;
+};
+
+// The thread that finds tasks, two ahead of the consumers, so that loads need not wait for it.
+// Brings their Q to L2.
+template <class C>
+__device__ __forceinline__ void find_tasks(typename C::Smem& shared, uint32_t smem,
+                                           const Sm90FwdParams& p) {
+  FwdTaskGiver<C>(shared, smem, p).for_each([&](const FwdTask& task) {
+#pragma unroll
+    for (int i = 0; i < C::Rows::kBlocks; ++i) {
+      ptx::tma_prefetch(&p.query_map, i * C::Rows::kBlockCols, 0, task.first_token(p), task.head,
+                        task.batch);
+    }
+  });
+}
 
 template <class C>
 class FwdProducer {
@@ -17,23 +83,23 @@ class FwdProducer {
  public:
   __device__ __forceinline__ FwdProducer(Smem& shared, uint32_t smem, const Sm90FwdParams& p,
                                          int team = 0)
-      : shared_(shared), smem_(smem), p_(p), team_(team) {}
+      : shared_(shared), smem_(smem), p_(p), team_(team), giver_(shared, smem, p) {}
 
   __device__ __forceinline__ void run() {
     prefetch_maps();
     if constexpr (C::kBiasStays) {
       run_slabs();
+    } else if constexpr (!C::kFindsAhead) {
+      giver_.for_each([&](const FwdTask& task) { load(task); });
     } else {
-      const FwdScheduler<C> scheduler{p_};
-      int number = blockIdx.x;
-      ptx::griddepcontrol_wait();  // for the counter
 #pragma unroll 1
-      for (;;) {
-        const uint32_t count = tasks_.count();
-        const FwdTask& task = give_task(number);
+      for (tma::Ring<2> tasks;; tasks.advance()) {
+        const tma::Slot slot = C::slot(smem_, C::kTaskBarrier + tasks.at());
+        tasks.wait_full(slot);
+        const FwdTask& task = shared_.tasks[tasks.at()];
         if (!task.more) return;
-        number = scheduler.next(number, count);  // early: the counter takes a while to answer
         load(task);
+        ptx::mbarrier_arrive(slot.empty);
       }
     }
   }
@@ -47,6 +113,7 @@ class FwdProducer {
   }
   __device__ __forceinline__ void load(const FwdTask& task) {
     const int key_head = task.head / p_.group, token_k = static_cast<int>(task.seq.token_k);
+    if (C::kQStages == 2) load_queries(task);
 #pragma unroll 1
     for (int n = task.key_end - 1; n >= task.key_begin; --n, keys_.advance()) {
       const uint32_t stage = keys_.at() * sizeof(typename C::Keys);
@@ -56,13 +123,8 @@ class FwdProducer {
       keys_.wait_empty(k);
       tma::fill<typename C::Keys>(k, smem_ + offsetof(Smem, sK) + stage, p_.key_map, row, key_head,
                                   task.batch);
-      if (n == task.key_end - 1) {  // after the first K, whose stage is empty earlier
-        const tma::Slot q = C::slot(smem_, C::kQBarrier);
-        queries_.wait_empty(q);
-        tma::fill<typename C::Rows>(q, smem_ + offsetof(Smem, sQ), p_.query_map, 0,
-                                    task.first_token(p_), task.head, task.batch);
-        queries_.advance();
-      }
+      // After the first K, whose stage is empty earlier.
+      if (C::kQStages == 1 && n == task.key_end - 1) load_queries(task);
       if constexpr (C::kBias && !C::kBiasRows && !C::kBiasStays) load_bias(task, n);
       keys_.wait_empty(v);
       tma::fill<typename C::Keys>(v, smem_ + offsetof(Smem, sV) + stage, p_.value_map, row,
@@ -70,16 +132,13 @@ class FwdProducer {
     }
   }
 
-  // Hands task `number` to the consumers.
-  __device__ __forceinline__ const FwdTask& give_task(int number, int bias_parity = 0) {
-    FwdTask& task = shared_.tasks[tasks_.at()];
-    const tma::Slot slot = C::slot(smem_, C::kTaskBarrier + tasks_.at());
-    tasks_.wait_empty(slot);
-    FwdScheduler<C>{p_}.find_task(number, task);
-    if constexpr (C::kBiasStays) task.bias_parity = bias_parity;
-    ptx::mbarrier_arrive(slot.full);
-    tasks_.advance();
-    return task;
+  __device__ __forceinline__ void load_queries(const FwdTask& task) {
+    const tma::Slot q = C::slot(smem_, C::kQBarrier + queries_.at());
+    queries_.wait_empty(q);
+    tma::fill<typename C::Rows>(
+        q, smem_ + offsetof(Smem, sQ) + queries_.at() * sizeof(typename C::Rows), p_.query_map, 0,
+        task.first_token(p_), task.head, task.batch);
+    queries_.advance();
   }
 
   // Where a bias stays. The CTA has tasks that follow each other, and those of a slab (a tile of
@@ -98,11 +157,11 @@ class FwdProducer {
       if (team_ == 0) load_slab(first);
 #pragma unroll 1
       for (int n = first + ((first - begin + team_) & 1); n < slab_end; n += C::kTeams) {
-        load(give_task(n, parity));
+        load(giver_.give(n, parity));
       }
       first = slab_end;
     }
-    give_task(p_.num_tasks);  // there is none any more
+    giver_.give(p_.num_tasks);  // there is none any more
     // All of the bias has arrived, also what no task has read, before the CTA ends.
     if (begin < end) wait_slab(parity ^ 1);
   }
@@ -118,8 +177,7 @@ class FwdProducer {
   // both producers before either may load anew: so whoever waits for the next one finds its
   // mbarriers at most one phase behind.
   __device__ __forceinline__ void change_slab(int parity) {
-    const tma::Ring<2> after_last(tasks_.count() + 1);  // the last task's place
-    after_last.wait_empty(C::slot(smem_, C::kTaskBarrier + after_last.at()));
+    giver_.wait_for_last();
     wait_slab(parity ^ 1);
     const uint32_t empty = C::bias_empty(smem_, team_);
     ptx::mbarrier_arrive(empty);
@@ -157,8 +215,8 @@ class FwdProducer {
   const uint32_t smem_;
   const Sm90FwdParams& p_;
   const int team_;
-  tma::Ring<2> tasks_;
-  tma::Ring<1> queries_;
+  FwdTaskGiver<C> giver_;
+  tma::Ring<C::kQStages> queries_;
   tma::Ring<C::kStages> keys_;
 };
 

@@ -11,15 +11,14 @@
 namespace flashmoe::cuda::sm90 {
 
 // A tile of queries of one (batch, head), and the tiles of keys that it sees.
-struct alignas(8) FwdTask {
+struct alignas(16) FwdTask {
   Sequence seq;
   int batch = 0, head = 0, first_row = 0;
   int key_begin = 0, key_end = 0;  // tiles of keys that any row sees
   int warpgroup_end[3] = {};       // the end of those that rows of a warpgroup see
   int unmasked_begin[3] = {}, unmasked_end[3] = {};  // those that need no mask, by warpgroup
-  // Whether rows of a warpgroup see only the first half of its first tile, and all of the next.
-  int half_first[3] = {};
-  int more = false;  // false: there is no task any more
+  int half_first[3] = {};  // whether rows of a warpgroup see only the first half of its first tile
+  int more = false;        // false: there is no task any more
   // Kernels with a bias: the tile's first row of bias_map; by rows, where the head's first number
   // lies in memory, as far as its shift takes (bias_rows.cuh).
   int bias_row = 0;
@@ -123,11 +122,8 @@ struct FwdScheduler {
       const int begin = (seq.begin(last, p) + C::kBlockK - 1) / C::kBlockK;
       task.unmasked_begin[i] = max(begin, key_begin);
       task.unmasked_end[i] = max(max(seq.end(first, p), 0) / C::kBlockK, key_begin);
-      if constexpr (C::kHalfTiles) {
-        const int tile = task.warpgroup_end[i] - 1;
-        const bool whole_next =
-            tile == key_begin || (tile > task.unmasked_begin[i] && tile <= task.unmasked_end[i]);
-        task.half_first[i] = end <= tile * C::kBlockK + C::kBlockK / 2 && whole_next;
+      if constexpr (C::kHalfSoftmax) {
+        task.half_first[i] = end <= (task.warpgroup_end[i] - 1) * C::kBlockK + C::kBlockK / 2;
       }
     }
   }

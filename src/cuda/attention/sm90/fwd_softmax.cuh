@@ -168,7 +168,7 @@ struct FwdSoftmax {
   __device__ __forceinline__ void recompute_scores(const FwdWarpgroup<C>& wg) {
     using Smem = typename C::Smem;
     const int r = lane() % 16, column = lane() / 16 * 8;
-    const uint32_t q = wg.smem + offsetof(Smem, sQ) +
+    const uint32_t q = wg.queries(wg.tasks.count()) +
                        (wg.index * kWarpgroupRows + warpgroup_warp() * 16) * C::Rows::kRowBytes +
                        C::Rows::at(r, column);
     const uint32_t k = wg.smem + offsetof(Smem, sK) + wg.keys.at() * sizeof(typename C::Keys) +

@@ -87,20 +87,47 @@ struct FwdWarpgroup {
            block < reload(task().unmasked_begin[index]);
   }
 
+  // Where the Q of task number `count` is, of this CTA's.
+  __device__ __forceinline__ int q_stage(uint32_t count) const {
+    return C::kQStages > 1 ? ptx::opaque(count) % C::kQStages : 0;
+  }
+  __device__ __forceinline__ uint32_t queries(uint32_t count) const {
+    return smem + offsetof(typename C::Smem, sQ) + q_stage(count) * sizeof(typename C::Rows);
+  }
+  __device__ __forceinline__ void wait_queries(uint32_t count) const {
+    tma::Ring<C::kQStages>(count).wait_full(slot(C::kQBarrier + q_stage(count)));
+  }
+  // All threads of the warpgroup.
+  __device__ __forceinline__ void sync() const {
+    ptx::bar_sync(epilogue_barrier(), kWarpgroupThreads);
+  }
+  __device__ __forceinline__ int epilogue_barrier() const {
+    return C::kEpilogueBarrier + team * C::kWarpgroups + index;
+  }
+
   // Waits for the next task and returns whether there is one.
   __device__ __forceinline__ bool take_task() {
     tasks.wait_full(slot(C::kTaskBarrier + tasks.at()));
     const FwdTask& task = this->task();
     if (!tma::warp_uniform(task.more)) return false;
-    block = tma::warp_uniform(task.warpgroup_end[index]) - 1;
+    begin_task();
     if constexpr (requires { C::kFp8; }) scales = C::find_scales(task.head / p.group, p);
     return true;
+  }
+  __device__ __forceinline__ void begin_task() {
+    block = tma::warp_uniform(reload(task().warpgroup_end[index])) - 1;
   }
   // Each thread arrives for itself: each has read the task for itself.
   __device__ __forceinline__ void release_task() {
     ptx::mbarrier_arrive(slot(C::kTaskBarrier + tasks.at()).empty);
     __syncwarp();  // so that the compiler knows in the next task that the warp is converged
     tasks.advance();
+  }
+
+  // The place of the task before's Q is not needed any more: its O has left from there.
+  __device__ __forceinline__ void release_output() const {
+    if (warpgroup_thread() == 0) ptx::cp_async_bulk_wait_group_read();
+    release(slot(C::kQBarrier + q_stage(tasks.count() - 1)));
   }
 
   // Ping-pong: warpgroups issue MMAs one after the other, so that the softmax of one runs under the

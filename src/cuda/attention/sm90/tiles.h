@@ -7,7 +7,7 @@ namespace flashmoe::cuda {
 
 // Shared memory that a CTA may have on an SM of Hopper, and what a forward kernel, or the sum of a
 // bias's gradient, keeps of it for its tasks and mbarriers.
-inline constexpr int kSm90SharedBytes = 227 * 1024, kBarrierBytes = 512;
+inline constexpr int kSm90SharedBytes = 227 * 1024, kFwdControlBytes = 768, kBarrierBytes = 512;
 
 // Registers that each thread of a CTA has when it begins, before setmaxnreg moves them between
 // warpgroups. A warpgroup that asks for more than the others gave away waits for ever.
@@ -39,29 +39,37 @@ struct Sm90FwdTile {
   int stages;            // of K and V in shared memory
   bool general_score;    // whether there may be a softcap, or a scale that is not positive
   BiasInput bias = kNoBias;
-  int ctas = 1;             // per SM, of which each has its share of shared memory and registers
-  int bias_tiles = 0;       // tiles of keys whose bias stays in shared memory: see fwd.cuh
-  int more_key_stages = 0;  // of K: it is needed before V, and for as long
-  bool whole_rows = false;  // of K and V: see tma/operand.cuh
+  int ctas = 1;              // per SM, of which each has its share of shared memory and registers
+  int bias_tiles = 0;        // tiles of keys whose bias stays in shared memory: see fwd.cuh
+  int more_key_stages = 0;   // of K: it is needed before V, and for as long
+  bool whole_rows = false;   // of K and V: see tma/operand.cuh
+  bool joins_tasks = false;  // see FwdConsumer::run_joined()
   static constexpr bool kCountsTasks = true;
 
   constexpr int threads() const { return (block_q / 64 + 1) * 128; }
   // Where a bias stays, two teams of consumers have a task each, of half of block_q.
   constexpr int teams() const { return bias_tiles > 0 ? 2 : 1; }
+  // O leaves from the place of its Q where the next Q has another.
+  constexpr int q_stages() const { return joins_tasks ? 2 : 1; }
   // O leaves through one or two blocks of columns.
   constexpr int out_stages() const { return head_dim > 64 ? 2 : 1; }
   constexpr int bias_chunk_bytes() const { return bias == kBytesByRows ? 8 : 16; }
   constexpr int shared_bytes() const {
     const int team_q = block_q / teams();
-    const int rows = team_q + (2 * stages + more_key_stages) * block_k;
-    const int out_bytes = out_stages() * team_q * (head_dim <= 32 ? 64 : 128);
+    const int rows = q_stages() * team_q + (2 * stages + more_key_stages) * block_k;
+    const int out_bytes = joins_tasks ? 0 : out_stages() * team_q * (head_dim <= 32 ? 64 : 128);
     const int tiles = rows * tile_row_bytes(head_dim) + out_bytes;
     const int bias_bytes = (bias_tiles > 0 ? bias_tiles : stages) *
                            bias_tile_bytes(bias, team_q, block_k, bias_chunk_bytes());
-    if (bias_tiles == 0) return tiles + bias_bytes + kBarrierBytes;
+    if (bias_tiles == 0) return tiles + bias_bytes + kFwdControlBytes;
     return teams() * (tiles + kTeamControlBytes) + bias_bytes + kBarrierBytes;
   }
 };
+
+constexpr Sm90FwdTile joined(Sm90FwdTile tile) {
+  tile.joins_tasks = true;
+  return tile;
+}
 
 // Tiles of tokens, whatever sequences these are of. TMA copies chunks of kPackedChunk: sequences of
 // a dense batch begin with one.

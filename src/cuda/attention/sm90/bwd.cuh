@@ -25,7 +25,8 @@
 // dK read them. dQ takes dS from shared memory; the consumers share its rows, or where there are
 // not 64 for each, its columns. Warpgroup 0 gives its registers away. Its warp 0 is the producer;
 // one thread each of warps 1 and 2 adds a consumer's dQ to the accumulator by TMA, in the order of
-// the accumulators (bwd_dq.cuh has the order of tiles), and warp 3 zeroes what they will add to.
+// the accumulators (bwd_dq.cuh has the order of tiles), and warp 3 zeroes what they will add to and
+// up to D = 64 looks for a NaN in K and V (bwd_guard.cuh).
 //
 // A bias comes by TMA, and S begins with it; dS leaves as its gradient by warp 3 of warpgroup 0
 // (bwd_grad_bias.cuh). A bias in rows that begin anywhere, or in fp32, is brought by that warp
@@ -108,8 +109,9 @@ struct BwdConfig {
   static constexpr int kDqSums = (kDqTransposed ? kBlockQ : kDqColumns) / 2;  // of a thread
   static constexpr uint32_t kDqBytes = kWarpgroupThreads * kDqSums * 4;       // on their way out
   static constexpr int kKeySteps = kTile.key_steps();
-  // Whether there is a warp to zero its sums.
-  static constexpr bool kZeroesDq = !kTwoCta && !kBias;
+  // Whether there is a warp to zero its sums, and whether it looks at K and V, too. Above D = 64,
+  // where these are twice as large, masked tiles would wait for it: consumers look, all together.
+  static constexpr bool kZeroesDq = !kTwoCta && !kBias, kLooksBeside = kZeroesDq && kDim <= 64;
 
   // mbarriers, each a tma::Slot with `full` and `empty`. "Producer" is its one thread, whose
   // arrival on `full` also expects the bytes of TMA; "warps" are the four of each consumer named.
@@ -117,7 +119,8 @@ struct BwdConfig {
     // [2] A task. full: the producer; consumers and helper threads wait. empty: each thread of the
     // consumers and each helper thread; the producer waits.
     kTaskBarrier = 0,
-    // full: the producer; consumers wait. empty: warps of both consumers; the producer waits.
+    // full: the producer; consumers wait. empty: warps of both consumers, and with kLooksBeside the
+    // warp that looks, which waits for full, too; the producer waits.
     kKBarrier = 2,
     // As K. Two CTAs: consumer 0 waits for full; warps of consumer 1, which sends dK through sV,
     // arrive on empty.
@@ -166,7 +169,14 @@ struct BwdConfig {
     // producer's place: each lane arrives when its part is there, and the first for the shift.
     kBiasBarrier = 14,
 
-    kBarriers = kBias ? 16 : 14,
+    // With kLooksBeside only.
+    // `full` alone: whether something in K or V is not finite is known. The warp that looks;
+    // consumers wait.
+    kLookBarrier = 14,
+
+    kBarriers = kBias          ? 16
+                : kLooksBeside ? 15
+                               : 14,
   };
   // Named barriers (0 is __syncthreads()).
   enum NamedBarrier : int {
@@ -190,6 +200,7 @@ struct BwdConfig {
     BwdTask tasks[2];
     QueryTileInfo query_tiles[kStages];
     tma::Slot::Barriers barriers[kBarriers];
+    uint32_t nonfinite_task;  // 1 + the index of the last task in which K or V is not finite
   };
   struct TwoCtaSmem {
     Keys sK, sV;              // of 64 keys; dK leaves through sV
@@ -259,9 +270,10 @@ struct BwdConfig {
         if (kBias) slot(smem, kBiasBarrier + i).init(kBiasRows ? 32 + 1 : 1, kBoth);
         ptx::mbarrier_init(slot(smem, kMmaBarrier + i).full, kOne);
       }
+      if (kLooksBeside) ptx::mbarrier_init(slot(smem, kLookBarrier).full, 1);
     }
-    slot(smem, kKBarrier).init(1, kBoth);
-    slot(smem, kVBarrier).init(1, kTwoCta ? kOne : kBoth);
+    slot(smem, kKBarrier).init(1, kBoth + kLooksBeside);
+    slot(smem, kVBarrier).init(1, kTwoCta ? kOne : kBoth + kLooksBeside);
     ptx::fence_mbarrier_init();
   }
 
@@ -281,7 +293,10 @@ __device__ __forceinline__ void attention_bwd(const Sm90BwdParams& p) {
   auto& shared = *reinterpret_cast<typename C::Smem*>(shared_memory);
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroupThreads, 0);
-  if (threadIdx.x == 0) C::init_barriers(smem);
+  if (threadIdx.x == 0) {
+    C::init_barriers(smem);
+    if constexpr (C::kLooksBeside) shared.nonfinite_task = 0;
+  }
   ptx::griddepcontrol_wait();  // for lse and delta
   ptx::griddepcontrol_launch_dependents();
   // The barriers are initialised.
@@ -299,7 +314,13 @@ __device__ __forceinline__ void attention_bwd(const Sm90BwdParams& p) {
     } else if constexpr (C::kBias) {
       if (warp == 3) store_grad_bias<C>(shared, smem, p);
     } else if constexpr (C::kZeroesDq) {
-      if (warp == 3) zero_next_wave<C>(shared, smem, p);
+      if (warp == 3) {
+        for_each_task<C>(shared, smem, [&](const BwdTask& task) {
+          if constexpr (C::kLooksBeside) prefetch_keys<C>(task, p);
+          zero_next_wave<C>(task, p);
+          if constexpr (C::kLooksBeside) look_at_keys<C>(smem, task, p);
+        });
+      }
     }
     if (threadIdx.x % 32 == 0) {
       if (warp == 0) produce<C>(shared, smem, p);

@@ -288,7 +288,7 @@ class BwdConsumer {
     if (!kLateDp) scores_.issue_dp(wg_);
     // Where dV and dK leave through sdS, nonfinite_keys() lets both consumers know that it is free.
     if (!C::kOwnGrads && warpgroup_thread() == 0) ptx::cp_async_bulk_wait_group_read();
-    wg_.nonfinite = nonfinite_keys(wg_, task) ? wg_.kInKeys : 0;
+    wg_.nonfinite = !C::kLooksBeside && nonfinite_keys(wg_, task) ? wg_.kInKeys : 0;
     scores_.find_probabilities(wg_, task);
     if (kLateDp) scores_.issue_dp(wg_);
 #pragma unroll 1

@@ -101,28 +101,25 @@ __device__ __forceinline__ void zero_dq_rows(int batch, int head, int first, int
   for (int i = thread; i < count; i += kThreads) to[i] = uint4{0, 0, 0, 0};
 }
 
-// The warp that zeroes the sums of the next wave of heads while this one adds to its own: a task
-// has as many rows as it has keys of all. They are in L2 then when they are needed. (The preprocess
-// kernel zeroes those of the first wave. Where it zeroed all, memory would be written and read once
-// more: H200, 4,096 keys, D = 128, 40 us of 1,400.)
+// Zeroes sums of the next wave of heads, by a warp, while consumers add to those of this one: a
+// task has as many rows as it has keys of all. They are in L2 then when they are needed. (The
+// preprocess kernel zeroes those of the first wave. Where it zeroed all, memory would be written
+// and read once more: H200, 4,096 keys, D = 128, 40 us of 1,400.)
 template <class C>
-__device__ __forceinline__ void zero_next_wave(const typename C::Smem& shared, uint32_t smem,
-                                               const Sm90BwdParams& p) {
-  for_each_task<C>(shared, smem, [&](const BwdTask& task) {
-    const int index = head_index(task.batch, task.key_head, p) + p.zeroed_ahead;
-    if (!p.zeroes_dq || index >= p.num_tasks / p.key_blocks) return;
-    const int batch = p.first_batch + index / p.heads, key_head = p.first_head + index % p.heads;
-    const int rows = (p.len_q + p.block_q - 1) / p.block_q * p.block_q;
-    const int part = (rows + p.key_blocks - 1) / p.key_blocks;
-    const int first = task.first_key / C::kBlockK * part, end = min(first + part, rows);
+__device__ __forceinline__ void zero_next_wave(const BwdTask& task, const Sm90BwdParams& p) {
+  const int index = head_index(task.batch, task.key_head, p) + p.zeroed_ahead;
+  if (!p.zeroes_dq || index >= p.num_tasks / p.key_blocks) return;
+  const int batch = p.first_batch + index / p.heads, key_head = p.first_head + index % p.heads;
+  const int rows = (p.len_q + p.block_q - 1) / p.block_q * p.block_q;
+  const int part = (rows + p.key_blocks - 1) / p.key_blocks;
+  const int first = task.first_key / C::kBlockK * part, end = min(first + part, rows);
 #pragma unroll 1
-    for (int head = key_head * p.group; head < (key_head + 1) * p.group; ++head) {
-      zero_dq_rows<32>(batch, head, first, end, lane(), p);
-    }
-    ptx::fence_proxy_async();  // TMA will add to them
-    __syncwarp();              // all lanes' zeros are written
-    if (lane() == 0) ptx::red_release_add(zeroed_parts(p, batch, key_head), 1);
-  });
+  for (int head = key_head * p.group; head < (key_head + 1) * p.group; ++head) {
+    zero_dq_rows<32>(batch, head, first, end, lane(), p);
+  }
+  ptx::fence_proxy_async();  // TMA will add to them
+  __syncwarp();              // all lanes' zeros are written
+  if (lane() == 0) ptx::red_release_add(zeroed_parts(p, batch, key_head), 1);
 }
 // Waits until the sums that a task adds to have been zeroed. (Without tiles it adds nothing, and
 // nobody has set the semaphore of a sequence whose length is wrong.)

@@ -1,8 +1,9 @@
 // The guarded way of the sm90 backward pass. A NaN or infinity in Q, K, V or dO must not reach what
 // does not see it, but in an MMA a 0 of P or dS times NaN is NaN. So K and V are looked at when a
-// task begins, lse and delta show the same of Q and dO, and tiles in which a mask hides something
-// not finite are multiplied number by number, with hidden numbers left out. A bias may be -inf
-// anywhere, so with a bias any tile in which something is not finite is.
+// task begins, by the consumers or up to D = 64 by a warp beside them; lse and delta show the same
+// of Q and dO; and tiles in which a mask hides something not finite are multiplied number by
+// number, with hidden numbers left out. A bias may be -inf anywhere, so with a bias any tile in
+// which something is not finite is.
 #pragma once
 
 #include "cuda/attention/sm90/bias_rows.cuh"
@@ -16,13 +17,14 @@ __device__ __forceinline__ bool any_mask(const Sm90BwdParams& p) {
   return p.left < kNoLimit || p.right < kNoLimit;
 }
 
-// Whether something is not finite of what one of kThreads threads reads of so many bytes.
+// Whether something is not finite of the bytes that thread `thread` of kThreads reads of
+// [from, end).
 template <class C, int kThreads>
-__device__ __forceinline__ bool any_nonfinite(uint32_t from, uint32_t bytes) {
-  uint32_t zero = 0;  // two numbers times 0, added up
-#pragma unroll 4
-  for (uint32_t i = (threadIdx.x - kWarpgroupThreads) % kThreads; i < bytes / 16; i += kThreads) {
-    const uint4 eight = ptx::ld_shared_v4(from + i * 16);
+__device__ __forceinline__ bool any_nonfinite(uint32_t from, uint32_t end, uint32_t thread) {
+  uint32_t zero = 0;                    // two numbers times 0, added up
+#pragma unroll(kThreads == 32 ? 2 : 4)  // a warp beside the consumers has few registers
+  for (from += thread * 16; from < end; from += kThreads * 16) {
+    const uint4 eight = ptx::ld_shared_v4(from);
     for (const uint32_t two : {eight.x, eight.y, eight.z, eight.w}) {
       zero = C::kBf16 ? ptx::fma_rn_bf16x2(two, 0, zero) : ptx::fma_rn_f16x2(two, 0, zero);
     }
@@ -33,8 +35,9 @@ __device__ __forceinline__ bool any_nonfinite(uint32_t from, uint32_t bytes) {
 template <class C>
 __device__ __forceinline__ bool warpgroup_any_nonfinite(const BwdWarpgroup<C>& wg, uint32_t from,
                                                         uint32_t bytes) {
-  return ptx::bar_red_or(C::kWarpgroupBarrier + wg.index, kWarpgroupThreads,
-                         any_nonfinite<C, kWarpgroupThreads>(from, bytes));
+  return ptx::bar_red_or(
+      C::kWarpgroupBarrier + wg.index, kWarpgroupThreads,
+      any_nonfinite<C, kWarpgroupThreads>(from, from + bytes, warpgroup_thread()));
 }
 
 // Whether some of `count` keys are seen by no row, or lie past the end of the sequence.
@@ -64,8 +67,49 @@ __device__ __forceinline__ void clear_unseen_keys(const BwdWarpgroup<C>& wg, con
   wg.sync();
 }
 
-// Whether K or V of the tile is not finite: all consumers find the same. One CTA. Where dV and dK
-// leave through sdS, none returns before all are here.
+// K and V of a task, which nobody else reads, to L2 long before their places are free.
+template <class C>
+__device__ __forceinline__ void prefetch_keys(const BwdTask& task, const Sm90BwdParams& p) {
+  if (lane() > 0) return;
+#pragma unroll 1
+  for (int i = 0; i < C::Keys::kBlocks; ++i) {
+    const int token = static_cast<int>(task.seq.token_k) + task.first_key;
+    ptx::tma_prefetch(&p.key_map, 64 * i, token, task.key_head, task.batch);
+    ptx::tma_prefetch(&p.value_map, 64 * i, token, task.key_head, task.batch);
+  }
+}
+
+// Looks at K and V of a task, by the warp beside the consumers that has time to: at keys that some
+// row sees, since consumers zero the others meanwhile.
+template <class C>
+__device__ __forceinline__ void look_at_keys(uint32_t smem, const BwdTask& task,
+                                             const Sm90BwdParams& p) {
+  using Keys = typename C::Keys;
+  using Smem = typename C::Smem;
+  if (task.tiles == 0) return;  // nothing is loaded
+  smem = ptx::opaque(smem);     // else ptxas keeps addresses in registers that there are not
+  const tma::Slot k = C::slot(smem, C::kKBarrier), v = C::slot(smem, C::kVBarrier);
+  ptx::mbarrier_wait(k.full, task.keys_parity);
+  ptx::mbarrier_wait(v.full, task.keys_parity);
+  if (any_mask(p)) {
+    const int begin = max(task.seq.begin(0, p) - task.first_key, 0);
+    const int end = min(task.seq.end(task.seq.len_q - 1, p) - task.first_key, C::kBlockK);
+    uint32_t block = smem + offsetof(Smem, sK);  // and V behind it
+    bool bad = false;
+#pragma unroll 1
+    for (int i = 0; i < 2 * Keys::kBlocks; ++i, block += Keys::kBlockBytes) {
+      bad |= any_nonfinite<C, 32>(block + begin * Keys::kRowBytes, block + end * Keys::kRowBytes,
+                                  lane());
+    }
+    if (bad) ptx::st_shared_u32(smem + offsetof(Smem, nonfinite_task), task.index + 1);
+  }
+  warp_arrive(C::slot(smem, C::kLookBarrier).full);
+  warp_arrive(k.empty);
+  warp_arrive(v.empty);
+}
+
+// Whether K or V of the tile is not finite: all consumers find the same. One CTA without a warp
+// that looks. Where dV and dK leave through sdS, none returns before all are here.
 template <class C>
 __device__ __forceinline__ bool nonfinite_keys(const BwdWarpgroup<C>& wg, const BwdTask& task) {
   const bool matters = C::kBias || any_mask(wg.p);
@@ -75,7 +119,8 @@ __device__ __forceinline__ bool nonfinite_keys(const BwdWarpgroup<C>& wg, const 
     ptx::bar_sync(C::kAgreeBarrier, kThreads);  // all have cleared
   }
   const uint32_t keys = wg.opaque_smem() + offsetof(typename C::Smem, sK);
-  const bool bad = matters && any_nonfinite<C, kThreads>(keys, 2 * C::Keys::kBytes);
+  const bool bad = matters && any_nonfinite<C, kThreads>(keys, keys + 2 * C::Keys::kBytes,
+                                                         threadIdx.x - kWarpgroupThreads);
   return ptx::bar_red_or(C::kAgreeBarrier, kThreads, bad);
 }
 

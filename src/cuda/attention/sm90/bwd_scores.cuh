@@ -158,7 +158,7 @@ struct BwdScores {
   // P in place of S, while dP is on its way.
   __device__ __forceinline__ void find_probabilities(BwdWarpgroup<C>& wg, const BwdTask& task) {
     if (kLateDp) wg.ring.wait_full(wg.grad_out_slot());
-    const bool masked = wg.inspect_query_tile();
+    const bool masked = wg.inspect_query_tile(task);
     ptx::wgmma_wait_group<kLateDp ? 0 : 1>(rS);
     exponentiate(wg);
     if (masked) mask(wg, rS, task.seq, task.first_key + wg.first_key());

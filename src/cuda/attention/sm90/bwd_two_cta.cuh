@@ -321,7 +321,7 @@ class BwdTwoCtaDkDq {
     // QueryTileInfo came with dO. That Q is there follows from dS, and its barrier is not waited
     // for: the next Q but one may have come since.
     wg_.ring.wait_full(wg_.grad_out_slot());
-    wg_.inspect_query_tile();
+    wg_.inspect_query_tile(task);
     const auto [row, first, flags] = wg_.query_tile();
     const bool stores = flags & QueryTileInfo::kStores;
     float* const accum = dq_accum_part<C>(row, 0, wg_.p);

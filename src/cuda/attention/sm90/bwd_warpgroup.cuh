@@ -21,8 +21,9 @@ struct BwdWarpgroup {
   tma::Ring<C::kStages> ring;  // of Q and dO
   uint32_t stage = 0;          // ring.count() as row_places() needs it, warp-uniform
   int kept_first_query;        // see first_query()
-  // Where something is not finite, in one register: in K or V; behind a mask of the tile of
-  // queries; behind a mask of the tile before, whose dQ is yet to come.
+  // Where something is not finite, in one register: in K or V (not where another warp looks);
+  // behind a mask of the tile of queries; behind a mask of the tile before, whose dQ is yet to
+  // come.
   static constexpr int kInKeys = 1, kInTile = 2, kInPreviousTile = 4;
   int nonfinite;
 
@@ -137,16 +138,25 @@ struct BwdWarpgroup {
   // Looks at the tile of queries that is next: returns whether it needs a mask for the warpgroup's
   // keys, and sets kInTile where a mask for any of the keys hides something not finite. All warps
   // of the CTA find the same.
-  __device__ __forceinline__ bool inspect_query_tile() {
+  __device__ __forceinline__ bool inspect_query_tile(const BwdTask& task) {
     const QueryTileInfo& info = query_tile();
     const int flags = info.flags;
     if (C::kTwoCta) kept_first_query = info.first;
     nonfinite &= kInKeys;
-    if (flags & QueryTileInfo::kMaskedAny && (nonfinite || nonfinite_queries())) {
+    if (flags & QueryTileInfo::kMaskedAny && (nonfinite_keys(task) || nonfinite_queries())) {
       nonfinite |= kInTile;
     }
     nonfinite = tma::warp_uniform(nonfinite);
     return flags & QueryTileInfo::kMasked << part;
+  }
+  // Whether something in K or V is not finite.
+  __device__ __forceinline__ bool nonfinite_keys(const BwdTask& task) const {
+    if constexpr (C::kLooksBeside) {
+      const uint32_t smem = opaque_smem();
+      ptx::mbarrier_wait(C::slot(smem, C::kLookBarrier).full, task.keys_parity);
+      return ptx::ld_shared_u32(smem + offsetof(Smem, nonfinite_task)) == task.index + 1;
+    }
+    return nonfinite;
   }
   // Whether lse or delta show that a query's Q or dO is not finite: attention_bwd_preprocess()
   // makes them so.

@@ -26,6 +26,7 @@ from helpers import (
     every_mask,
     every_option,
     integers,
+    judge,
     on_a_gpu,
     put,
     qkv,
@@ -65,6 +66,67 @@ def test_lengths(d, causal, dtype):
 def test_more_work_than_sms(d, causal, dtype):
     """Blocks that follow each other on an SM, and heads that do not divide what goes together."""
     check(*qkv(700, 900, lead=(5,), hq=12, hk=4, d=d, dtype=dtype), causal=causal)
+
+
+# Many tasks for each CTA: the last values of one are multiplied with the first scores of the next,
+# and O leaves from where its Q was. The same calls with few heads have a task for each CTA.
+BATCH_IN_A_ROW = 9
+FORWARD_TILES = [(64, "192x128"), (64, "128x128"), (96, "192x96"), (96, "128x128"), (128, "128x128")]
+tasks_in_a_row = pytest.mark.parametrize("d, forward_tile", FORWARD_TILES)
+
+
+def attend_each_alone(q, k, v, key_lengths=None, **options):
+    """out and lse of all, which have the bits of each alone."""
+
+    def lengths(rows):
+        return {} if key_lengths is None else {"key_lengths": key_lengths[rows]}
+
+    found = attend(q, k, v, **lengths(slice(None)), **options)
+    for i in range(BATCH_IN_A_ROW):
+        rows = slice(i, i + 1)
+        alone = attend(q[rows], k[rows], v[rows], **lengths(rows), **options)
+        assert same([x[rows] for x in found], alone), i
+    return found
+
+
+@every_mask
+@pytest.mark.parametrize("hq, hk", [(16, 16), (20, 4)])
+@pytest.mark.parametrize(
+    "n, m", [(1024, 1024), (1100, 1164), (1300, 1236), (2500, 2500), (700, 60), (300, 513)]
+)
+@tasks_in_a_row
+def test_tasks_in_a_row(d, forward_tile, n, m, hq, hk, causal, dtype, monkeypatch):
+    monkeypatch.setenv("FLASHMOE_TILE", forward_tile)
+    q, k, v = qkv(n, m, lead=(BATCH_IN_A_ROW,), hq=hq, hk=hk, d=d, dtype=dtype)
+    out, lse = attend_each_alone(q, k, v, causal=causal)
+    judge(out[:1], lse[:1], q[:1], k[:1], v[:1], causal=causal)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"window": (200, 70)}, {"window": (300, -1)}], ids=str
+)
+@tasks_in_a_row
+def test_tasks_of_other_lengths_in_a_row(d, forward_tile, options, dtype, monkeypatch):
+    monkeypatch.setenv("FLASHMOE_TILE", forward_tile)
+    q, k, v = qkv(1100, 1300, lead=(BATCH_IN_A_ROW,), hq=16, hk=16, d=d, dtype=dtype)
+    lengths = integers(0, 1300, 1, 64, 65, 1236, 700, 128, 0)
+    out, lse = attend_each_alone(q, k, v, key_lengths=lengths, **options)
+    rows = slice(5, 7)
+    judge(out[rows], lse[rows], q[rows], k[rows], v[rows], key_lengths=lengths[rows], **options)
+
+
+@tasks_in_a_row
+def test_not_a_number_in_tasks_in_a_row(d, forward_tile, dtype, monkeypatch):
+    monkeypatch.setenv("FLASHMOE_TILE", forward_tile)
+    q, k, v = qkv(1100, lead=(BATCH_IN_A_ROW,), hq=16, hk=16, d=d, dtype=dtype)
+    out, lse = attend(q, k, v, causal=True)
+    got, got_lse = attend(q, k, put(v, (slice(None, None, 2), slice(None), 700, 3), nan), causal=True)
+    assert same((got[1::2], got_lse[1::2]), (out[1::2], lse[1::2]))
+    assert not got[::2, :, 700:, 3].isfinite().any()
+    others = [c for c in range(d) if c != 3]
+    assert unchanged(got[:, :, :700], out[:, :, :700])
+    assert unchanged(got[..., others], out[..., others])
+    assert unchanged(got_lse, lse)
 
 
 @pytest.mark.parametrize("value", [nan, inf, -inf])
@@ -341,14 +403,36 @@ def check_tasks_in_a_row(d, causal, dtype):
 
 @every_mask
 @pytest.mark.parametrize("d", [32, 64, 192, 256])
-def test_tasks_in_a_row(d, causal, dtype):
+def test_gradients_of_tasks_in_a_row(d, causal, dtype):
     check_tasks_in_a_row(d, causal, dtype)
 
 
 @every_mask
 @pytest.mark.parametrize("d", [96, 128])
-def test_tasks_in_a_row_by_either_tile(d, causal, tile, dtype):
+def test_gradients_of_tasks_in_a_row_by_either_tile(d, causal, tile, dtype):
     check_tasks_in_a_row(d, causal, dtype)
+
+
+@either_way
+@pytest.mark.parametrize("d", [32, 64, 128])
+def test_not_a_number_in_a_task_stays_there(d, deterministic, dtype):
+    """A CTA has tasks with something not finite in K or V, behind a mask, and tasks without."""
+    shape = {"lead": (24,), "hq": 16, "hk": 16, "d": d, "dtype": dtype, "grad_lse": False}
+    case = dense(400, options={"causal": True}, **shape)
+    spoilt = [("k", (slice(0, 24, 5), slice(0, 16, 3), 390, 1)),
+              ("v", (slice(1, 24, 7), slice(0, 16, 2), 130, 7))]  # fmt: skip
+    dirty, clean = case, torch.ones(24, 16, dtype=torch.bool)
+    for name, index in spoilt:
+        dirty = replace(dirty, **{name: put(getattr(dirty, name), index, nan)})
+        clean[index[:2]] = False
+    want = results(replace(case, deterministic=True))
+    got = results(replace(dirty, deterministic=deterministic))
+    for name in ("dk", "dv"):
+        assert same_bits(got[name][clean], want[name][clean]), name
+    assert rounded_alike(got["dq"][clean], want["dq"][clean])
+    # Of the others, the rows before the first that sees a NaN.
+    spoilt_k = got["dq"][0, 0, :390]
+    assert rounded_alike(spoilt_k, want["dq"][0, 0, :390]) and got["dq"][0, 0, 390:].isnan().any()
 
 
 # What it refuses, and nothing else: tests of the other files are skipped where it does.

@@ -361,6 +361,8 @@ SM90_CALLS = [
     # More tasks than SMs, by tiles of 80 queries.
     Call(128, (24, 24), (80, 256), lead=(3,)),
     Call(96, (24, 24), (160, 256), lead=(3,), options=CAUSAL),
+    # More tasks than SMs forward, some of which skip keys, and a warp that looks at keys backward.
+    Call(64, (140, 140), (200, 264), options=CAUSAL),
     # Two CTAs, and many tasks for each.
     Call(256, (24, 24), (130, 1536), options=CAUSAL),
     # dQ that begins with zeros, which the heads before have written: of 24 heads 12 are in a wave.

@@ -62,17 +62,10 @@ class FwdTaskGiver {
 };
 
 // The thread that finds tasks, two ahead of the consumers, so that loads need not wait for it.
-// Brings their Q to L2.
 template <class C>
 __device__ __forceinline__ void find_tasks(typename C::Smem& shared, uint32_t smem,
                                            const Sm90FwdParams& p) {
-  FwdTaskGiver<C>(shared, smem, p).for_each([&](const FwdTask& task) {
-#pragma unroll
-    for (int i = 0; i < C::Rows::kBlocks; ++i) {
-      ptx::tma_prefetch(&p.query_map, i * C::Rows::kBlockCols, 0, task.first_token(p), task.head,
-                        task.batch);
-    }
-  });
+  FwdTaskGiver<C>(shared, smem, p).for_each([](const FwdTask&) {});
 }
 
 template <class C>

@@ -43,10 +43,10 @@ def test_long_sequences_take_it(dtype):
 
 
 def test_tasks_of_long_causal_passes_are_counted():
-    """Not where all are as long, nor where a list is as even."""
+    """Not where all are as long, nor where a list is as even: above all where they are few."""
 
-    def before(d=128, n=4096, bias=None, **options) -> list[str]:
-        tensors = problem("bf16", d, **LONG | {"n": n, "m": n})
+    def before(d=128, n=4096, batch=32, bias=None, **options) -> list[str]:
+        tensors = problem("bf16", d, **LONG | {"n": n, "m": n, "batch": batch})
         return told(fm.explain(*tensors, bias=bias, **options, **H200))["before"]
 
     counter = ["sm90_attention_task_counter_bf16"]
@@ -54,7 +54,14 @@ def test_tasks_of_long_causal_passes_are_counted():
         assert before(d, causal=True) == before(d, n=1024, causal=True) == counter
         assert before(d, window=(512, 0)) == counter
     assert before(causal=True, softcap=30.0) == counter
-    assert not before() and not before(n=1023, causal=True)
+    assert before(64, n=512, batch=64, causal=True) == counter
+    assert (
+        not before()
+        and not before(n=1023, causal=True)
+        and not before(64, n=511, batch=64, causal=True)
+    )
+    assert before(causal=True, batch=4) == counter  # 15.5 tasks a CTA
+    assert not before(causal=True, batch=3)  # 11.6
     assert not before(32, causal=True) and not before(192, causal=True)
     bias = spec(16, 4096, 4096, dtype=torch.bfloat16)
     assert counter[0] not in before(causal=True, bias=bias)

@@ -57,12 +57,15 @@ void lay_out_packed_backward(AttentionPlan& plan, const Kernel& kernel, const Gp
 
 // Whether a dense pass counts its tasks: where a mask makes long ones and short ones. Of short
 // sequences, and above head dim 128, a list that CTAs go forth and back through is as even and
-// shares more of the keys (docs/log/sm90.md).
-bool counts_dense_tasks(const AttentionPlan& plan, const Kernel& kernel) {
+// shares more of the keys (docs/log/sm90.md). Of few tasks it is more even: with a counter a CTA
+// takes two ahead, whatever others are at.
+bool counts_dense_tasks(const AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
+  constexpr int64_t kLeastTasks = 12;  // of a CTA
   const int64_t least_length = kernel.head_dim <= 64 ? 512 : 1024;
   const AttentionProblem& p = plan.problem;
   return !p.ragged && !p.bias && geometry(p).right >= 0 && plan.len_q >= least_length &&
-         kernel.head_dim >= 64 && kernel.head_dim <= 128;
+         kernel.head_dim >= 64 && kernel.head_dim <= 128 &&
+         plan.work_items >= kLeastTasks * gpu.multiprocessors;
 }
 
 void lay_out_forward(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
@@ -77,7 +80,7 @@ void lay_out_forward(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) 
   const int64_t ctas = ceil_div(plan.work_items, kernel.teams);
   AttentionLaunch main =
       once(kernel, grid_of(std::min(ctas, gpu.multiprocessors * kernel.ctas)), Given::kCall);
-  if (counts_dense_tasks(plan, kernel)) {
+  if (counts_dense_tasks(plan, kernel, gpu)) {
     const Kernel* counter = find_kernel(Role::kTaskCounter, plan.family, p.query.dtype);
     plan.launches.push_back(once(*counter, grid_of(1), Given::kCall));
     main.overlaps = true;

@@ -212,6 +212,11 @@ class Case:
         """Query heads per key head: the fewest heads that can be taken."""
         return self.heads // self.leaves["k"].shape[1]
 
+    @property
+    def judges_largest_of_gradients(self) -> bool:
+        """Whether the largest error of a gradient is judged beside the root mean square."""
+        return True
+
     def kept_bytes(self, backward: bool) -> int | None:
         """What a call must hold besides inputs, output and gradients; None: not known. Here lse."""
         q = self.leaves["q"]

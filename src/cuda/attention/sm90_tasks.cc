@@ -53,8 +53,7 @@ int64_t forward_heads_per_wave(const AttentionPlan& plan, const Sm90FwdParams& p
   return unit > cached ? 1 : cached / unit * unit;
 }
 
-// Under a causal mask a quarter of the tiles. What they read once more costs as much as it gains
-// below 2,048 keys.
+// Under a causal mask a quarter of the tiles. Below 2,048 keys nothing was gained by it.
 int64_t late_blocks(const AttentionPlan& plan, const Sm90FwdParams& p) {
   constexpr int64_t kLeastKeys = 2048;
   const bool causal = p.left >= kNoLimit && p.right < kNoLimit;

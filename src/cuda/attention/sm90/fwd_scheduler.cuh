@@ -1,6 +1,6 @@
 // The tile scheduler of the sm90 forward pass: which tile of queries a CTA has next, and which
-// tiles of keys it sees. The producer's thread runs it: it takes divisions, which consumers would
-// have to wait for.
+// tiles of keys it sees. It takes divisions, which whoever multiplies or loads would have to wait
+// for: where there is one, a thread beside the producer's runs it (find_tasks()).
 #pragma once
 
 #include "cuda/attention/sequence.cuh"

@@ -5,8 +5,9 @@
 
 namespace flashmoe::cuda {
 
-// Shared memory that a CTA may have on an SM of Hopper, and what a forward kernel, or the sum of a
-// bias's gradient, keeps of it for its tasks and mbarriers.
+// Shared memory that a CTA may have on an SM of Hopper, and what a forward kernel keeps of it for
+// its tasks and mbarriers; one whose bias stays (beside its teams' kTeamControlBytes), or the sum
+// of a bias's gradient.
 inline constexpr int kSm90SharedBytes = 227 * 1024, kFwdControlBytes = 768, kBarrierBytes = 512;
 
 // Registers that each thread of a CTA has when it begins, before setmaxnreg moves them between
@@ -66,6 +67,7 @@ struct Sm90FwdTile {
   }
 };
 
+// A row of the tables whose tasks are joined.
 constexpr Sm90FwdTile joined(Sm90FwdTile tile) {
   tile.joins_tasks = true;
   return tile;

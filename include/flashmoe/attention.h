@@ -196,9 +196,10 @@ struct AttentionPlan {
 
   // CUDA.
   std::vector<AttentionLaunch> launches;  // in their order
-  int64_t slices = 1;       // parts of the batch (ragged: of the heads) that launches repeat for
-  int64_t splits = 1;       // parts that the keys of one tile of queries come in
-  int64_t bias_splits = 1;  // parts that the sum of a shared bias's gradient comes in
+  int64_t slices = 1;  // parts of the batch (ragged: of the heads) that launches repeat for
+  // Parts that the keys of one tile of queries come in; backward, the queries of one tile of keys.
+  int64_t splits = 1;
+  int64_t bias_splits = 1;       // parts that the sum of a shared bias's gradient comes in
   bool dq_order_varies = false;  // grad_query is summed in an order that differs from run to run
 
   // CPU. A work item is one chunk of query blocks of one (batch, head), and always the same piece

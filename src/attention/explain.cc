@@ -49,9 +49,11 @@ const char* pass_name(Pass pass) {
 std::string work_text(const AttentionPlan& plan) {
   if (plan.problem.device.type == DeviceType::kCuda) {
     std::string lines;
-    if (plan.splits > 1)
-      lines +=
-          text("splits     the keys, in ", plan.problem.paged ? "up to " : "", plan.splits, "\n  ");
+    if (plan.splits > 1) {
+      const bool backward = plan.problem.pass == Pass::kBackward;
+      lines += text("splits     the ", backward ? "queries" : "keys", ", in ",
+                    plan.problem.paged ? "up to " : "", plan.splits, "\n  ");
+    }
     if (plan.slices > 1) {
       lines += text("slices     ", plan.slices, ", each a part of the ",
                     plan.problem.ragged ? "heads" : "batch", "\n  ");

@@ -61,6 +61,7 @@ needs_packed_bias = pytest.mark.kernels(role="attention_bias_transpose")
 needs_short_tiles = pytest.mark.kernels(role="attention_fwd", tile=(32, 32))
 needs_dropout = pytest.mark.kernels(role="attention_fwd_dropout")
 needs_splits = pytest.mark.kernels(role="attention_combine")
+needs_query_splits = pytest.mark.kernels(role="attention_bwd_key_sum")
 
 
 def refused(*tensors, **options) -> str:
@@ -261,8 +262,8 @@ def slices(text: str) -> int:
 
 
 def splits(text: str) -> int:
-    """Parts that the keys of one tile of queries come in."""
-    found = re.search(r"^ +splits +the keys, in (\d+)$", text, re.M)
+    """Parts that the keys of one tile of queries come in; backward, the queries of one of keys."""
+    found = re.search(r"^ +splits +the (?:keys|queries), in (\d+)$", text, re.M)
     return int(found[1]) if found else 1
 
 

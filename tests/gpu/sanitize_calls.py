@@ -307,6 +307,11 @@ SM90_CALLS = [
     Call(256, (2, 2), ragged=SEQUENCES, dv=100),
     Call(32, (2, 1), (200, 130), options=CAUSAL),
     Call(32, (2, 2), ragged=SEQUENCES),
+    # Tiles of keys whose queries are shared out.
+    Call(64, (8, 1), (700, 200), options=CAUSAL),
+    Call(96, (8, 1), ragged=((500, 500), (9, 3), (70, 200))),
+    Call(128, (8, 2), (600, 300), lead=(2,), key_lengths=(300, 70)),
+    Call(256, (8, 1), (500, 200), options={"window": (-1, 30)}),
     # A bias: its gradient by TMA and number by number, tiles that a mask hides, more heads than
     # keys' heads, keys' lengths, and none of its gradient.
     Call(32, (4, 2), (130, 264), lead=(2,), bias=Bias(masked=True), options=CAUSAL),

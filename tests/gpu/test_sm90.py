@@ -395,14 +395,15 @@ def check_tasks_in_a_row(d, causal, dtype):
     """Many short tasks for each CTA: what one leaves in shared memory is not the next one's."""
     shape = {"lead": (32,), "hq": 16, "hk": 16, "d": d, "dtype": dtype, "grad_lse": False}
     case = dense(512, options={"causal": causal}, **shape)
-    batch_0 = {name: getattr(case, name)[:1] for name in ("q", "k", "v", "grad_out")}
-    alone = check_case(replace(case, **batch_0))
+    # As many as leave no SM without work: else the queries of a tile of keys are shared out.
+    few = {name: getattr(case, name)[:4] for name in ("q", "k", "v", "grad_out")}
+    alone = check_case(replace(case, **few))
     ordered = results(case)
     for _ in range(3):
         got = results(replace(case, deterministic=False))
         for name in ("dk", "dv"):
             assert same_bits(got[name], ordered[name]), name
-            assert same_bits(got[name][:1], alone[name]), name
+            assert same_bits(got[name][:4], alone[name]), name
         assert rounded_alike(got["dq"], ordered["dq"])
 
 

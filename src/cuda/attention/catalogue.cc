@@ -114,13 +114,14 @@ class Lister {
       for (const Role role : roles) {
         const std::string name = text(family, "_", role_name(role), "_", dtype_suffix(dtype));
         const std::string image = text(family, "_attention_small_", dtype_suffix(dtype));
+        const bool converts = role == Role::kBackwardDq || role == Role::kKeySum;
         const bool bounds = role == Role::kRowBounds || role == Role::kPackedPreprocess;
         const bool sequences = role == Role::kRaggedBlocks || bounds;
         const int threads = sequences ? kRaggedThreads : kRowThreads;
         const int shared_bytes = role == Role::kRaggedBlocks    ? kRaggedSharedBytes
                                  : bounds                       ? kRowBoundsSharedBytes
                                  : role == Role::kBiasTranspose ? kBiasTransposeSharedBytes
-                                 : role == Role::kBackwardDq    ? kConvertDqSharedBytes
+                                 : converts                     ? kConvertDqSharedBytes
                                  : role == Role::kSinkSum       ? kSinkSumSharedBytes
                                                                 : 0;
         add({embedded_kernel(image, name, name), family, role, dtype, 0, 0, 0, threads,
@@ -244,7 +245,8 @@ std::vector<Kernel> list_kernels() {
   list.add("sm90", both, Role::kBiasSum, "bwd_bias_sum", "bwd_bias", sm90::kBiasSum);
   list.add_small("sm90", both,
                  {Role::kRaggedBlocks, Role::kRowBounds, Role::kTaskCounter, Role::kBiasAlign,
-                  Role::kPreprocess, Role::kPackedPreprocess, Role::kBackwardDq, Role::kSinkSum});
+                  Role::kPreprocess, Role::kPackedPreprocess, Role::kBackwardDq, Role::kKeySum,
+                  Role::kSinkSum});
 
   const auto add_mma_sync = [&](const char* family, const std::initializer_list<DType>& dtypes,
                                 const auto& fwd, const auto& fwd_bias, const auto& fwd_dropout,
@@ -331,6 +333,8 @@ const char* role_name(Role role) {
       return "attention_bwd_bias";
     case Role::kBackwardDropout:
       return "attention_bwd_dropout";
+    case Role::kKeySum:
+      return "attention_bwd_key_sum";
     case Role::kBiasSum:
       return "attention_bwd_bias_sum";
     case Role::kSinkSum:

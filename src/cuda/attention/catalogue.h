@@ -30,6 +30,7 @@ enum class Role {
   kBackwardDq,  // after it: dQ
   kBackwardBiasDq,
   kBackwardDropoutDq,
+  kKeySum,         // dK and dV, where tiles of keys came in several tasks
   kBiasSum,        // the gradient of a bias that was broadcast
   kSinkSum,        // the gradient of the sinks
   kPagedDecode,    // a forward pass over the pages of a cache: sequences with few rows,

@@ -164,8 +164,9 @@ Status plan_call(AttentionPlan& plan) {
     std::string verdict = text("chosen: the ", family.name, " family's tile for ");
     verdict += kernel->head_dim ? text("head dims up to ", kernel->head_dim) : "every head dim";
     if (plan.splits > 1) {
-      verdict += text(", the keys split in ", plan.problem.paged ? "up to " : "", plan.splits,
-                      " to fill the chip");
+      const bool backward = plan.problem.pass == Pass::kBackward;
+      verdict += text(", the ", backward ? "queries" : "keys", " split in ",
+                      plan.problem.paged ? "up to " : "", plan.splits, " to fill the chip");
     }
     plan.candidates.push_back({kernel->id.name, verdict});
     return {};

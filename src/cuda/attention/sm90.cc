@@ -95,18 +95,23 @@ void lay_out_backward(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu)
   if (kernel.packed) return lay_out_packed_backward(plan, kernel, gpu);
   const Kernel* bias_sum = find_bias_sum(plan);
   cuda::lay_out_backward(plan, gpu, bias_sum);
-  plan.work_items = key_blocks(plan) * (p.ragged ? 1 : plan.batch) * plan.heads_k;
   const int64_t clusters = std::max<int64_t>(gpu.multiprocessors / kernel.cluster, 1);
+  plan.splits = choose_splits(plan, clusters);
+  plan.work_items = key_blocks(plan) * (p.ragged ? 1 : plan.batch) * plan.heads_k * plan.splits;
+  plan.workspace_bytes = backward_workspace(plan, bias_sum).bytes;
   const int64_t ctas = kernel.cluster * std::min(plan.work_items, clusters);
 
   add_first_launches(plan, bias_sum);
   Grid rows = query_grid(plan);
   if (!p.ragged) {
-    rows = grid_of(ceil_div(plan.len_q, preprocess_rows(plan, ctas)) * plan.heads_q, 1,
-                   slice_batch(plan));
+    const int64_t whole = round_up(plan.len_q, plan.block_q);
+    rows =
+        grid_of(ceil_div(whole, preprocess_rows(plan, ctas)) * plan.heads_q, 1, slice_batch(plan));
   }
   const DType dtype = p.query.dtype;
-  plan.launches.push_back(per_slice(*find_kernel(Role::kPreprocess, plan.family, dtype), rows));
+  AttentionLaunch preprocess = per_slice(*find_kernel(Role::kPreprocess, plan.family, dtype), rows);
+  preprocess.overlaps = true;
+  plan.launches.push_back(preprocess);
   AttentionLaunch main = per_slice(kernel, grid_of(ctas));
   main.overlaps = true;
   plan.launches.push_back(main);
@@ -114,7 +119,19 @@ void lay_out_backward(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu)
     AttentionLaunch dq =
         per_slice(*find_kernel(Role::kBackwardDq, plan.family, dtype), query_grid(plan));
     dq.overlaps = true;
+    const auto parts = static_cast<uint32_t>(ceil_div(plan.block_q, 64));  // see convert_dq_tile()
+    dq.threads *= parts;
+    dq.shared_bytes *= parts;
     plan.launches.push_back(dq);
+  }
+  if (plan.splits > 1) {
+    const int64_t columns = ceil_div(plan.head_dim, 64) + ceil_div(plan.head_dim_v, 64);
+    const Grid parts =
+        grid_of(columns * 2 * key_blocks(plan), plan.heads_k, p.ragged ? 1 : plan.batch);
+    AttentionLaunch sum =
+        once(*find_kernel(Role::kKeySum, plan.family, dtype), parts, Given::kCall);
+    sum.overlaps = true;
+    plan.launches.push_back(sum);
   }
   if (bias_sum) add_bias_sum(plan, *bias_sum);
   add_sink_sum(plan);
@@ -286,7 +303,12 @@ std::string slower(const AttentionPlan& plan, const Gpu& gpu) {
   if (dim <= kDim && !plan.problem.bias && (backward || mean_length(plan) > kDimShort)) {
     return text("head dims up to ", kDim, " have tiles of their own in sm80");
   }
-  if (mean_length(plan) <= kShort) {
+  // A few sequences, or large heads, are faster one tile each: us on an H200, bf16, of sm80 and
+  // here: (2, 8, 64, 64) 18.5 and 13.5, (2, 8, 64, 32) 15.0 and 12.3, (16, 8, 64, 32) 17.2
+  // and 17.7, (32, 8, 64, 64) 24.5 and 26.3, (32, 8, 64, 128) 44 and 30.
+  const bool few = 2 * plan.batch * plan.heads_k < gpu.multiprocessors;
+  const bool one_tile = backward && !ragged && !plan.problem.bias && (few || dim > kRaggedDim);
+  if (mean_length(plan) <= kShort && !one_tile) {
     return text("sequences of at most ", kShort, " tokens have smaller tiles in sm80");
   }
   if (ragged && backward && dim <= kRaggedDim && mean_length(plan) <= kRaggedShort) {

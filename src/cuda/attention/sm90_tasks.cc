@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <functional>
 #include <numeric>
+#include <vector>
 
 #include "core/numbers.h"
 #include "cuda/attention/call.h"
@@ -60,6 +62,48 @@ int64_t late_blocks(const AttentionPlan& plan, const Sm90FwdParams& p) {
   return causal && counts_tasks(plan) && plan.len_k >= kLeastKeys ? p.query_blocks / 4 : 0;
 }
 
+// The queries, in tiles, that a task has of each head: those from `first` on that see the keys of
+// the tile `block`, as far as the split has them. As if all sequences of a ragged batch were as
+// long as the longest.
+int64_t query_tiles_of_task(const AttentionPlan& plan, int64_t block, int64_t split,
+                            int64_t split_rows) {
+  const Geometry g = geometry(plan.problem);
+  const int64_t shift = plan.len_k - plan.len_q, first_key = block * plan.block_k;
+  const int64_t last_key = std::min(first_key + plan.block_k, plan.len_k) - 1;
+  const int64_t first = std::max(first_key - shift - window_limit(g.right), split * split_rows);
+  const int64_t last = std::min(
+      {last_key - shift + window_limit(g.left), plan.len_q - 1, (split + 1) * split_rows - 1});
+  return first <= last ? last / plan.block_q - first / plan.block_q + 1 : 0;
+}
+
+// When the last cluster is done, if each takes the next task as soon as it is done with one, in the
+// time that a tile of queries takes of a tile of keys. Clusters are not equally fast, so the end is
+// a tenth of the longest task later. The constants fit eleven shapes on an H200, of each up to
+// sixteen splits measured: what is chosen is within 2% of the fastest (docs/log/sm90.md).
+double time_of_tasks(const AttentionPlan& plan, int64_t splits, int64_t clusters) {
+  constexpr double kTask = 2.5, kPart = 0.5, kLaunch = 2, kPartSummed = 0.015, kUneven = 0.1;
+  const int64_t rows = split_rows(plan, splits), blocks = ceil_div(plan.len_k, plan.block_k);
+  const AttentionProblem& p = plan.problem;
+  const int64_t sequences = p.ragged ? ceil_div(p.key.shape[0], plan.len_k) : plan.batch;
+  const int64_t heads = plan.heads_k * sequences, group = plan.heads_q / plan.heads_k;
+  std::vector<double> done(clusters, 0.);  // a heap, whose first is done first
+  int64_t parts = 0, longest = 0;
+  for (int64_t block = 0; block < blocks; ++block) {
+    for (int64_t split = 0; split < splits; ++split) {
+      const int64_t tiles = query_tiles_of_task(plan, block, split, rows) * group;
+      if (tiles == 0) continue;
+      longest = std::max(longest, tiles);
+      for (int64_t head = 0; head < heads; ++head, ++parts) {
+        std::pop_heap(done.begin(), done.end(), std::greater<>());
+        done.back() += static_cast<double>(tiles) + kTask + (splits > 1 ? kPart : 0);
+        std::push_heap(done.begin(), done.end(), std::greater<>());
+      }
+    }
+  }
+  const double last = *std::max_element(done.begin(), done.end()) + kUneven * longest;
+  return splits > 1 ? last + kLaunch + kPartSummed * static_cast<double>(parts) : last;
+}
+
 int64_t backward_heads_per_wave(const AttentionPlan& plan, const Sm90BwdParams& p) {
   const Kernel& kernel = main_kernel(plan);
   const int64_t bytes = plan.len_q * (2 * plan.head_dim + 2 * plan.head_dim_v + 4 * p.dim);
@@ -69,7 +113,7 @@ int64_t backward_heads_per_wave(const AttentionPlan& plan, const Sm90BwdParams& 
   const bool early = p.dq_accum && kernel.converts_dq;
   const int64_t twice = ceil_div(2 * clusters * 31 / 32, p.key_blocks);
   const int64_t most = early ? busy : p.deterministic ? cached : std::min(cached, twice);
-  const int64_t heads = plan.heads_k * plan.batch;
+  const int64_t heads = plan.heads_k * plan.batch * plan.splits;
   const int64_t waves = std::max<int64_t>(heads / std::max(most, busy), 1);
   return ceil_div(heads, waves);
 }
@@ -115,17 +159,47 @@ void order_heads(Sm90BwdParams& p, const AttentionPlan& plan) {
   p.zeroed_ahead = p.heads_per_wave;
   if (!can_zero_dq(plan, p)) return;
   const int64_t keys = plan.len_k * p.dim;
+  if (plan.splits > 1) p.zeroed_ahead = kNoLimit;  // few tasks: all sums are zeroed before
   p.zeroes_dq = (p.left < kNoLimit || p.right < kNoLimit) && keys >= kManyKeys;
   const bool causal = p.left >= kNoLimit && p.right < kNoLimit;
-  if (causal && p.group > kFewHeads && keys >= kManyKeys / 2) pair_heads(p, plan);
+  if (causal && plan.splits == 1 && p.group > kFewHeads && keys >= kManyKeys / 2)
+    pair_heads(p, plan);
+}
+
+int64_t split_rows(const AttentionPlan& plan, int64_t splits) {
+  return ceil_div(ceil_div(plan.len_q, plan.block_q), splits) * plan.block_q;
+}
+
+int64_t choose_splits(const AttentionPlan& plan, int64_t clusters) {
+  constexpr int64_t kMost = 16, kTasksOfCluster = 6;
+  constexpr double kLeastGain = 6, kLeastShare = 0.03;
+  const AttentionProblem& p = plan.problem;
+  if (p.bias || plan.slices > 1 || stores_dq(plan) || !(p.grad_key || p.grad_value)) return 1;
+  const int64_t tasks = key_blocks(plan) * plan.heads_k * (p.ragged ? 1 : plan.batch);
+  const int64_t most = std::min(kTasksOfCluster * clusters / tasks, kMost);
+  int64_t best = 1;
+  double least = 0;
+  for (int64_t splits = 1; most > 1 && splits <= most; ++splits) {
+    if (ceil_div(plan.len_q, split_rows(plan, splits)) < splits) continue;  // one would be empty
+    const double time = time_of_tasks(plan, splits, clusters);
+    if (splits == 1) {
+      least = time - std::max(kLeastGain, kLeastShare * time);
+    } else if (time < least) {
+      least = time;
+      best = splits;
+    }
+  }
+  return best;
 }
 
 int64_t preprocess_rows(const AttentionPlan& plan, int64_t ctas) {
+  constexpr int64_t kLeast = 16;  // a warp's rows at a time, of up to 8 heads
   int64_t rows = plan.block_q;
   const auto launched = [&](int64_t rows) {
     return ceil_div(plan.len_q, rows) * plan.heads_q * plan.batch;
   };
   while (rows < 4 * plan.block_q && launched(2 * rows) >= 4 * ctas) rows *= 2;
+  while (rows % (2 * kLeast) == 0 && launched(rows) < 2 * ctas) rows /= 2;
   return rows;
 }
 

@@ -52,8 +52,15 @@ void order_tiles(Sm90FwdParams& p, const AttentionPlan& plan);
 // these.
 void order_heads(Sm90BwdParams& p, const AttentionPlan& plan);
 
-// Rows that a CTA of the preprocess kernel has: as many as leave enough CTAs, since finding out
-// where the rows are takes a while.
+// Tasks that each tile of keys of a backward pass comes in: more than one where that gives CTAs
+// that would be idle something to do, or shortens a causal mask's longest tasks, by more than what
+// comes with it: the parts of dK and dV that each task leaves, and the kernel that adds them up.
+int64_t choose_splits(const AttentionPlan& plan, int64_t clusters);
+// Queries of each head that a task has then, whole tiles.
+int64_t split_rows(const AttentionPlan& plan, int64_t splits);
+
+// Rows that a CTA of the preprocess kernel has, several tiles or a part of one: as many as leave
+// enough CTAs, since finding out where the rows are takes a while.
 int64_t preprocess_rows(const AttentionPlan& plan, int64_t ctas);
 int64_t key_blocks(const AttentionPlan& plan);
 

@@ -38,6 +38,9 @@
 // of 40 cycles; dQ is transposed then, a column for each query, and dV and dK leave through sdS.
 // Which one runs depends on how much of their tiles lengths and masks leave empty.
 //
+// Where tiles of keys are few, the queries of each come in several tasks, whose dK and dV are added
+// up by one more kernel (bwd_key_sum.cuh).
+//
 // Registers of a thread: warpgroup 0 has 24, consumers 240; with a bias 40 and 232. Shared memory:
 // BwdConfig::OneCtaSmem, 210.5 KB at D = 64, 225.5 and 225.75 KB at D = 128; with a bias BiasSmem,
 // 161.5 and 225.5 KB. Head dims above 128: bwd_two_cta.cuh.
@@ -75,6 +78,10 @@ struct BwdConfig {
   static constexpr bool kMask = kTile.bias == kBytesByRows;  // without a gradient
   static constexpr int kBiasBytes = bias_bytes(kTile.bias);
   static constexpr bool kOwnGrads = kTile.own_grads();
+  // Whether a causal mask can hide all keys of a warpgroup from the first queries: see
+  // hidden_tiles().
+  static constexpr bool kSkipsHidden = !kTwoCta && !kBias && kTile.block_q < kTile.block_k;
+  static constexpr bool kSplits = !kBias;  // whether a tile of keys may come in several tasks
   static constexpr int kDim = kTile.head_dim, kDqAccumDim = kTile.dq_accum_dim();
   static constexpr int kBlockQ = kTile.block_q, kBlockK = kTile.block_k, kStages = kTile.kStages;
   static constexpr int kCluster = kTile.cluster();
@@ -297,8 +304,6 @@ __device__ __forceinline__ void attention_bwd(const Sm90BwdParams& p) {
     C::init_barriers(smem);
     if constexpr (C::kLooksBeside) shared.nonfinite_task = 0;
   }
-  ptx::griddepcontrol_wait();  // for lse and delta
-  ptx::griddepcontrol_launch_dependents();
   // The barriers are initialised.
   if constexpr (C::kCluster == 1) {
     __syncthreads();
@@ -308,6 +313,9 @@ __device__ __forceinline__ void attention_bwd(const Sm90BwdParams& p) {
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<C::kProducerRegisters>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    // Whoever touches what the kernel ahead writes waits for its end; the producer loads Q, K, V
+    // and dO of the first task meanwhile.
+    if (warp > 0) ptx::griddepcontrol_wait();
     if (C::kTwoCta && warp == 3) convert_dq<C, 2>(p);
     if constexpr (C::kBiasRows) {
       if (warp == 3) load_bias_rows<C>(shared, smem, p);
@@ -345,7 +353,10 @@ __device__ __forceinline__ void attention_bwd(const Sm90BwdParams& p) {
       ptx::setmaxnreg_inc<C::kSecondConsumerRegisters>();
       BwdTwoCtaDkDq<C>(shared, smem, p).run();
     }
-    if constexpr (C::kTwoCta) convert_dq<C, 4>(p);
+    if constexpr (C::kTwoCta) {
+      ptx::griddepcontrol_wait();
+      convert_dq<C, 4>(p);
+    }
   }
   // A CTA ends only when the other needs its shared memory no more.
   if constexpr (C::kCluster > 1) ptx::barrier_cluster_sync();

@@ -222,6 +222,41 @@ class BwdConsumer {
     if (kMore && kLateDp) scores_.issue_dp(wg_);
   }
 
+  // Under a causal mask the first queries that see a tile of keys see the first 64 of these alone.
+  // How many tiles of queries come last that see none of the warpgroup's keys: there is at least
+  // one that does before them.
+  __device__ __forceinline__ int hidden_tiles(const BwdTask& task) const {
+    if (!C::kSkipsHidden || task.ascending) return 0;
+    const int last_row = task.query_begin + C::kBlockQ - 1;
+    const bool hidden = task.seq.end(last_row, wg_.p) <= task.first_key + wg_.first_key();
+    return hidden && last_row + 1 < task.query_end ? wg_.p.group : 0;
+  }
+  // One of these: dS is 0, and dQ of the tile before leaves.
+  __device__ __forceinline__ void step_hidden(const BwdTask& task) {
+    const tma::Slot q = wg_.q_slot(), grad_out = wg_.grad_out_slot(), ds = ds_slot();
+    const bool guarded_before = wg_.needs_guard();
+    ptx::mbarrier_wait(q.full, wg_.ring.parity());
+    ptx::mbarrier_wait(grad_out.full, wg_.ring.parity());
+    wg_.inspect_query_tile(task);
+    wg_.ring.wait_empty(ds);
+    constexpr Packed kZeros = {};
+    publish_ds(kZeros);
+    warp_arrive(ds.full);
+    wait_turn();
+    if (guarded_before) {
+      const auto before = wg_.tile_before(task);
+      find_dq_guarded(task, before.first, before.head);
+    } else {
+      find_dq();
+    }
+    write_dq(wg_.ring.count() - 1);
+    pass_turn();
+    warp_arrive(grad_out.empty);
+    warp_arrive(q.empty);
+    wg_.advance();
+    send_previous_dq();
+  }
+
   // step() where a mask hides something not finite, in this tile or in the tile before.
   template <bool kMore>
   __device__ __forceinline__ void step_guarded(const BwdTask& task, bool first) {
@@ -255,7 +290,14 @@ class BwdConsumer {
       if (in_tile) wg_.nonfinite |= wg_.kInPreviousTile;
     }
   }
-  // dQ of the tile before, of head `head` (which is looked at with a bias only) from query `first`
+  // dQ of the tile before.
+  __device__ __forceinline__ void find_dq() {
+    wait_previous_ds();
+    ptx::wgmma_fence();
+    issue_dq();
+    ptx::wgmma_wait_group<0>(rdQ_);
+  }
+  // The same of head `head` (which is looked at with a bias only) from query `first`
   // on.
   __device__ __forceinline__ void find_dq_guarded(const BwdTask& task, int first, int head) {
     const void* const bias = bias_of(wg_, task, head);
@@ -291,28 +333,32 @@ class BwdConsumer {
     wg_.nonfinite = !C::kLooksBeside && nonfinite_keys(wg_, task) ? wg_.kInKeys : 0;
     scores_.find_probabilities(wg_, task);
     if (kLateDp) scores_.issue_dp(wg_);
+    const int hidden = hidden_tiles(task);
+    const uint32_t last_seen = task.last_tile - hidden;
 #pragma unroll 1
-    while (wg_.ring.count() != task.last_tile) {
+    while (wg_.ring.count() != last_seen) {
       step<true>(task, wg_.ring.count() == task.first_tile);
     }
-    step<false>(task, task.first_tile == task.last_tile);
-    finish(task);
+    step<false>(task, task.first_tile == last_seen);
+    if (C::kSkipsHidden && hidden > 0) {
+      if (C::kOwnGrads) send_grad_value(wg_, task, rdV_);
+#pragma unroll 1
+      for (int i = 0; i < hidden; ++i) step_hidden(task);
+    }
+    finish(task, C::kOwnGrads && hidden > 0);
   }
 
-  // The last dQ, dV and dK.
-  __device__ __forceinline__ void finish(const BwdTask& task) {
+  // The last dQ, dV unless it was sent, and dK.
+  __device__ __forceinline__ void finish(const BwdTask& task, bool sent_dv) {
     if (wg_.needs_guard()) {
       find_dq_guarded(task, query_tile_with<C>(task, 0), (task.key_head + 1) * wg_.p.group - 1);
     } else {
-      wait_previous_ds();
-      ptx::wgmma_fence();
-      issue_dq();
-      ptx::wgmma_wait_group<0>(rdQ_);
+      find_dq();
     }
     warp_arrive(wg_.slot(C::kKBarrier).empty);
     warp_arrive(wg_.slot(C::kDsBarrier + tma::Ring<2>(wg_.ring.count() - 1).at()).empty);
     if (!C::kOwnGrads) wait_grads(wg_);
-    send_grad_value(wg_, task, rdV_);
+    if (!sent_dv) send_grad_value(wg_, task, rdV_);
     write_dq(wg_.ring.count() - 1);
     send_dq();
     send_grad_key(wg_, task, rdK_);

@@ -34,16 +34,58 @@ __device__ __forceinline__ void store_eight(char* to, const uint4& eight, int le
   }
 }
 
-inline constexpr int kConvertDqThreads = 128;
+// Threads for 64 rows at a time; a CTA has as many of these as its tile of queries takes.
+inline constexpr int kConvertDqThreads = 128, kMostConvertDqThreads = 256;
 
-// A tile of queries by a CTA, 64 rows x 64 columns at a time: from the order of wgmma's
-// accumulators through shared memory to whole rows. See find_query_rows() for the grid.
+// Up to 64 rows x 64 columns of 16-bit numbers that a CTA stores: what is beyond them is left out.
+struct StoredPart {
+  char* to;
+  int64_t row_bytes;
+  int rows, columns;
+};
+// Sums in the order of wgmma's accumulators, times `times`, through shared memory to whole rows, by
+// kConvertDqThreads threads. Transposed, wgmma's rows are columns. All threads of the CTA call it
+// as often.
 template <class T>
-__device__ __forceinline__ void convert_dq_tile(const Sm90BwdParams& p) {
+__device__ __forceinline__ void store_sums(const float4 (&four)[8], float times, bool transposed,
+                                           const StoredPart& part) {
   using Part = tma::Tile<64, 64>;
   extern __shared__ __align__(1024) char shared[];
   static_assert(Part::kBytes == kConvertDqSharedBytes);
-  const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const int thread = threadIdx.x % kConvertDqThreads, lane = thread % 32, warp = thread / 32;
+  const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared)) +
+                        threadIdx.x / kConvertDqThreads * Part::kBytes;
+  __syncthreads();  // what was there before is stored
+#pragma unroll
+  for (int i = 0; i < 8; i += 2) {
+    uint32_t packed[4];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const float4 x = four[i + j];
+      packed[2 * j] = T::pack(x.x * times, x.y * times);
+      packed[2 * j + 1] = T::pack(x.z * times, x.w * times);
+    }
+    const int along = 16 * warp + lane % 16, across = 8 * i + lane / 16 * 8;
+    if (transposed) {
+      const int row = across + lane % 8, dim = 16 * warp + lane / 8 % 2 * 8;
+      ptx::stmatrix_x4_trans(smem + Part::at(row, dim), packed);
+    } else {
+      ptx::stmatrix_x4(smem + Part::at(along, across), packed);
+    }
+  }
+  __syncthreads();  // all rows are there
+#pragma unroll
+  for (int i = thread; i < 64 * 8; i += kConvertDqThreads) {
+    const int row = i / 8, chunk = i % 8, left = part.columns - 8 * chunk;
+    if (row >= part.rows || left <= 0) continue;
+    const uint4 eight = ptx::ld_shared_v4(smem + Part::at(row, 8 * chunk));
+    store_eight(part.to + row * part.row_bytes + chunk * 16, eight, left);
+  }
+}
+
+// A tile of queries by a CTA, 64 columns at a time. See find_query_rows() for the grid.
+template <class T>
+__device__ __forceinline__ void convert_dq_tile(const Sm90BwdParams& p) {
   const QueryRows rows = find_query_rows(p);
   if (rows.kind == RaggedKind::kEmpty) return;
   const Sequence& seq = rows.seq;
@@ -60,50 +102,24 @@ __device__ __forceinline__ void convert_dq_tile(const Sm90BwdParams& p) {
       p.dq_accum + (rows.head * p.dq_accum_rows + slice_row + rows.first) * p.dim;
 
   const bool transposed = p.block_q % 64 != 0;  // as transposes_dq() has it
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int thread = threadIdx.x % kConvertDqThreads, part = threadIdx.x / kConvertDqThreads * 64;
+  const int first = rows.first + part, count = min(p.block_q - part, 64);
 #pragma unroll 1
-  for (int part = 0; part < p.block_q; part += 64) {
-    const int first = rows.first + part, count = min(p.block_q - part, 64);
-    if (first >= seq.len_q) break;
-#pragma unroll 1
-    for (int column = 0; column < p.head_dim; column += 64) {
-      const int64_t at = transposed ? column * int64_t{p.block_q} + part * 64
-                                    : part * static_cast<int64_t>(p.dim) + column * 64;
-      const int eights = (transposed ? count : min(p.dim - column, 64)) / 8;
-      const float4* const from = reinterpret_cast<const float4*>(sums + at) + threadIdx.x;
-      float4 four[8] = {};
+  for (int column = 0; column < p.head_dim; column += 64) {
+    const int64_t at = transposed ? column * int64_t{p.block_q} + part * 64
+                                  : part * static_cast<int64_t>(p.dim) + column * 64;
+    const int eights = (transposed ? count : min(p.dim - column, 64)) / 8;
+    const float4* const from = reinterpret_cast<const float4*>(sums + at) + thread;
+    float4 four[8] = {};
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        if (i < eights) four[i] = __ldcs(from + i * 128);
-      }
-      __syncthreads();  // the 64 columns before are stored
-#pragma unroll
-      for (int i = 0; i < 8; i += 2) {
-        uint32_t packed[4];
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const float4 x = four[i + j];
-          packed[2 * j] = T::pack(x.x * p.scale, x.y * p.scale);
-          packed[2 * j + 1] = T::pack(x.z * p.scale, x.w * p.scale);
-        }
-        const int along = 16 * warp + lane % 16, across = 8 * i + lane / 16 * 8;
-        if (transposed) {
-          const int row = across + lane % 8, dim = 16 * warp + lane / 8 % 2 * 8;
-          ptx::stmatrix_x4_trans(smem + Part::at(row, dim), packed);
-        } else {
-          ptx::stmatrix_x4(smem + Part::at(along, across), packed);
-        }
-      }
-      __syncthreads();  // all rows are there
-#pragma unroll
-      for (int i = threadIdx.x; i < 64 * 8; i += kConvertDqThreads) {
-        const int row = i / 8, chunk = i % 8, left = p.head_dim - column - 8 * chunk;
-        if (row >= count || first + row >= seq.len_q || left <= 0) continue;
-        const uint4 eight = ptx::ld_shared_v4(smem + Part::at(row, 8 * chunk));
-        char* const there = to + (first + row) * row_bytes + (column + 8 * chunk) * 2;
-        store_eight(there, eight, left);
-      }
+    for (int i = 0; i < 8; ++i) {
+      if (i < eights) four[i] = __ldcs(from + i * 128);
     }
+    store_sums<T>(four, p.scale, transposed,
+                  {.to = to + first * row_bytes + column * 2,
+                   .row_bytes = row_bytes,
+                   .rows = min(count, seq.len_q - first),
+                   .columns = p.head_dim - column});
   }
 }
 

@@ -141,7 +141,7 @@ __device__ __forceinline__ void wait_until_done(const Sm90BwdParams& p, const Se
                                                 int sequence, int key_head) {
   const int blocks = p.blocks ? (seq.len_k + kKeysOfBlock - 1) / kKeysOfBlock : p.key_blocks;
   const int* const done = parts_done(p, sequence, key_head);
-  while (ptx::ld_acquire(done) < kPartsOfBlock * blocks) __nanosleep(200);
+  while (ptx::ld_acquire(done) < kPartsOfBlock * blocks * p.splits) __nanosleep(200);
 }
 
 }  // namespace flashmoe::cuda::sm90

@@ -73,6 +73,21 @@ __device__ __forceinline__ void wait_grads(const BwdWarpgroup<C>& wg) {
   next.wait_empty(wg.slot(C::kDsBarrier + stage));
 }
 
+// dK or dV of a consumer's keys as a part of their sum, in the order of the accumulators: see
+// Sm90BwdParams::splits.
+template <class C>
+__device__ __forceinline__ void store_part(const BwdWarpgroup<C>& wg, const float (&x)[C::kDim / 2],
+                                           const void* gradient, int part) {
+  if (!gradient) return;
+  const int64_t row = int64_t{part} * C::kBlockK + wg.first_key();
+  float* const to = wg.p.grad_parts + row * C::kDqAccumDim + warpgroup_thread() * 4;
+#pragma unroll
+  for (int i = 0; i < C::kDim / 8; ++i) {
+    *reinterpret_cast<float4*>(to + i * 512) =
+        float4{x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]};
+  }
+}
+
 // dV or dK of a consumer, one after the other through the same shared memory.
 template <class C>
 __device__ __forceinline__ void send_gradient(const BwdWarpgroup<C>& wg, const BwdTask& task,
@@ -91,6 +106,9 @@ template <class C>
 __device__ __forceinline__ void send_grad_value(const BwdWarpgroup<C>& wg, const BwdTask& task,
                                                 const float (&dv)[C::kDim / 2]) {
   const Sm90BwdParams& p = wg.p;
+  if (C::kSplits && p.splits > 1) {
+    return store_part(wg, dv, p.grad_value, p.splits * p.parts_of_split + task.part);
+  }
   send_gradient(wg, task, dv, 1.f, p.grad_value, p.grad_value_strides, p.grad_value_map,
                 p.head_dim_v);
 }
@@ -98,13 +116,16 @@ template <class C>
 __device__ __forceinline__ void send_grad_key(const BwdWarpgroup<C>& wg, const BwdTask& task,
                                               const float (&dk)[C::kDim / 2]) {
   const Sm90BwdParams& p = wg.p;
+  if (C::kSplits && p.splits > 1) return store_part(wg, dk, p.grad_key, task.part);
   send_gradient(wg, task, dk, p.scale, p.grad_key, p.grad_key_strides, p.grad_key_map, p.head_dim);
 }
 
-// dK and dV of keys that no query sees, or of lengths that are wrong.
+// dK and dV of keys that no query sees, or of lengths that are wrong. (Of parts the kernel that
+// adds them up knows without reading.)
 template <class C>
 __device__ void fill_gradients(const BwdWarpgroup<C>& wg, const BwdTask& task) {
   const Sm90BwdParams& p = wg.p;
+  if (p.splits > 1) return;
   const uint16_t value = task.seq.valid ? 0 : C::Type::kNan;
   const auto fill = [&](void* gradient, const Strides& strides, int dim) {
     if (!gradient) return;

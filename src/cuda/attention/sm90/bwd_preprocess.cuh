@@ -73,21 +73,26 @@ __device__ __forceinline__ void row_products(float (&sums)[kRows], const char* c
 // sums where no tile of keys stores the first.
 template <class T>
 __device__ __forceinline__ void attention_bwd_preprocess(const Sm90BwdParams& p) {
+  // The backward kernel reads what kernels ahead of this one have written: it must not begin before
+  // they have ended.
+  ptx::griddepcontrol_wait();
   ptx::griddepcontrol_launch_dependents();
   if (blockIdx.x + blockIdx.z + threadIdx.x == 0) p.tile_counter[0] = p.tile_counter[1] = 0;
   const int rows = p.blocks ? p.block_q : p.preprocess_rows;
   const auto [seq, kind, batch, head, first] = find_preprocess_rows(p);
   if (kind == RaggedKind::kEmpty) return;
   if (p.converted_tiles > 0) {
-    for (int block = first; block < min(first + rows, seq.len_q); block += p.block_q) {
+    for (int block = (first + p.block_q - 1) / p.block_q * p.block_q;
+         block < min(first + rows, seq.len_q); block += p.block_q) {
       if (kind == RaggedKind::kBlock && is_seen(seq, block, p)) continue;
       fill_unseen_dq<T>(seq, kind, batch, head, block, p);
     }
   }
-  if (kind != RaggedKind::kBlock || first >= seq.len_q) return;
-  const int64_t sequence_row = workspace_row(p, seq, batch);
   const int end = (seq.len_q + p.block_q - 1) / p.block_q * p.block_q;  // in the workspace
-  if (const int block = first + threadIdx.x * p.block_q;
+  if (kind != RaggedKind::kBlock || first >= end) return;
+  const int64_t sequence_row = workspace_row(p, seq, batch);
+  const int first_block = (first + p.block_q - 1) / p.block_q * p.block_q;
+  if (const int block = first_block + threadIdx.x * p.block_q;
       p.dq_accum && block < min(first + rows, end)) {
     p.dq_semaphore[(head * p.dq_accum_rows + sequence_row + block - rows_before_slice(p)) /
                    p.block_q] = 0;

@@ -111,7 +111,7 @@ __device__ __forceinline__ void produce(typename C::Smem& shared, uint32_t smem,
     tasks.wait_empty(C::slot(smem, C::kTaskBarrier + tasks.at()));
     const BwdTask& before = shared.tasks[tasks.at() ^ 1];
     task.keys_parity = index == 0 ? 0 : before.keys_parity ^ (before.tiles > 0);
-    find_task<C>(task, scheduler.next(p), p);
+    find_task<C>(task, scheduler.next(index, p), p);
     task.index = index;
     task.first_tile = ring.count();
     task.last_tile = ring.count() + task.tiles - 1;
@@ -126,7 +126,9 @@ __device__ __forceinline__ void produce(typename C::Smem& shared, uint32_t smem,
       const auto token_k = [&](int rank) {
         return static_cast<int>(task.seq.token_k) + task.first_key + 64 * rank;
       };
-      // K and V, one before the first dO and one after it: of two CTAs K is free first, else V.
+      // K and V, one before the first dO and one after it: K, which is needed first, where both are
+      // free. Between two tasks V is free first, of two CTAs K.
+      const bool k_first = C::kTwoCta || index == 0;
       const auto load_keys = [&](bool k) {
         const tma::Slot slot = C::slot(smem, k ? C::kKBarrier : C::kVBarrier);
         const uint32_t to = smem + (k ? offsetof(Smem, sK) : offsetof(Smem, sV));
@@ -148,17 +150,18 @@ __device__ __forceinline__ void produce(typename C::Smem& shared, uint32_t smem,
       ring.wait_empty(grad_out);  // in all CTAs of the cluster: Q goes where a dO was
       fill_cluster<C>(q, smem + offsetof(Smem, sRows) + places.q, rank, p.query_map, token_q, head,
                       task.batch);
-      if (begins) load_keys(C::kTwoCta);
+      if (begins) load_keys(k_first);
       ring.wait_empty(q);
       shared.query_tiles[ring.at()] = find_query_tile<C>(task, head, first, p);
       fill_cluster<C, C::kLseDeltaBytes>(grad_out, smem + offsetof(Smem, sRows) + places.grad_out,
                                          rank, p.grad_out_map, p.grad_out ? token_q : kNoLimit,
                                          head, task.batch);
+      if (begins && index == 0) scheduler.wait_for_kernel_ahead();
       ptx::cp_async_bulk_load(smem + offsetof(Smem, lse_delta) + ring.at() * C::kLseDeltaBytes,
                               p.lse_delta + 2 * (head * p.rows + task.first_row + first),
                               C::kLseDeltaBytes, grad_out.full);
       if (begins) {
-        load_keys(!C::kTwoCta);
+        load_keys(!k_first);
         if constexpr (C::kTwoCta) {
           const tma::Slot peer_k = C::slot(smem, C::kPeerKBarrier);
           ptx::mbarrier_wait(peer_k.empty, task.keys_parity ^ 1);

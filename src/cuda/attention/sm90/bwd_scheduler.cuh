@@ -5,6 +5,7 @@
 #include "cuda/attention/sequence.cuh"
 #include "cuda/attention/sm90/params.h"
 #include "cuda/ptx/cluster.cuh"
+#include "cuda/ptx/grid.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/shared.cuh"
 #include "cuda/tma/pipeline.cuh"
@@ -33,10 +34,12 @@ struct alignas(16) BwdTask {
     };
     // By rows: offset of the batch in the bias's gradient.
     int64_t grad_bias;
+    // Without a bias: the number of its part of dK among all.
+    int part;
   };
 };
 
-// A tile of keys of a dense batch. `head` is its (batch, key head) as the launch counts them.
+// A tile of keys. `head` is its (batch, key head, split) as the launch counts them.
 struct KeyTile {
   int head, block;
   bool ascending;
@@ -80,13 +83,38 @@ __device__ __forceinline__ KeyTile find_paired_tile(int number, const Sm90BwdPar
           ascending};
 }
 
+// The tiles of queries that see any of the keys from `first_key` on and are in that split.
+struct QueryRange {
+  int begin, end;
+};
+__device__ __forceinline__ QueryRange find_query_range(const Sequence& seq, int first_key,
+                                                       int split, int block_q, int block_k,
+                                                       const Sm90BwdParams& p) {
+  // Row i sees key j when i + shift - left <= j <= i + shift + right.
+  const int last_key = min(first_key + block_k, seq.len_k) - 1;
+  int first = max(first_key - seq.shift - p.right, 0);
+  int last = min(last_key - seq.shift + p.left, seq.len_q - 1);
+  if (p.splits > 1) {
+    first = max(first, split * p.split_rows);
+    last = min(last, (split + 1) * p.split_rows - 1);
+  }
+  const int begin = first / block_q * block_q;
+  const bool seen = seq.valid && first <= last && first_key <= last_key;
+  return {begin, seen ? (last / block_q + 1) * block_q : begin};
+}
+
+// The number of a part of dK among all: (split, head, block).
+__device__ __forceinline__ int find_part(int head, int split, int block, const Sm90BwdParams& p) {
+  return split * p.parts_of_split + head * p.key_blocks + block;
+}
+
 // Fills in task `number` of all.
 //
 // The order of tasks decides who waits for whom. Tiles of keys add to the dQ of a tile of queries
 // in ascending order where sums are deterministic, and otherwise after the first, which stores, or
 // after zeros that tasks of the wave before have written (bwd_dq.cuh). So a task waits only for
-// tasks with lower numbers, which some CTA already has, and the lowest unfinished task waits for
-// nobody.
+// tasks with lower numbers, which some CTA already has (CTAs begin in the order of their index),
+// and the lowest unfinished task waits for nobody.
 //
 // Three things keep the waits short:
 // - Tasks that wait go through their tiles of queries from the last to the first. With causal
@@ -101,13 +129,24 @@ template <class C>
 __device__ __forceinline__ void find_task(BwdTask& task, int number, const Sm90BwdParams& p) {
   task.last = number >= p.num_tasks;
   if (task.last) return;
+  KeyTile tile;
   if (p.blocks) {
-    const RaggedBlock block = p.blocks[number / p.heads];
+    const int heads = p.heads * p.splits;
+    tile = {number % heads, number / heads, false};
+  } else if (C::kZeroesDq && number < p.paired_heads * p.key_blocks) {
+    tile = find_paired_tile(number, p);
+  } else {
+    tile = find_key_tile(number, p);
+  }
+  task.ascending = tile.ascending;
+  const int head = tile.head / p.splits, split = tile.head % p.splits;
+  if constexpr (C::kSplits) task.part = find_part(head, split, tile.block, p);
+  if (p.blocks) {
+    const RaggedBlock block = p.blocks[tile.block];
     task.last = block.kind == RaggedKind::kEmpty;  // all that follow are empty as well
     if (task.last) return;
-    task.ascending = false;
     task.batch = 0;
-    task.key_head = p.first_head + number % p.heads;
+    task.key_head = p.first_head + head;
     task.first_key = block.block * C::kBlockK;
     task.seq = find_sequence(block);
     if (block.kind == RaggedKind::kRest) {  // keys that nobody sees
@@ -116,12 +155,8 @@ __device__ __forceinline__ void find_task(BwdTask& task, int number, const Sm90B
     }
     task.sequence = block.sequence;
   } else {
-    const KeyTile tile = C::kZeroesDq && number < p.paired_heads * p.key_blocks
-                             ? find_paired_tile(number, p)
-                             : find_key_tile(number, p);
-    task.ascending = tile.ascending;
-    task.batch = p.first_batch + tile.head / p.heads;
-    task.key_head = p.first_head + tile.head % p.heads;
+    task.batch = p.first_batch + head / p.heads;
+    task.key_head = p.first_head + head % p.heads;
     task.first_key = tile.block * C::kBlockK;
     task.seq = find_sequence(p, task.batch);
     task.sequence = task.batch;
@@ -129,14 +164,11 @@ __device__ __forceinline__ void find_task(BwdTask& task, int number, const Sm90B
   const Sequence seq = task.seq;
   task.first_row = workspace_row(p, seq, task.sequence);
   task.slice_row = task.first_row - rows_before_slice(p);
-  // Row i sees key j when i + shift - left <= j <= i + shift + right.
-  const int last_key = min(task.first_key + C::kBlockK, seq.len_k) - 1;
-  const int first = max(task.first_key - seq.shift - p.right, 0);
-  const int last = min(last_key - seq.shift + p.left, seq.len_q - 1);
-  const bool seen = seq.valid && first <= last && task.first_key <= last_key;
-  task.query_begin = first / C::kBlockQ * C::kBlockQ;
-  task.query_end = seen ? (last / C::kBlockQ + 1) * C::kBlockQ : task.query_begin;
-  task.tiles = (task.query_end - task.query_begin) / C::kBlockQ * p.group;
+  const auto [query_begin, query_end] =
+      find_query_range(seq, task.first_key, split, C::kBlockQ, C::kBlockK, p);
+  task.query_begin = query_begin;
+  task.query_end = query_end;
+  task.tiles = (query_end - query_begin) / C::kBlockQ * p.group;
   if constexpr (C::kBiasRows) {
     task.grad_bias = batch_offset(p, p.grad_bias_strides.batch, task.batch);
   } else if constexpr (C::kBias) {
@@ -147,22 +179,27 @@ __device__ __forceinline__ void find_task(BwdTask& task, int number, const Sm90B
   }
 }
 
-// Gives out task numbers. Of a cluster, CTA 0 takes a number from the counter and tells CTA 1.
+// Gives out task numbers: the first of a CTA or cluster is its index, so that it can be loaded
+// while the kernel ahead, which sets the counter to 0, still runs. Of a cluster, CTA 0 takes a
+// number from the counter and tells CTA 1.
 template <class C>
 class BwdScheduler {
  public:
   __device__ __forceinline__ BwdScheduler(uint32_t smem, int rank) : smem_(smem), rank_(rank) {}
 
-  __device__ __forceinline__ int next(const Sm90BwdParams& p) {
+  // Of the CTA's task `index`.
+  __device__ __forceinline__ int next(uint32_t index, const Sm90BwdParams& p) {
+    if (index == 0) return blockIdx.x / C::kCluster;
+    wait_for_kernel_ahead();  // the task before may have had nothing to load
     if constexpr (C::kCluster == 1) {
-      return atomicAdd(p.tile_counter, 1);
+      return gridDim.x + atomicAdd(p.tile_counter, 1);
     } else {
       const uint32_t next_task = smem_ + offsetof(typename C::Smem, next_task);
       const tma::Slot slot = C::slot(smem_, C::kNextTaskBarrier);
       parity_ ^= 1;
       int number;
       if (rank_ == 0) {
-        number = atomicAdd(p.tile_counter, 1);
+        number = gridDim.x / C::kCluster + atomicAdd(p.tile_counter, 1);
         ptx::mbarrier_wait(slot.empty, parity_ ^ 1);
         ptx::st_shared_cluster_u32(ptx::mapa(next_task, 1), number);
         ptx::mbarrier_arrive_release_cluster(ptx::mapa(slot.full, 1));
@@ -173,6 +210,13 @@ class BwdScheduler {
       }
       return number;
     }
+  }
+
+  // Before anything that it writes is read. The kernel behind may begin from then on: it asks for
+  // nothing that the kernel ahead of this one has yet to write.
+  static __device__ __forceinline__ void wait_for_kernel_ahead() {
+    ptx::griddepcontrol_wait();
+    ptx::griddepcontrol_launch_dependents();
   }
 
  private:

@@ -192,14 +192,18 @@ class BwdTwoCtaDv {
     step<false>(task);
     warp_arrive(wg_.slot(C::kKBarrier).empty);
 
-    // dV leaves through the last dO.
-    const uint32_t sGrad = wg_.stage_grad_out();
-    write_gradient<C>(sGrad, rdV_, 1.f);
-    ptx::fence_proxy_async_shared();
-    wg_.sync();  // all of it is there
-    store_gradient(wg_, task, p.grad_value, p.grad_value_strides, p.grad_value_map, p.head_dim_v,
-                   sGrad, first_key);
-    if (warpgroup_thread() == 0) ptx::cp_async_bulk_wait_group_read();
+    if (p.splits > 1) {
+      store_part(wg_, rdV_, p.grad_value, p.splits * p.parts_of_split + task.part);
+    } else {
+      // dV leaves through the last dO.
+      const uint32_t sGrad = wg_.stage_grad_out();
+      write_gradient<C>(sGrad, rdV_, 1.f);
+      ptx::fence_proxy_async_shared();
+      wg_.sync();  // all of it is there
+      store_gradient(wg_, task, p.grad_value, p.grad_value_strides, p.grad_value_map, p.head_dim_v,
+                     sGrad, first_key);
+      if (warpgroup_thread() == 0) ptx::cp_async_bulk_wait_group_read();
+    }
     wg_.cluster_arrive(wg_.grad_out_slot().empty);
     wg_.advance();
   }
@@ -402,14 +406,18 @@ class BwdTwoCtaDkDq {
     warp_arrive(wg_.slot(C::kKBarrier).empty);
     warp_arrive(wg_.slot(C::kPeerKBarrier).empty);
 
-    // dK leaves through sV: V is done with, since the last dS came after that.
-    const uint32_t sGrad = wg_.opaque_smem() + offsetof(Smem, sV);
-    write_gradient<C>(sGrad, rdK_, p.scale);
-    ptx::fence_proxy_async_shared();
-    wg_.sync();  // all of it is there
-    store_gradient(wg_, task, p.grad_key, p.grad_key_strides, p.grad_key_map, p.head_dim, sGrad,
-                   own);
-    if (warpgroup_thread() == 0) ptx::cp_async_bulk_wait_group_read();
+    if (p.splits > 1) {
+      store_part(wg_, rdK_, p.grad_key, task.part);
+    } else {
+      // dK leaves through sV: V is done with, since the last dS came after that.
+      const uint32_t sGrad = wg_.opaque_smem() + offsetof(Smem, sV);
+      write_gradient<C>(sGrad, rdK_, p.scale);
+      ptx::fence_proxy_async_shared();
+      wg_.sync();  // all of it is there
+      store_gradient(wg_, task, p.grad_key, p.grad_key_strides, p.grad_key_map, p.head_dim, sGrad,
+                     own);
+      if (warpgroup_thread() == 0) ptx::cp_async_bulk_wait_group_read();
+    }
     warp_arrive(wg_.slot(C::kVBarrier).empty);
   }
 

@@ -112,7 +112,7 @@ struct Sm90BwdParams : AttentionBwdParams {
   // Before them come `paired_heads`, in waves of `pairs` pairs: see find_paired_tile().
   int32_t paired_heads, pairs, blocks_of_pass;
   int32_t log2_adjacent_heads;  // 2^this heads, whose rows the preprocess kernel reads together
-  int32_t preprocess_rows;      // rows of each of its CTAs, in whole tiles
+  int32_t preprocess_rows;      // rows of each of its CTAs: whole tiles, or a part of one
   // Tiles of queries, of all heads, whose dQ the kernel writes itself; 0: the convert kernel does.
   int32_t converted_tiles;
   int32_t stores_dq;     // whether one tile of keys has all: its dQ is complete
@@ -120,6 +120,12 @@ struct Sm90BwdParams : AttentionBwdParams {
   int32_t zeroed_ahead;  // how many heads on is the one whose sums a head's tasks zero
   int32_t* done;         // (sequences, key heads) of a slice: see parts_done()
   int64_t tokens_q;      // ragged: of all sequences, and of the rows after them
+  // A tile of keys may come in several tasks, each with `split_rows` queries of each head, whole
+  // tiles. They leave parts of dK, and behind all of these of dV, in fp32, which a last kernel adds
+  // up: see bwd_key_sum.cuh.
+  int32_t splits, split_rows;
+  int32_t parts_of_split;  // of dK: tiles of keys of all heads
+  float* grad_parts;       // (2, splits, key heads, key blocks, 128, dim), as dq_accum has its rows
 };
 
 }  // namespace flashmoe::cuda

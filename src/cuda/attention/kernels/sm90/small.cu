@@ -4,6 +4,7 @@
 #include "cuda/attention/mma_sync/bwd_sinks.cuh"
 #include "cuda/attention/ragged.cuh"
 #include "cuda/attention/sm90/bwd_convert_dq.cuh"
+#include "cuda/attention/sm90/bwd_key_sum.cuh"
 #include "cuda/attention/sm90/bwd_packed_preprocess.cuh"
 #include "cuda/attention/sm90/bwd_preprocess.cuh"
 #include "cuda/attention/sm90/fwd_scheduler.cuh"
@@ -41,9 +42,14 @@ extern "C" __global__ void __launch_bounds__(kRaggedThreads) FLASHMOE_KERNEL(
   sm90::attention_bwd_packed_preprocess<family::KernelType>(p);
 }
 
-extern "C" __global__ void __launch_bounds__(sm90::kConvertDqThreads)
+extern "C" __global__ void __launch_bounds__(sm90::kMostConvertDqThreads)
     FLASHMOE_KERNEL(attention_bwd_dq)(const __grid_constant__ Sm90BwdParams p) {
   sm90::attention_bwd_dq<family::KernelType>(p);
+}
+
+extern "C" __global__ void __launch_bounds__(sm90::kConvertDqThreads)
+    FLASHMOE_KERNEL(attention_bwd_key_sum)(const __grid_constant__ Sm90BwdParams p) {
+  sm90::attention_bwd_key_sum<family::KernelType>(p);
 }
 
 extern "C" __global__ void __launch_bounds__(kRowThreads)

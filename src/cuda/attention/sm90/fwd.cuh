@@ -225,6 +225,9 @@ __device__ __forceinline__ void attention_fwd(const Sm90FwdParams& p) {
     for (int team = 0; team < C::kTeams; ++team) C::init_barriers(smem + team * C::kTeamBytes);
     if constexpr (C::kBiasStays) C::init_bias_barriers(smem);
   }
+  // The kernel ahead may have written anything; but if it only set the counter to 0, the first task
+  // needs nothing of it.
+  if (!p.tile_counter || p.blocks) ptx::griddepcontrol_wait();
   __syncthreads();  // the barriers are initialised
   if constexpr (C::kTeams == 1) {
     if (warpgroup == 0) {

@@ -131,6 +131,8 @@ struct FwdScheduler {
 
 // The kernel before a dense pass that counts its tasks.
 __device__ __forceinline__ void attention_task_counter(const Sm90FwdParams& p) {
+  // The forward kernel reads what kernels ahead of this one have written.
+  ptx::griddepcontrol_wait();
   ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x == 0) *p.tile_counter = 0;
 }

@@ -197,8 +197,9 @@ struct AttentionPlan {
   // CUDA.
   std::vector<AttentionLaunch> launches;  // in their order
   int64_t slices = 1;  // parts of the batch (ragged: of the heads) that launches repeat for
-  // Parts that the keys of one tile of queries come in; backward, the queries of one tile of keys.
-  int64_t splits = 1;
+  // Parts that the keys of one tile of queries come in; backward, the queries of one of split_tiles
+  // tiles of keys, the last ones.
+  int64_t splits = 1, split_tiles = 0;
   int64_t bias_splits = 1;       // parts that the sum of a shared bias's gradient comes in
   bool dq_order_varies = false;  // grad_query is summed in an order that differs from run to run
 

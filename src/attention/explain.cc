@@ -52,7 +52,9 @@ std::string work_text(const AttentionPlan& plan) {
     if (plan.splits > 1) {
       const bool backward = plan.problem.pass == Pass::kBackward;
       lines += text("splits     the ", backward ? "queries" : "keys", ", in ",
-                    plan.problem.paged ? "up to " : "", plan.splits, "\n  ");
+                    plan.problem.paged ? "up to " : "", plan.splits);
+      if (backward) lines += text(", of ", plan.split_tiles, " tiles of keys");
+      lines += "\n  ";
     }
     if (plan.slices > 1) {
       lines += text("slices     ", plan.slices, ", each a part of the ",

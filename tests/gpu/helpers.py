@@ -263,7 +263,7 @@ def slices(text: str) -> int:
 
 def splits(text: str) -> int:
     """Parts that the keys of one tile of queries come in; backward, the queries of one of keys."""
-    found = re.search(r"^ +splits +the (?:keys|queries), in (\d+)$", text, re.M)
+    found = re.search(r"^ +splits +the (?:keys|queries), in (\d+)(?:,.*)?$", text, re.M)
     return int(found[1]) if found else 1
 
 

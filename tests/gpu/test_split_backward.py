@@ -104,6 +104,31 @@ def test_wrong_key_lengths_are_nan(dtype):
         assert all(got[x][[0, 2]].isfinite().all() for x in ("dq", "dk", "dv"))
 
 
+# Tiles of 128 keys that leave most of 132 SMs, or of 66 pairs of these, without work at the end.
+REST = {64: (15, 9), 128: (15, 9), 256: (8, 9)}  # heads, tiles of each
+
+
+@either_way
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("d", REST)
+def test_the_last_tiles_alone(d, group, deterministic, dtype):
+    heads, tiles = REST[d]
+    n = 128 * tiles - 41
+    shape = {"d": d, "dtype": dtype, "deterministic": deterministic}
+    case = dense(n if d > 64 else 2 * n, n, lead=(1,), hq=group * heads, hk=heads, **shape)
+    if torch.cuda.get_device_properties(0).multi_processor_count == 132:
+        tensors, options = explained(case)
+        rest = heads * tiles - (132 if d <= 128 else 66)
+        assert f", of {rest} tiles of keys" in fm.explain(*tensors, **options, backward=True)
+    check_case(case)
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (2000, 300)}], ids=str)
+@pytest.mark.parametrize("d", [96, 128])
+def test_sums_that_begin_with_zeros(d, options, dtype):
+    check_split(few(4100, hq=2, d=d, dtype=dtype, deterministic=False, options=options))
+
+
 @pytest.mark.parametrize("needs", ["q", "k", "v", "qk", "kv", "qv"])
 def test_only_the_gradients_that_are_wanted(needs, dtype):
     for d in (64, 128, 256):

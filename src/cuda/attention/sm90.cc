@@ -97,8 +97,8 @@ void lay_out_backward(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu)
   const Kernel* bias_sum = find_bias_sum(plan);
   cuda::lay_out_backward(plan, gpu, bias_sum);
   const int64_t clusters = std::max<int64_t>(gpu.multiprocessors / kernel.cluster, 1);
-  plan.splits = choose_splits(plan, clusters);
-  plan.work_items = key_blocks(plan) * (p.ragged ? 1 : plan.batch) * plan.heads_k * plan.splits;
+  choose_splits(plan, clusters);
+  plan.work_items = key_tiles(plan) + plan.split_tiles * (plan.splits - 1);
   plan.workspace_bytes = backward_workspace(plan, bias_sum).bytes;
   const int64_t ctas = kernel.cluster * std::min(plan.work_items, clusters);
 
@@ -127,8 +127,7 @@ void lay_out_backward(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu)
   }
   if (plan.splits > 1) {
     const int64_t columns = ceil_div(plan.head_dim, 64) + ceil_div(plan.head_dim_v, 64);
-    const Grid parts =
-        grid_of(columns * 2 * key_blocks(plan), plan.heads_k, p.ragged ? 1 : plan.batch);
+    const Grid parts = grid_of(columns * 2 * plan.split_tiles);
     AttentionLaunch sum =
         once(*find_kernel(Role::kKeySum, plan.family, dtype), parts, Given::kCall);
     sum.overlaps = true;

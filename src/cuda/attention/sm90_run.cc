@@ -19,7 +19,8 @@ namespace flashmoe::cuda {
 void enter_slice(Sm90BwdParams& p, const Call& call, const Slice& slice) {
   const AttentionPlan& plan = call.plan;
   enter_slice(static_cast<AttentionBwdParams&>(p), call, slice);
-  p.num_tasks = p.key_blocks * p.heads * p.splits * static_cast<int32_t>(slice.batch);
+  p.key_tiles = p.key_blocks * p.heads * static_cast<int32_t>(slice.batch);
+  p.num_tasks = p.key_tiles + p.split_tiles * (p.splits - 1);
   if (p.stores_dq || (p.dq_accum && main_kernel(plan).converts_dq)) {
     const Grid rows = query_grid(plan);
     p.converted_tiles = static_cast<int32_t>(rows[0] * rows[1] * slice.batch);
@@ -221,7 +222,7 @@ Status run_backward(const Call& call) {
   p.splits = static_cast<int32_t>(plan.splits);
   p.split_rows = static_cast<int32_t>(split_rows(plan, plan.splits));
   p.grad_parts = reinterpret_cast<float*>(call.workspace + call.backward.grad_parts);
-  p.parts_of_split = static_cast<int32_t>(call.backward.parts_of_split);
+  p.split_tiles = static_cast<int32_t>(plan.split_tiles);
   order_heads(p, plan);
   const auto adjacent = [](const Strides& strides) { return strides.head < strides.row; };
   const bool all = adjacent(p.out_strides) && adjacent(p.query_strides) &&

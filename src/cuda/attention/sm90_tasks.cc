@@ -62,47 +62,72 @@ int64_t late_blocks(const AttentionPlan& plan, const Sm90FwdParams& p) {
   return causal && counts_tasks(plan) && plan.len_k >= kLeastKeys ? p.query_blocks / 4 : 0;
 }
 
-// The queries, in tiles, that a task has of each head: those from `first` on that see the keys of
-// the tile `block`, as far as the split has them. As if all sequences of a ragged batch were as
-// long as the longest.
-int64_t query_tiles_of_task(const AttentionPlan& plan, int64_t block, int64_t split,
-                            int64_t split_rows) {
-  const Geometry g = geometry(plan.problem);
-  const int64_t shift = plan.len_k - plan.len_q, first_key = block * plan.block_k;
-  const int64_t last_key = std::min(first_key + plan.block_k, plan.len_k) - 1;
-  const int64_t first = std::max(first_key - shift - window_limit(g.right), split * split_rows);
-  const int64_t last = std::min(
-      {last_key - shift + window_limit(g.left), plan.len_q - 1, (split + 1) * split_rows - 1});
-  return first <= last ? last / plan.block_q - first / plan.block_q + 1 : 0;
-}
-
 // When the last cluster is done, if each takes the next task as soon as it is done with one, in the
-// time that a tile of queries takes of a tile of keys. Clusters are not equally fast, so the end is
-// a tenth of the longest task later. The constants fit eleven shapes on an H200, of each up to
-// sixteen splits measured: what is chosen is within 2% of the fastest (docs/log/sm90.md).
-double time_of_tasks(const AttentionPlan& plan, int64_t splits, int64_t clusters) {
-  constexpr double kTask = 2.5, kPart = 0.5, kLaunch = 2, kPartSummed = 0.015, kUneven = 0.1;
-  const int64_t rows = split_rows(plan, splits), blocks = ceil_div(plan.len_k, plan.block_k);
-  const AttentionProblem& p = plan.problem;
-  const int64_t sequences = p.ragged ? ceil_div(p.key.shape[0], plan.len_k) : plan.batch;
-  const int64_t heads = plan.heads_k * sequences, group = plan.heads_q / plan.heads_k;
-  std::vector<double> done(clusters, 0.);  // a heap, whose first is done first
-  int64_t parts = 0, longest = 0;
-  for (int64_t block = 0; block < blocks; ++block) {
-    for (int64_t split = 0; split < splits; ++split) {
-      const int64_t tiles = query_tiles_of_task(plan, block, split, rows) * group;
-      if (tiles == 0) continue;
-      longest = std::max(longest, tiles);
-      for (int64_t head = 0; head < heads; ++head, ++parts) {
-        std::pop_heap(done.begin(), done.end(), std::greater<>());
-        done.back() += static_cast<double>(tiles) + kTask + (splits > 1 ? kPart : 0);
-        std::push_heap(done.begin(), done.end(), std::greater<>());
-      }
-    }
+// time that a tile of queries takes of a tile of keys. The last `split_tiles` tiles of keys come in
+// splits. Clusters are not equally fast, so the end is a tenth of the longest task later. The
+// constants fit eleven shapes on an H200, of each up to sixteen splits of all tiles measured: what
+// is chosen is within 2% of the fastest (docs/log/sm90.md).
+class TaskTimes {
+ public:
+  TaskTimes(const AttentionPlan& plan, int64_t split_tiles, int64_t clusters)
+      : plan_(plan), done_(clusters, 0.) {
+    const AttentionProblem& p = plan.problem;
+    const Geometry g = geometry(p);
+    shift_ = plan.len_k - plan.len_q;
+    left_ = window_limit(g.left);
+    right_ = window_limit(g.right);
+    group_ = plan.heads_q / plan.heads_k;
+    // As if all sequences of a ragged batch were as long as the longest.
+    heads_ = plan.heads_k * (p.ragged ? ceil_div(p.key.shape[0], plan.len_k) : plan.batch);
+    tiles_ = heads_ * ceil_div(plan.len_k, plan.block_k);
+    first_split_ = p.ragged && split_tiles > 0 ? 0 : tiles_ - split_tiles;
+    for (int64_t tile = 0; tile < first_split_; ++tile) add(tile, 0, plan.len_q, 0);
   }
-  const double last = *std::max_element(done.begin(), done.end()) + kUneven * longest;
-  return splits > 1 ? last + kLaunch + kPartSummed * static_cast<double>(parts) : last;
-}
+  double without_splits() const { return last(); }
+  // If all clusters had as much to do, and splitting cost nothing but a launch.
+  double at_best() const { return sum_ / static_cast<double>(done_.size()) + kLaunch; }
+  double with_splits(int64_t splits) const {
+    constexpr double kPart = 0.5, kPartSummed = 0.015;
+    TaskTimes times = *this;
+    const int64_t rows = split_rows(plan_, splits);
+    for (int64_t tile = first_split_; tile < tiles_; ++tile) {
+      for (int64_t split = 0; split < splits; ++split) times.add(tile, split, rows, kPart);
+    }
+    return times.last() + kLaunch + kPartSummed * static_cast<double>(times.tasks_ - tasks_);
+  }
+
+ private:
+  static constexpr double kLaunch = 2;
+
+  // The tiles of queries of one head that a split of a tile of keys has.
+  int64_t query_tiles(int64_t block, int64_t split, int64_t rows) const {
+    const int64_t first_key = block * plan_.block_k;
+    const int64_t last_key = std::min(first_key + plan_.block_k, plan_.len_k) - 1;
+    const int64_t first = std::max(first_key - shift_ - right_, split * rows);
+    const int64_t last =
+        std::min({last_key - shift_ + left_, plan_.len_q - 1, (split + 1) * rows - 1});
+    return first <= last ? last / plan_.block_q - first / plan_.block_q + 1 : 0;
+  }
+  void add(int64_t tile, int64_t split, int64_t rows, double part) {
+    constexpr double kTask = 2.5;
+    const auto steps = static_cast<double>(query_tiles(tile / heads_, split, rows) * group_);
+    if (steps == 0) return;
+    const double time = steps + kTask + part;
+    ++tasks_;
+    sum_ += time;
+    longest_ = std::max(longest_, steps);
+    std::pop_heap(done_.begin(), done_.end(), std::greater<>());
+    done_.back() += time;
+    std::push_heap(done_.begin(), done_.end(), std::greater<>());
+  }
+  double last() const { return *std::max_element(done_.begin(), done_.end()) + 0.1 * longest_; }
+
+  const AttentionPlan& plan_;
+  std::vector<double> done_;  // a heap, whose first is done first
+  int64_t shift_, left_, right_, group_, heads_, tiles_, first_split_;
+  int64_t tasks_ = 0;
+  double sum_ = 0, longest_ = 0;
+};
 
 int64_t backward_heads_per_wave(const AttentionPlan& plan, const Sm90BwdParams& p) {
   const Kernel& kernel = main_kernel(plan);
@@ -113,7 +138,7 @@ int64_t backward_heads_per_wave(const AttentionPlan& plan, const Sm90BwdParams& 
   const bool early = p.dq_accum && kernel.converts_dq;
   const int64_t twice = ceil_div(2 * clusters * 31 / 32, p.key_blocks);
   const int64_t most = early ? busy : p.deterministic ? cached : std::min(cached, twice);
-  const int64_t heads = plan.heads_k * plan.batch * plan.splits;
+  const int64_t heads = plan.heads_k * plan.batch;
   const int64_t waves = std::max<int64_t>(heads / std::max(most, busy), 1);
   return ceil_div(heads, waves);
 }
@@ -159,7 +184,6 @@ void order_heads(Sm90BwdParams& p, const AttentionPlan& plan) {
   p.zeroed_ahead = p.heads_per_wave;
   if (!can_zero_dq(plan, p)) return;
   const int64_t keys = plan.len_k * p.dim;
-  if (plan.splits > 1) p.zeroed_ahead = kNoLimit;  // few tasks: all sums are zeroed before
   p.zeroes_dq = (p.left < kNoLimit || p.right < kNoLimit) && keys >= kManyKeys;
   const bool causal = p.left >= kNoLimit && p.right < kNoLimit;
   if (causal && plan.splits == 1 && p.group > kFewHeads && keys >= kManyKeys / 2)
@@ -170,26 +194,38 @@ int64_t split_rows(const AttentionPlan& plan, int64_t splits) {
   return ceil_div(ceil_div(plan.len_q, plan.block_q), splits) * plan.block_q;
 }
 
-int64_t choose_splits(const AttentionPlan& plan, int64_t clusters) {
-  constexpr int64_t kMost = 16, kTasksOfCluster = 6;
+void choose_splits(AttentionPlan& plan, int64_t clusters) {
+  constexpr int64_t kMost = 16, kTasksOfCluster = 6, kRounds = 8;
   constexpr double kLeastGain = 6, kLeastShare = 0.03;
   const AttentionProblem& p = plan.problem;
-  if (p.bias || plan.slices > 1 || stores_dq(plan) || !(p.grad_key || p.grad_value)) return 1;
-  const int64_t tasks = key_blocks(plan) * plan.heads_k * (p.ragged ? 1 : plan.batch);
-  const int64_t most = std::min(kTasksOfCluster * clusters / tasks, kMost);
-  int64_t best = 1;
-  double least = 0;
-  for (int64_t splits = 1; most > 1 && splits <= most; ++splits) {
-    if (ceil_div(plan.len_q, split_rows(plan, splits)) < splits) continue;  // one would be empty
-    const double time = time_of_tasks(plan, splits, clusters);
-    if (splits == 1) {
-      least = time - std::max(kLeastGain, kLeastShare * time);
-    } else if (time < least) {
+  if (p.bias || plan.slices > 1 || stores_dq(plan) || !(p.grad_key || p.grad_value)) return;
+  const int64_t tiles = key_tiles(plan);
+  if (tiles > kRounds * clusters) return;
+  const TaskTimes whole(plan, 0, clusters);
+  double least =
+      whole.without_splits() - std::max(kLeastGain, kLeastShare * whole.without_splits());
+  if (whole.at_best() >= least) return;
+  const auto consider = [&](int64_t split_tiles) {
+    if (split_tiles == 0 || split_tiles > tiles) return;
+    const int64_t most = std::min(kTasksOfCluster * clusters / split_tiles, kMost);
+    if (most < 2) return;
+    const TaskTimes times(plan, split_tiles, clusters);
+    for (int64_t splits = 2; splits <= most; ++splits) {
+      if (ceil_div(plan.len_q, split_rows(plan, splits)) < splits) continue;  // one would be empty
+      const double time = times.with_splits(splits);
+      if (time >= least) continue;
       least = time;
-      best = splits;
+      plan.splits = splits;
+      plan.split_tiles = split_tiles;
     }
-  }
-  return best;
+  };
+  consider(tiles);
+  // Under a mask the last tasks are short as it is.
+  const Geometry g = geometry(p);
+  if (p.ragged || g.left >= 0 || g.right >= 0 || tiles < clusters) return;
+  const int64_t rest = tiles % clusters;
+  consider(rest);
+  consider(rest + clusters);
 }
 
 int64_t preprocess_rows(const AttentionPlan& plan, int64_t ctas) {
@@ -207,6 +243,10 @@ int64_t key_blocks(const AttentionPlan& plan) {
   const AttentionProblem& p = plan.problem;
   return p.ragged ? ragged_slots(p.key.shape[0], plan.block_k, plan.batch)
                   : ceil_div(plan.len_k, plan.block_k);
+}
+
+int64_t key_tiles(const AttentionPlan& plan) {
+  return key_blocks(plan) * (plan.problem.ragged ? 1 : plan.batch) * plan.heads_k;
 }
 
 int64_t packed_boxes(const AttentionPlan& plan) {

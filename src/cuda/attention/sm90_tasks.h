@@ -52,10 +52,12 @@ void order_tiles(Sm90FwdParams& p, const AttentionPlan& plan);
 // these.
 void order_heads(Sm90BwdParams& p, const AttentionPlan& plan);
 
-// Tasks that each tile of keys of a backward pass comes in: more than one where that gives CTAs
-// that would be idle something to do, or shortens a causal mask's longest tasks, by more than what
-// comes with it: the parts of dK and dV that each task leaves, and the kernel that adds them up.
-int64_t choose_splits(const AttentionPlan& plan, int64_t clusters);
+// plan.splits and plan.split_tiles of a backward pass: more than one split where that gives
+// clusters that would be idle something to do, or shortens a causal mask's longest tasks, by more
+// than what comes with it: the parts of dK and dV that each task leaves, and the kernel that adds
+// them up. Either all tiles of keys are split, or without a mask those that are left when all
+// clusters have had as many (or as many but one).
+void choose_splits(AttentionPlan& plan, int64_t clusters);
 // Queries of each head that a task has then, whole tiles.
 int64_t split_rows(const AttentionPlan& plan, int64_t splits);
 
@@ -63,6 +65,7 @@ int64_t split_rows(const AttentionPlan& plan, int64_t splits);
 // enough CTAs, since finding out where the rows are takes a while.
 int64_t preprocess_rows(const AttentionPlan& plan, int64_t ctas);
 int64_t key_blocks(const AttentionPlan& plan);
+int64_t key_tiles(const AttentionPlan& plan);  // of all heads
 
 // The CTAs of the main launch, all of which are on the chip at once.
 int64_t persistent_ctas(const AttentionPlan& plan);

@@ -149,12 +149,8 @@ BackwardWorkspace backward_workspace(const AttentionPlan& plan, const Kernel* bi
   // The sum of a bias's gradient needs LSE and delta of all heads.
   w.lse_delta = place((bias_sum ? plan.heads_q : heads) * w.rows * 2 * sizeof(float));
   w.dq_accum = w.bias_sums = place(std::max(dq_accum, bias_sums) * sizeof(float));
-  if (plan.splits > 1) {
-    const int64_t blocks = p.ragged ? w.key_slots : plan.batch * ceil_div(plan.len_k, plan.block_k);
-    w.parts_of_split = plan.heads_k * blocks;
-  }
   const int64_t part = plan.block_k * kernel.dq_accum_dim * sizeof(float);
-  w.grad_parts = place(2 * plan.splits * w.parts_of_split * part);
+  w.grad_parts = place(2 * plan.splits * plan.split_tiles * part);
   w.dq_semaphore = place(accumulates ? heads * w.dq_accum_rows / block * sizeof(int32_t) : 0);
   w.tile_counter = place(2 * sizeof(int32_t));
   // One more sequence stands for what comes after those of a ragged batch.

@@ -69,14 +69,13 @@ ForwardWorkspace forward_workspace(const AttentionPlan& plan);
 bool counts_tasks(const AttentionPlan& plan);
 
 struct BackwardWorkspace {
-  int64_t rows = 0;            // of one head, all sequences, in whole blocks of queries
-  int64_t dq_accum_rows = 0;   // of one head in a slice
-  int64_t parts_of_split = 0;  // splits: tiles of keys of all heads
+  int64_t rows = 0;           // of one head, all sequences, in whole blocks of queries
+  int64_t dq_accum_rows = 0;  // of one head in a slice
   int64_t key_slots = 0, query_slots = 0, sum_slots = 0;  // ragged: of its lists of blocks
   size_t lse_delta = 0;                                   // float (heads, rows, 2)
   size_t dq_accum = 0;                      // float (heads of a slice, dq_accum_rows, dq_accum_dim)
   size_t bias_sums = 0;                     // in the place of dq_accum, whose use has ended by then
-  size_t grad_parts = 0;                    // splits: float (2, splits, parts, block_k, dim)
+  size_t grad_parts = 0;                    // splits: float (2, splits, split_tiles, block_k, dim)
   size_t dq_semaphore = 0;                  // int32 (heads of a slice, blocks of queries)
   size_t tile_counter = 0;                  // int32 (2)
   size_t done = 0;                          // int32 (batch + 1, heads_k)

@@ -47,7 +47,7 @@ __device__ __forceinline__ void store_dq(const typename C::Smem& shared, uint32_
     if (!p.dq_accum) return;
     ptx::cp_async_bulk_wait_group();  // all dQ of the task is in the accumulator
     ptx::fence_proxy_async();
-    ptx::red_release_add(parts_done(p, task.sequence, task.key_head), kParts);
+    add_parts_done(p, task, kParts);
   });
 }
 

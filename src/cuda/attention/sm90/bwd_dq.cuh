@@ -108,7 +108,8 @@ __device__ __forceinline__ void zero_dq_rows(int batch, int head, int first, int
 template <class C>
 __device__ __forceinline__ void zero_next_wave(const BwdTask& task, const Sm90BwdParams& p) {
   const int index = head_index(task.batch, task.key_head, p) + p.zeroed_ahead;
-  if (!p.zeroes_dq || index >= p.num_tasks / p.key_blocks) return;
+  const bool first_of_tile = task.part < p.split_tiles;
+  if (!p.zeroes_dq || !first_of_tile || index >= p.key_tiles / p.key_blocks) return;
   const int batch = p.first_batch + index / p.heads, key_head = p.first_head + index % p.heads;
   const int rows = (p.len_q + p.block_q - 1) / p.block_q * p.block_q;
   const int part = (rows + p.key_blocks - 1) / p.key_blocks;
@@ -130,10 +131,18 @@ __device__ __forceinline__ void wait_until_zeroed(const BwdTask& task, const Sm9
   }
 }
 
-// How many parts of tiles of keys of a head have added all their dQ.
+// How many parts of tiles of keys of a head have added all their dQ, each counted as often as a
+// tile of keys may be split.
 __device__ __forceinline__ int* parts_done(const Sm90BwdParams& p, int sequence, int key_head) {
   const int64_t of_slice = p.blocks ? sequence : sequence - p.first_batch;
   return p.done + of_slice * p.heads + key_head - p.first_head;
+}
+
+__device__ __forceinline__ void add_parts_done(const Sm90BwdParams& p, const BwdTask& task,
+                                               int parts) {
+  const bool whole = p.splits == 1 || task.part == BwdTask::kWhole;
+  ptx::red_release_add(parts_done(p, task.sequence, task.key_head),
+                       whole ? parts * p.splits : parts);
 }
 
 // Waits until every tile of keys of the head has added its dQ.

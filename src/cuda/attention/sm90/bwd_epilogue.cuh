@@ -106,8 +106,8 @@ template <class C>
 __device__ __forceinline__ void send_grad_value(const BwdWarpgroup<C>& wg, const BwdTask& task,
                                                 const float (&dv)[C::kDim / 2]) {
   const Sm90BwdParams& p = wg.p;
-  if (C::kSplits && p.splits > 1) {
-    return store_part(wg, dv, p.grad_value, p.splits * p.parts_of_split + task.part);
+  if (C::kSplits && task.part != BwdTask::kWhole) {
+    return store_part(wg, dv, p.grad_value, p.splits * p.split_tiles + task.part);
   }
   send_gradient(wg, task, dv, 1.f, p.grad_value, p.grad_value_strides, p.grad_value_map,
                 p.head_dim_v);
@@ -116,7 +116,7 @@ template <class C>
 __device__ __forceinline__ void send_grad_key(const BwdWarpgroup<C>& wg, const BwdTask& task,
                                               const float (&dk)[C::kDim / 2]) {
   const Sm90BwdParams& p = wg.p;
-  if (C::kSplits && p.splits > 1) return store_part(wg, dk, p.grad_key, task.part);
+  if (C::kSplits && task.part != BwdTask::kWhole) return store_part(wg, dk, p.grad_key, task.part);
   send_gradient(wg, task, dk, p.scale, p.grad_key, p.grad_key_strides, p.grad_key_map, p.head_dim);
 }
 
@@ -125,7 +125,7 @@ __device__ __forceinline__ void send_grad_key(const BwdWarpgroup<C>& wg, const B
 template <class C>
 __device__ void fill_gradients(const BwdWarpgroup<C>& wg, const BwdTask& task) {
   const Sm90BwdParams& p = wg.p;
-  if (p.splits > 1) return;
+  if (C::kSplits && task.part != BwdTask::kWhole) return;
   const uint16_t value = task.seq.valid ? 0 : C::Type::kNan;
   const auto fill = [&](void* gradient, const Strides& strides, int dim) {
     if (!gradient) return;

@@ -2,9 +2,10 @@
 // parts are added in the order of their queries, so results are the same bits every time.
 //
 // Few key heads of few or short sequences are fewer tiles of keys than there are SMs, and under a
-// causal mask the first tile is twice as long as the mean. So each tile's queries are shared out.
-// The parts are fp32: 16 bits would round each of them. Which splits see a tile follows from the
-// mask; of the others no part is written or read.
+// causal mask the first tile is twice as long as the mean. So each tile's queries are shared out;
+// or those of the last tiles, which would leave most SMs without work. The parts are fp32: 16 bits
+// would round each of them. Which splits see a tile follows from the mask; of the others no part is
+// written or read.
 #pragma once
 
 #include "cuda/attention/sm90/bwd_convert_dq.cuh"
@@ -16,25 +17,25 @@ struct SummedPart {
   Sequence seq;
   int batch, key_head;
   int first, count;  // keys of the sequence
-  int head, block;   // as tasks count them
+  int tile;          // of those that are split
   bool value;        // of dV
   int column;
 };
 
-// The grid is (parts of 64 columns x 2 x key blocks, key heads, batch), ragged (the same x slots,
-// key heads), dK before dV. Returns false where there are no keys.
+// The grid is (parts of 64 columns x 2 x split tiles), dK before dV. Returns false where there are
+// no keys. No heads are paired where tiles are split.
 __device__ __forceinline__ bool find_summed_part(SummedPart& r, const Sm90BwdParams& p) {
   const int of_key = (p.head_dim + 63) / 64, of_value = (p.head_dim_v + 63) / 64;
   const int part = blockIdx.x % (of_key + of_value), rows = blockIdx.x / (of_key + of_value);
   r.value = part >= of_key;
   r.column = 64 * (r.value ? part - of_key : part);
   const int half = rows % 2 * 64;
-  r.block = rows / 2;
-  r.head = blockIdx.z * p.heads + blockIdx.y;
-  r.key_head = p.first_head + blockIdx.y;
+  r.tile = rows / 2;
+  const KeyTile tile = find_tile<false>(p.key_tiles - p.split_tiles + r.tile, p);
+  r.key_head = p.first_head + tile.head % p.heads;
   int len_k;  // rows of the tensor
   if (p.blocks) {
-    const RaggedBlock& found = p.blocks[r.block];
+    const RaggedBlock& found = p.blocks[tile.block];
     if (found.kind == RaggedKind::kEmpty) return false;
     r.seq = find_sequence(found);
     if (found.kind == RaggedKind::kRest) {  // keys that nobody sees
@@ -45,9 +46,9 @@ __device__ __forceinline__ bool find_summed_part(SummedPart& r, const Sm90BwdPar
     r.first = found.block * kKeysOfBlock + half;
     len_k = r.seq.len_k;
   } else {
-    r.batch = p.first_batch + blockIdx.z;
+    r.batch = p.first_batch + tile.head / p.heads;
     r.seq = find_sequence(p, r.batch);
-    r.first = r.block * kKeysOfBlock + half;
+    r.first = tile.block * kKeysOfBlock + half;
     len_k = p.len_k;
   }
   r.count = min(len_k - r.first, 64);
@@ -62,7 +63,7 @@ __device__ __forceinline__ void attention_bwd_key_sum(const Sm90BwdParams& p) {
   const void* const gradient = r.value ? p.grad_value : p.grad_key;
   if (!gradient) return;
   const Strides& strides = r.value ? p.grad_value_strides : p.grad_key_strides;
-  const int first_part = r.value ? p.splits * p.parts_of_split : 0;
+  const int first_part = (r.value ? p.splits * p.split_tiles : 0) + r.tile;
   const int first_key = r.first / kKeysOfBlock * kKeysOfBlock;
   const int eights = min(p.dim - r.column, 64) / 8;
   const float filled = r.seq.valid ? 0.f : NAN;
@@ -74,8 +75,8 @@ __device__ __forceinline__ void attention_bwd_key_sum(const Sm90BwdParams& p) {
     const QueryRange queries =
         find_query_range(r.seq, first_key, split, p.block_q, kKeysOfBlock, p);
     if (queries.begin >= queries.end) continue;
-    const int part = first_part + find_part(r.head, split, r.block, p);
-    const int64_t row = int64_t{part} * kKeysOfBlock + r.first - first_key;
+    const int64_t part = first_part + split * p.split_tiles;
+    const int64_t row = part * kKeysOfBlock + r.first - first_key;
     const float* const rows = p.grad_parts + row * p.dim + r.column * 64;
     const float4* const from = reinterpret_cast<const float4*>(rows) + threadIdx.x;
     float4 added[8] = {};

@@ -14,6 +14,7 @@ namespace flashmoe::cuda::sm90 {
 
 // A tile of keys of one (batch, key head), and the tiles of queries that see it.
 struct alignas(16) BwdTask {
+  static constexpr int kWhole = -1;
   Sequence seq;
   int64_t first_row;  // of the sequence in the workspace
   int64_t slice_row;  // of the sequence in the dQ accumulator, which may hold a slice of the batch
@@ -34,19 +35,19 @@ struct alignas(16) BwdTask {
     };
     // By rows: offset of the batch in the bias's gradient.
     int64_t grad_bias;
-    // Without a bias: the number of its part of dK among all.
+    // Without a bias: the number of its part of dK among all; kWhole: there are no parts.
     int part;
   };
 };
 
-// A tile of keys. `head` is its (batch, key head, split) as the launch counts them.
+// A tile of keys. `head` is its (batch, key head) as the launch counts them.
 struct KeyTile {
   int head, block;
   bool ascending;
 };
 // Heads in waves: the first tile of keys of each, then the second of each.
 __device__ __forceinline__ KeyTile find_key_tile(int number, const Sm90BwdParams& p) {
-  const int heads = p.num_tasks / p.key_blocks, wave = p.heads_per_wave;
+  const int heads = p.key_tiles / p.key_blocks, wave = p.heads_per_wave;
   const int paired_tiles = p.paired_heads * p.key_blocks;
   const int waves = (number - paired_tiles) / (wave * p.key_blocks);
   const int first_head = p.paired_heads + waves * wave;
@@ -83,8 +84,17 @@ __device__ __forceinline__ KeyTile find_paired_tile(int number, const Sm90BwdPar
           ascending};
 }
 
-// The tiles of queries that see any of the keys from `first_key` on and are in that split.
+// Tile of keys `number` of all, in the order in which they are given out.
+template <bool kPairs>
+__device__ __forceinline__ KeyTile find_tile(int number, const Sm90BwdParams& p) {
+  if (p.blocks) return {number % p.heads, number / p.heads, false};
+  return kPairs && number < p.paired_heads * p.key_blocks ? find_paired_tile(number, p)
+                                                          : find_key_tile(number, p);
+}
+
+// The tiles of queries that see any of the keys from `first_key` on, of all or of those in a split.
 struct QueryRange {
+  static constexpr int kAll = -1;
   int begin, end;
 };
 __device__ __forceinline__ QueryRange find_query_range(const Sequence& seq, int first_key,
@@ -94,18 +104,13 @@ __device__ __forceinline__ QueryRange find_query_range(const Sequence& seq, int 
   const int last_key = min(first_key + block_k, seq.len_k) - 1;
   int first = max(first_key - seq.shift - p.right, 0);
   int last = min(last_key - seq.shift + p.left, seq.len_q - 1);
-  if (p.splits > 1) {
+  if (split >= 0) {
     first = max(first, split * p.split_rows);
     last = min(last, (split + 1) * p.split_rows - 1);
   }
   const int begin = first / block_q * block_q;
   const bool seen = seq.valid && first <= last && first_key <= last_key;
   return {begin, seen ? (last / block_q + 1) * block_q : begin};
-}
-
-// The number of a part of dK among all: (split, head, block).
-__device__ __forceinline__ int find_part(int head, int split, int block, const Sm90BwdParams& p) {
-  return split * p.parts_of_split + head * p.key_blocks + block;
 }
 
 // Fills in task `number` of all.
@@ -129,24 +134,25 @@ template <class C>
 __device__ __forceinline__ void find_task(BwdTask& task, int number, const Sm90BwdParams& p) {
   task.last = number >= p.num_tasks;
   if (task.last) return;
-  KeyTile tile;
-  if (p.blocks) {
-    const int heads = p.heads * p.splits;
-    tile = {number % heads, number / heads, false};
-  } else if (C::kZeroesDq && number < p.paired_heads * p.key_blocks) {
-    tile = find_paired_tile(number, p);
-  } else {
-    tile = find_key_tile(number, p);
+  int split = QueryRange::kAll;
+  if constexpr (C::kSplits) {
+    task.part = BwdTask::kWhole;
+    const int whole_tiles = p.key_tiles - p.split_tiles;
+    if (number >= whole_tiles && p.splits > 1) {
+      const int of_split_tiles = number - whole_tiles, tile = of_split_tiles / p.splits;
+      split = of_split_tiles % p.splits;
+      task.part = split * p.split_tiles + tile;
+      number = whole_tiles + tile;
+    }
   }
+  const KeyTile tile = find_tile<C::kZeroesDq>(number, p);
   task.ascending = tile.ascending;
-  const int head = tile.head / p.splits, split = tile.head % p.splits;
-  if constexpr (C::kSplits) task.part = find_part(head, split, tile.block, p);
   if (p.blocks) {
     const RaggedBlock block = p.blocks[tile.block];
     task.last = block.kind == RaggedKind::kEmpty;  // all that follow are empty as well
     if (task.last) return;
     task.batch = 0;
-    task.key_head = p.first_head + head;
+    task.key_head = p.first_head + tile.head;
     task.first_key = block.block * C::kBlockK;
     task.seq = find_sequence(block);
     if (block.kind == RaggedKind::kRest) {  // keys that nobody sees
@@ -155,8 +161,8 @@ __device__ __forceinline__ void find_task(BwdTask& task, int number, const Sm90B
     }
     task.sequence = block.sequence;
   } else {
-    task.batch = p.first_batch + head / p.heads;
-    task.key_head = p.first_head + head % p.heads;
+    task.batch = p.first_batch + tile.head / p.heads;
+    task.key_head = p.first_head + tile.head % p.heads;
     task.first_key = tile.block * C::kBlockK;
     task.seq = find_sequence(p, task.batch);
     task.sequence = task.batch;

@@ -44,7 +44,7 @@ __device__ __forceinline__ void keep_dq_order(const typename C::Smem& shared, ui
       parity ^= 1;
       order.release();
     });
-    ptx::red_release_add(parts_done(p, task.sequence, task.key_head), 1);
+    add_parts_done(p, task, 1);
   });
 }
 
@@ -192,8 +192,8 @@ class BwdTwoCtaDv {
     step<false>(task);
     warp_arrive(wg_.slot(C::kKBarrier).empty);
 
-    if (p.splits > 1) {
-      store_part(wg_, rdV_, p.grad_value, p.splits * p.parts_of_split + task.part);
+    if (task.part != BwdTask::kWhole) {
+      store_part(wg_, rdV_, p.grad_value, p.splits * p.split_tiles + task.part);
     } else {
       // dV leaves through the last dO.
       const uint32_t sGrad = wg_.stage_grad_out();
@@ -406,7 +406,7 @@ class BwdTwoCtaDkDq {
     warp_arrive(wg_.slot(C::kKBarrier).empty);
     warp_arrive(wg_.slot(C::kPeerKBarrier).empty);
 
-    if (p.splits > 1) {
+    if (task.part != BwdTask::kWhole) {
       store_part(wg_, rdK_, p.grad_key, task.part);
     } else {
       // dK leaves through sV: V is done with, since the last dS came after that.

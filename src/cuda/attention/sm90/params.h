@@ -95,7 +95,7 @@ struct Sm90PackedBwdParams : AttentionBwdParams {
 };
 
 // A backward pass. The grid has as many CTAs as the chip holds at once; tile_counter[0] gives out
-// the `num_tasks` tiles of keys, deterministic or not, and tile_counter[1] the rows of dQ to
+// the `num_tasks` tasks, deterministic or not, and tile_counter[1] the rows of dQ to
 // convert.
 struct Sm90BwdParams : AttentionBwdParams {
   // (batch, heads, length, D); ragged: tokens are the length. Where there is no grad_out, its map
@@ -107,7 +107,7 @@ struct Sm90BwdParams : AttentionBwdParams {
   TensorMap grad_bias_map;
   int32_t bias_by_rows;      // whether the bias is not for TMA: there is no bias_map then
   int32_t stores_grad_bias;  // whether it can: rows of whole chunks of 16 bytes
-  int32_t key_blocks, num_tasks;
+  int32_t key_blocks, key_tiles, num_tasks;  // key_tiles: key blocks of all heads
   int32_t heads_per_wave;  // (batch, key head) whose tiles of keys follow each other
   // Before them come `paired_heads`, in waves of `pairs` pairs: see find_paired_tile().
   int32_t paired_heads, pairs, blocks_of_pass;
@@ -120,12 +120,11 @@ struct Sm90BwdParams : AttentionBwdParams {
   int32_t zeroed_ahead;  // how many heads on is the one whose sums a head's tasks zero
   int32_t* done;         // (sequences, key heads) of a slice: see parts_done()
   int64_t tokens_q;      // ragged: of all sequences, and of the rows after them
-  // A tile of keys may come in several tasks, each with `split_rows` queries of each head, whole
-  // tiles. They leave parts of dK, and behind all of these of dV, in fp32, which a last kernel adds
-  // up: see bwd_key_sum.cuh.
-  int32_t splits, split_rows;
-  int32_t parts_of_split;  // of dK: tiles of keys of all heads
-  float* grad_parts;       // (2, splits, key heads, key blocks, 128, dim), as dq_accum has its rows
+  // The last `split_tiles` of the tiles of keys, as tasks count them, come in `splits` tasks each,
+  // with `split_rows` queries of each head, whole tiles of them. They leave parts of dK, and behind
+  // all of these of dV, in fp32, which a last kernel adds up: see bwd_key_sum.cuh.
+  int32_t splits, split_tiles, split_rows;
+  float* grad_parts;  // (2, splits, split_tiles, 128, dim), as dq_accum has its rows
 };
 
 }  // namespace flashmoe::cuda

@@ -6,6 +6,7 @@ test_plans.py has the other families, on the chips that have no other.
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -228,6 +229,20 @@ def test_three_warpgroups_where_their_rows_fill(monkeypatch):
         shape = {"batch": 16, "heads_q": 16, "heads_k": 16, "n": n, "m": n}
         assert kernel_of(*problem(d=d, **shape), causal=causal)["block_q"] == rows, (n, d, causal)
 
+    # 48 heads of 512 are 144 tiles of 192 rows: two rounds of 132 SMs, as 192 of 128 are.
+    few = problem(batch=4, heads_q=12, heads_k=12, n=512, m=512)
+    assert kernel_of(*few)["block_q"] == kernel_of(*few, causal=True)["block_q"] == 128
+
+
+def test_few_short_sequences_go_backward_here():
+    def family(batch: int, d: int, n=64, **options) -> str:
+        tensors = problem(d=d, batch=batch, heads_q=8, heads_k=8, n=n, m=n)
+        return kernel_of(*tensors, backward=True, **options)["family"]
+
+    assert family(2, 32) == family(8, 64) == family(32, 128) == family(4, 256, 20) == "sm90"
+    assert family(16, 32) == family(16, 64) == family(2, 16) == "sm80"
+    assert family(2, 64, bias=spec(64, 64)) == "sm80"
+
 
 def test_80_queries_where_they_leave_little_empty():
     """Backward, head dims 65 to 128."""
@@ -248,6 +263,62 @@ def test_80_queries_where_they_leave_little_empty():
     assert "computes 2240 rows of queries of a head, tiles of 64 compute 2048" in said
     capped = kernel_of(*problem(d=96, n=1024, m=1024, **heads), backward=True, softcap=30.0)
     assert capped["block_q"] == 64
+
+
+def of_one(heads_q: int, heads_k: int, n: int, d=128, batch=1, dtype="bf16") -> list[torch.Tensor]:
+    return problem(dtype, d, batch=batch, heads_q=heads_q, heads_k=heads_k, n=n, m=n)
+
+
+def splits_of(tensors, **options) -> tuple[int, int]:
+    """Tasks that a tile of keys comes in backward, and of how many tiles; (1, 0): nothing is."""
+    text = fm.explain(*tensors, **options, backward=True, **H200)
+    found = re.search(r"^ +splits +the queries, in (\d+), of (\d+) tiles of keys$", text, re.M)
+    last = told(text)["after"][-1:]
+    sums = last == [f"sm90_attention_bwd_key_sum_{told(text)['kernel'].split('_')[3]}"]
+    assert sums == (found is not None), text
+    return tuple(map(int, found.groups())) if found else (1, 0)
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+@pytest.mark.parametrize("d", [32, 64, 96, 128, 192, 256])
+def test_few_tiles_of_keys_share_out_their_queries(d, dtype):
+    """For 132 SMs, or 66 pairs of them."""
+    for causal in (False, True):
+        splits, tiles = splits_of(of_one(16, 1, 5003, d, dtype=dtype), causal=causal)
+        assert splits >= 4 and tiles == 40
+        assert splits_of(of_one(16, 16, 5003, d, 4, dtype), causal=causal) == (1, 0)
+    # A causal mask's first tile is as long as all others could be together.
+    assert splits_of(of_one(32, 8, 2048, d, dtype=dtype), causal=True)[0] > 1 or d > 128
+    assert splits_of(of_one(4, 4, 128, d, dtype=dtype)) == (1, 0)
+
+
+def test_the_tiles_that_are_left_when_all_have_had_as_many_are_split_alone():
+    for heads, tiles in ((13, 33), (19, 7), (45, 3)):
+        rest = heads * tiles % 132
+        splits, split_tiles = splits_of(of_one(heads, heads, 128 * tiles - 27))
+        assert splits == 1 or split_tiles == rest
+        assert splits_of(of_one(heads, heads, 128 * tiles - 27), causal=True) == (1, 0)
+    assert splits_of(of_one(13, 13, 4099))[1] == 429 - 3 * 132
+
+
+def test_what_is_not_split():
+    tensors = of_one(16, 1, 5003, 64)
+    assert splits_of(tensors)[0] > 1
+    assert splits_of(tensors, deterministic=True) == splits_of(tensors)
+    assert splits_of(tensors, bias=spec(5003, 5003, dtype=torch.bfloat16)) == (1, 0)
+
+
+def test_parts_take_no_more_memory_than_six_tasks_of_each_sm():
+    most = 6 * 132 * 2 * 128 * 128 * 4 / 2**20
+    for n in (700, 1100, 2048, 4099, 5003, 16384):
+        for heads_q, heads_k in ((16, 1), (5, 5), (32, 8), (13, 13), (7, 1)):
+            tensors = of_one(heads_q, heads_k, n)
+            for causal in (False, True):
+                options = {"causal": causal, "backward": True}
+                text = fm.explain(*tensors, **options, **H200)
+                bytes_of_sums = heads_q * (n + 256) * 4 * (128 + 2)
+                workspace = float(re.search(r"workspace +([\d.]+) MiB", text)[1])
+                assert workspace < most + 2 * bytes_of_sums / 2**20 + 1
 
 
 def test_ragged_batches():

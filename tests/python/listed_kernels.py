@@ -43,6 +43,7 @@ HOPPER_ROWS = {
     "attention_bwd_preprocess": 4,
     "attention_bwd_packed_preprocess": 32,
     "attention_bwd_dq": 4,
+    "attention_bwd_key_sum": 4,
     "attention_bwd_sinks": 4,
 }
 FP32_ROWS = ("attention_ragged_blocks", "attention_bwd_preprocess", "attention_bwd_sinks")

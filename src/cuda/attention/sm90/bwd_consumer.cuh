@@ -47,7 +47,7 @@ __device__ __forceinline__ void store_dq(const typename C::Smem& shared, uint32_
     if (!p.dq_accum) return;
     ptx::cp_async_bulk_wait_group();  // all dQ of the task is in the accumulator
     ptx::fence_proxy_async();
-    add_parts_done(p, task, kParts);
+    add_parts_done<C>(p, task, kParts);
   });
 }
 
@@ -334,12 +334,11 @@ class BwdConsumer {
     scores_.find_probabilities(wg_, task);
     if (kLateDp) scores_.issue_dp(wg_);
     const int hidden = hidden_tiles(task);
-    const uint32_t last_seen = task.last_tile - hidden;
 #pragma unroll 1
-    while (wg_.ring.count() != last_seen) {
+    while (wg_.ring.count() + hidden != task.last_tile) {
       step<true>(task, wg_.ring.count() == task.first_tile);
     }
-    step<false>(task, task.first_tile == last_seen);
+    step<false>(task, task.first_tile + hidden == task.last_tile);
     if (C::kSkipsHidden && hidden > 0) {
       if (C::kOwnGrads) send_grad_value(wg_, task, rdV_);
 #pragma unroll 1

@@ -138,11 +138,13 @@ __device__ __forceinline__ int* parts_done(const Sm90BwdParams& p, int sequence,
   return p.done + of_slice * p.heads + key_head - p.first_head;
 }
 
+template <class C>
 __device__ __forceinline__ void add_parts_done(const Sm90BwdParams& p, const BwdTask& task,
                                                int parts) {
-  const bool whole = p.splits == 1 || task.part == BwdTask::kWhole;
-  ptx::red_release_add(parts_done(p, task.sequence, task.key_head),
-                       whole ? parts * p.splits : parts);
+  if constexpr (C::kSplits) {
+    if (task.part == BwdTask::kWhole) parts *= p.splits;
+  }
+  ptx::red_release_add(parts_done(p, task.sequence, task.key_head), parts);
 }
 
 // Waits until every tile of keys of the head has added its dQ.

@@ -44,7 +44,7 @@ __device__ __forceinline__ void keep_dq_order(const typename C::Smem& shared, ui
       parity ^= 1;
       order.release();
     });
-    add_parts_done(p, task, 1);
+    add_parts_done<C>(p, task, 1);
   });
 }
 

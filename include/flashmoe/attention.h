@@ -191,7 +191,8 @@ struct AttentionPlan {
 
   int64_t block_q = 0;  // the tile: queries x keys
   int64_t block_k = 0;
-  int64_t work_items = 0;      // tiles of queries (forward) or keys (backward); CPU: see below
+  int64_t work_items = 0;  // tiles of queries (forward) or keys (backward), each of their splits
+                           // counted; CPU: see below
   size_t workspace_bytes = 0;  // to pass to run(), 64-byte aligned
 
   // CUDA.

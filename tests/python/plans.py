@@ -38,7 +38,9 @@ def told(text: str) -> dict[str, object]:
     main = names.index(kernel) if kernel in names else len(names)
     numbers = next((x.groups()[1:6] for x in launches if x["kernel"] == kernel), None)
     tile = re.search(r"tile +(\d+) queries x (\d+) keys", text)
-    splits = re.search(r"^ +splits +the keys, in (\d+)$", text, re.M)
+    splits = re.search(
+        r"^ +splits +the (?:keys|queries), in (\d+)(?:, of (\d+) tiles of keys)?$", text, re.M
+    )
     slices = re.search(r"^ +slices +(\d+), each a part of the (heads|batch)$", text, re.M)
     bias_splits = re.search(r"^ +splits +what shares the bias, in (\d+)$", text, re.M)
     return {
@@ -46,6 +48,7 @@ def told(text: str) -> dict[str, object]:
         "before": names[:main],
         "after": names[main + 1 :],
         "splits": int(splits[1]) if splits else 1,
+        "split_tiles": int(splits[2] or 0) if splits else 0,
         "slices": (int(slices[1]), slices[2]) if slices else (1, None),
         "bias_splits": int(bias_splits[1]) if bias_splits else 1,
         "grid": tuple(int(x) for x in numbers[:3]) if numbers else None,

@@ -306,7 +306,8 @@ std::string slower(const AttentionPlan& plan, const Gpu& gpu) {
   }
   // A few sequences, or large heads, are faster one tile each: us on an H200, bf16, of sm80 and
   // here: (2, 8, 64, 64) 18.5 and 13.5, (2, 8, 64, 32) 15.0 and 12.3, (16, 8, 64, 32) 17.2
-  // and 17.7, (32, 8, 64, 64) 24.5 and 26.3, (32, 8, 64, 128) 44 and 30.
+  // and 17.7, (32, 8, 64, 64) 24.5 and 26.3, (32, 8, 64, 128) 44 and 30. (More sequences of large
+  // heads were not measured.)
   const bool few = 2 * plan.batch * plan.heads_k < gpu.multiprocessors;
   const bool one_tile = backward && !ragged && !plan.problem.bias && (few || dim > kRaggedDim);
   if (mean_length(plan) <= kShort && !one_tile) {
@@ -395,10 +396,11 @@ static double busiest_rows(const AttentionPlan& plan, int64_t block, const Gpu& 
 
 // Three warpgroups have 1.2 times the speed of two, on rows that fill both, once there are enough
 // tiles of keys: more of these at D = 96. Under a causal mask 1.15 times, having more that is
-// hidden in their tiles. (H200, bf16, D = 64, us with 192 and 128 rows: 12 heads at 512, batch
-// 4, 17.1 and 14.6, causal 11.3 and 10.7; 16 heads at 1,024, batch 4 39 and 42; causal, 32 heads at
-// 512, batch 32 140 and 144, at 1,024, batch 16 202 both, 16 heads at 2,048 and 4,096 153 and 160,
-// 277 and 282.)
+// hidden in their tiles: a choice, for there the two are near each other. (H200, bf16, D = 64, us
+// with 192 and 128 rows: 12 heads at 512, batch 4, 17.1 and 14.6, 16 heads at 1,024, batch 4 39 and
+// 42; causal 12 heads at 512, batch 4, 11.3 and 10.7; and by the rule with 192, 32 heads at 512,
+// batch 32 140 and 144, at 1,024, batch 16 202 both, 16 heads there 108 and 100, at 2,048 and 4,096
+// 153 and 160, 277 and 282, at 4,096 alone 73 and 70.)
 std::string too_large(const AttentionPlan& plan, const Kernel& k, const Gpu& gpu) {
   constexpr int64_t kSmaller = 128, kShort = 1024, kMany = 8;
   if (plan.problem.pass == Pass::kBackward) {

@@ -1,4 +1,5 @@
-// Stands in for the CUDA driver in test_cuda.cc. Knows kernels whose names begin with "attention".
+// Stands in for the CUDA driver. Knows kernels whose names begin with "attention"; where launches
+// are looked on at, all.
 //
 // FAKE_LIBCUDA_LACKS: 0, everything is there; 1, as CUDA 12.0, without what came later; 2, damaged:
 // a driver that says 12.4 but cannot launch.
@@ -143,7 +144,7 @@ CUresult cuLibraryLoadData(CUlibrary* library, const void* code, CUjit_option*, 
 
 CUresult cuLibraryGetKernel(CUkernel* kernel, CUlibrary, const char* name) {
   ++fake_cuda.kernels;
-  if (std::strncmp(name, "attention", 9) != 0) return CUDA_ERROR_NOT_FOUND;
+  if (!fake_cuda.on_launch && std::strncmp(name, "attention", 9) != 0) return CUDA_ERROR_NOT_FOUND;
   std::lock_guard lock(mutex);
   const std::string& kept = *kernel_names.insert(name).first;
   *kernel = reinterpret_cast<CUkernel>(const_cast<std::string*>(&kept));
@@ -159,7 +160,7 @@ CUresult cuKernelGetFunction(CUfunction* function, CUkernel kernel) {
 
 CUresult cuKernelGetAttribute(int* value, CUfunction_attribute attribute, CUkernel, CUdevice) {
   const bool shared = attribute == CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
-  *value = shared ? fake::kStaticSharedBytes : 100 + attribute;
+  *value = shared ? fake_cuda.static_shared_bytes : 100 + attribute;
   return CUDA_SUCCESS;
 }
 
@@ -189,6 +190,10 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, voi
   launch.kernel = function;
   std::memcpy(launch.params, params[0], fake::kParamsBytes);
   launch.device = current()->device;
+  if (fake_cuda.on_launch) {
+    const auto* name = reinterpret_cast<const std::string*>(function);
+    fake_cuda.on_launch(name->c_str(), *config, params[0]);
+  }
   ++fake_cuda.launches;
   return CUDA_SUCCESS;
 }
@@ -201,7 +206,7 @@ CUresult cuFuncLoad(CUfunction) {
 }
 
 CUresult cuKernelGetParamInfo(CUkernel, size_t index, size_t* offset, size_t* size) {
-  if (index != 0) return CUDA_ERROR_INVALID_VALUE;
+  if (index != 0 || fake_cuda.on_launch) return CUDA_ERROR_INVALID_VALUE;
   *offset = 0;
   *size = fake::kParamsBytes;
   return CUDA_SUCCESS;

@@ -15,7 +15,7 @@ using namespace flashmoe::cuda;
 
 inline constexpr int kDevices = 2;
 inline constexpr int kParamsBytes = 64;          // of every kernel's argument
-inline constexpr int kStaticSharedBytes = 1024;  // of every kernel
+inline constexpr int kStaticSharedBytes = 1024;  // of every kernel, if nobody says otherwise
 inline constexpr int kMaxSharedBytes[kDevices] = {163 << 10, 227 << 10};
 
 // What a CUcontext points to here.
@@ -41,6 +41,10 @@ struct Cuda {
   CUresult function_result = CUDA_SUCCESS;  // cuKernelGetFunction
   CUresult launch_result = CUDA_SUCCESS;
   bool capturing = false;
+  int static_shared_bytes = kStaticSharedBytes;
+  // Of kernels whose arguments have sizes of their own: sees each launch, of the kernel with that
+  // name in the image. The size of an argument is not told then.
+  void (*on_launch)(const char* symbol, const CUlaunchConfig& config, const void* params) = nullptr;
   Context primary[kDevices] = {{0}, {1}};
 
   // What was asked.

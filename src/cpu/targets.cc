@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "core/text.h"
+#include "cpu/threads.h"
 
 #if defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
@@ -136,7 +137,7 @@ Status check_device(const Device& device) {
     return invalid("device.num_threads is ", device.num_threads, "; it must be at least 0");
   }
   if (!choice().problem.empty()) return invalid(choice().problem);
-  return {};
+  return device.num_threads == 0 ? check_pool() : Status();
 }
 
 }  // namespace flashmoe::cpu

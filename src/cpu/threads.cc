@@ -14,19 +14,26 @@
 #include <thread>
 #include <vector>
 
+#include "core/text.h"
+
 namespace flashmoe::cpu {
 namespace {
 
 constexpr int kMaxThreads =
     1024;  // beyond any machine we know; a typo should not start a million threads
 
-// 0 when the variable is not set or not a number from 1 to kMaxThreads.
+// Empty or not set: nobody asks.
+const char* asked_for() {
+  const char* asked = std::getenv("FLASHMOE_NUM_THREADS");
+  return asked && *asked ? asked : nullptr;
+}
+// 0 when nobody asks, or not for a number from 1 to kMaxThreads.
 int threads_asked_for() {
-  const char* text = std::getenv("FLASHMOE_NUM_THREADS");
-  if (!text) return 0;
+  const char* asked = asked_for();
+  if (!asked) return 0;
   int threads = 0;
-  const char* end = text + std::strlen(text);
-  const auto [stop, error] = std::from_chars(text, end, threads);
+  const char* end = asked + std::strlen(asked);
+  const auto [stop, error] = std::from_chars(asked, end, threads);
   const bool good = error == std::errc() && stop == end && threads >= 1 && threads <= kMaxThreads;
   return good ? threads : 0;
 }
@@ -162,6 +169,17 @@ int pool_threads() {
     cached.store(threads, std::memory_order_relaxed);
   }
   return threads;
+}
+
+Status check_pool() {
+  static constinit std::atomic<bool> good{false};  // once it is, nobody asks the environment again
+  if (good.load(std::memory_order_relaxed)) return {};
+  if (asked_for() && !threads_asked_for()) {
+    return invalid("FLASHMOE_NUM_THREADS is ", asked_for(), "; it must be a number from 1 to ",
+                   kMaxThreads);
+  }
+  good.store(true, std::memory_order_relaxed);
+  return {};
 }
 
 ParallelFor pool() { return run_on_pool; }

@@ -5,12 +5,15 @@
 #include <functional>
 
 #include "flashmoe/device.h"
+#include "flashmoe/status.h"
 
 namespace flashmoe::cpu {
 
 // Threads that work on a call, the caller included: FLASHMOE_NUM_THREADS, or else every CPU this
 // process may run on. Read once.
 int pool_threads();
+// Refuses a FLASHMOE_NUM_THREADS that is no number of threads.
+Status check_pool();
 
 // Runs tasks on a pool of that many threads, started at first use. A call made while the pool is
 // busy, from another thread or from inside a task, runs on its caller alone, so nothing ever waits

@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "cpu/threads.h"
+#include "flashmoe/attention.h"
 #include "testing.h"
 
 using flashmoe::cpu::pool;
@@ -60,6 +61,19 @@ int threads_without_setting() {
   });
 }
 
+// Whether calls on the library's threads are refused, and others not.
+bool refuses(const char* setting) {
+  setenv("FLASHMOE_NUM_THREADS", setting, 1);
+  flashmoe::AttentionProblem p;
+  p.query = p.key = p.value = p.out = flashmoe::contiguous(flashmoe::DType::kFloat32, {1, 1, 4, 8});
+  const auto planned = flashmoe::plan(p);
+  p.device.num_threads = 2;
+  return flashmoe::plan(p).ok() && !planned.ok() &&
+         planned.status().message().find(std::string("FLASHMOE_NUM_THREADS is ") + setting +
+                                         "; it must be a number from 1 to 1024") !=
+             std::string::npos;
+}
+
 }  // namespace
 
 // LeakSanitizer takes seconds to look at a process; one look, at the parent, is enough.
@@ -71,9 +85,11 @@ TEST(size_comes_from_the_environment) {
   CHECK_EQ(threads_with("1"), 1);
   const int usual = threads_without_setting();
   CHECK(usual >= 1);
-  for (const char* bad : {"", "0", "-2", "two", "3x", " 3", "99999999999999999999", "1000000"}) {
+  CHECK_EQ(threads_with(""), usual);
+  for (const char* bad : {"0", "-2", "two", "3x", " 3", "99999999999999999999", "1000000"}) {
     const testing::Note note("FLASHMOE_NUM_THREADS is \"", bad, "\"");
     CHECK_EQ(threads_with(bad), usual);
+    CHECK_EQ(exit_code_of_child([&] { return refuses(bad); }), 1);
   }
 }
 

@@ -48,6 +48,26 @@ __device__ __forceinline__ float row_product(const char* left, const char* right
   return sum;
 }
 
+// LSE in base 2 of a row to which nothing comes back, where its own is so large that its rounding
+// could make 2^(s - LSE) more than fp16 or a float can hold: infinity times 0 is NaN. It is finite,
+// as an infinite one means something else.
+inline constexpr float kLseOfNoWeight = 0x1.fffffep127f;
+
+__device__ __forceinline__ bool is_far(float natural, float delta) {
+  constexpr float kFar = 0x1p25f;  // from here on LSE in base 2 has steps of 4 at least
+  return delta == 0 && fabsf(natural) > kFar && fabsf(natural) < INFINITY;
+}
+// Whether a row is such a one. All lanes of a warp ask together; grad_out() is the row.
+template <class T, class Row>
+__device__ __forceinline__ bool is_far_and_unused(float natural, float delta, const Row& grad_out,
+                                                  const AttentionBwdParams& p, int lane,
+                                                  int lanes) {
+  const bool far = is_far(natural, delta);
+  if (!__any_sync(0xffffffffu, far) || !p.grad_out) return far;
+  const char* const row = grad_out();
+  return row_product<T>(row, row, p.head_dim_v, lane, lanes) == 0 && far;
+}
+
 // The kernel: see find_query_rows() for the grid.
 template <class T>
 __device__ __forceinline__ void attention_bwd_preprocess(const AttentionBwdParams& p) {
@@ -93,6 +113,9 @@ __device__ __forceinline__ void attention_bwd_preprocess(const AttentionBwdParam
       if (may_see_none && !(square < INFINITY)) lse_delta.y = NAN;
     }
     if (natural == INFINITY) lse_delta.y = NAN;
+    const auto dO = [&] { return gdO + at(p.grad_out_strides, row, head) * T::kBytes; };
+    if (is_far_and_unused<T>(natural, lse_delta.y, dO, p, lane, lanes))
+      lse_delta.x = kLseOfNoWeight;
     if (first + r >= seq.len_q) lse_delta = {INFINITY, 0};
     if (lane == 0) {
       reinterpret_cast<float2*>(p.lse_delta)[(first_head + head) * p.rows + sequence_row + r] =

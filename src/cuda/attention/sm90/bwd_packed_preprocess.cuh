@@ -70,6 +70,10 @@ __device__ __forceinline__ void find_lse_delta(int warp, int warps, const Sm90Pa
         // A row that sees no key has probabilities 2^(s - inf) = 0.
         if (lse[i] != -INFINITY) result.x = lse[i] == INFINITY ? NAN : lse[i] * kLog2e;
       }
+      const auto dO = [&] { return grad_out[i]; };
+      if (is_far_and_unused<T>(lse[i], result.y, dO, p, lane, lanes) && exists[i]) {
+        result.x = kLseOfNoWeight;
+      }
       if (lane == 0 && head[i] < p.stored_heads && token[i] < p.rows) {
         reinterpret_cast<float2*>(p.lse_delta)[head[i] * p.rows + token[i]] = result;
       }

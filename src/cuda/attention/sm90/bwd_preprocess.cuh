@@ -123,6 +123,7 @@ __device__ __forceinline__ void attention_bwd_preprocess(const Sm90BwdParams& p)
   const auto number_at = [&](const float* rows, const Strides& strides, int64_t row, int r) {
     return rows[row * strides.row + head_of(r) * strides.head];
   };
+  bool any_far = false;
   constexpr int kAtOnce = 4;  // rows
   const int dim = max(p.head_dim, p.head_dim_v);
   const int lanes = dim <= 64 ? row_lanes(dim) : dim <= 128 ? 16 : 32;
@@ -161,6 +162,7 @@ __device__ __forceinline__ void attention_bwd_preprocess(const Sm90BwdParams& p)
         if (may_see_none && !(square < INFINITY)) row_lse_delta.y = NAN;
       }
       if (natural == INFINITY) row_lse_delta.y = NAN;
+      any_far |= is_far(natural, row_lse_delta.y);
       const bool past = row_of(r) >= seq.len_q;
       if (past) row_lse_delta = {INFINITY, 0};
       // Ragged, rows of the next sequence follow. A NaN shows that something there is not finite.
@@ -176,6 +178,18 @@ __device__ __forceinline__ void attention_bwd_preprocess(const Sm90BwdParams& p)
       }
       if (lane == 0) lse_delta[head_of(r) * p.rows + row_of(r)] = row_lse_delta;
     }
+  }
+  // Once more where it must be, as the loop has no registers to spare.
+  if (!__any_sync(0xffffffffu, any_far)) return;
+#pragma unroll 1
+  for (int r = threadIdx.x >> shift; r < rows && row_of(r) < end; r += rows_of_pass) {
+    const int row = min(row_of(r), seq.len_q - 1);
+    float2& mine = lse_delta[head_of(r) * p.rows + row_of(r)];  // lane 0 has written it
+    const float delta = lane == 0 ? mine.y : 0;
+    const auto dO = [&] { return at(gdO, p.grad_out_strides, row, r); };
+    const bool unused =
+        is_far_and_unused<T>(number_at(lse, p.lse_strides, row, r), delta, dO, p, lane, lanes);
+    if (unused && lane == 0 && row_of(r) < seq.len_q) mine.x = kLseOfNoWeight;
   }
 }
 

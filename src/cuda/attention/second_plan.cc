@@ -12,7 +12,9 @@
 namespace flashmoe::cuda {
 namespace {
 
-bool sums_bias(const AttentionPlan& plan) { return plan.problem.grad_bias && shares_bias(plan); }
+bool sums_bias(const AttentionPlan& plan) {
+  return plan.problem.pass == Pass::kSecond && plan.problem.grad_bias && shares_bias(plan);
+}
 
 // Whether the kernel by keys has something to do.
 bool goes_by_keys(const AttentionPlan& plan) {

@@ -223,6 +223,9 @@ function(flashmoe_add_image family chip file image)
   set_source_files_properties(${assembly} PROPERTIES OBJECT_DEPENDS ${fatbin})
   target_sources(flashmoe PRIVATE ${assembly})
   set(images "${images}X(${image}, ${chip}, ${flashmoe_target_${chip}}, ${hopper_rows})\n" PARENT_SCOPE)
+  # For whoever compiles the same kernels by other means: tests/cpp/emulator.
+  list(JOIN ARGN "|" options)
+  set_property(GLOBAL APPEND PROPERTY flashmoe_kernels "${image}|${file}|${options}")
 endfunction()
 
 # The images of one operator's kernel files, for each dtype of the family; attention's for each head dim as well.

@@ -38,7 +38,7 @@ struct Case {
     AttentionProblem p;
     p.options = options;
     p.pass = pass;
-    p.device.num_threads = num_threads;
+    p.device = device_with_threads(num_threads);
     p.query = query.spec();
     p.key = key.spec();
     p.value = value.spec();

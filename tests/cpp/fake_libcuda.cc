@@ -12,6 +12,8 @@
 #include <string>
 #include <thread>
 
+#include "emulator/machine.h"
+
 #pragma GCC visibility push(default)
 
 using namespace flashmoe::cuda;
@@ -88,13 +90,13 @@ CUresult cuDeviceGetName(char* name, int size, CUdevice device) {
 CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
   switch (attribute) {
     case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR:
-      *value = 8 + device;
+      *value = fake_cuda.compute_capabilities[device] / 10;
       break;
     case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR:
-      *value = 0;
+      *value = fake_cuda.compute_capabilities[device] % 10;
       break;
     case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN:
-      *value = fake::kMaxSharedBytes[device];
+      *value = fake::max_shared_bytes(fake_cuda.compute_capabilities[device]);
       break;
     default:  // a different number for each attribute, so that a mix-up shows
       *value = 1000 * (device + 1) + attribute;
@@ -228,7 +230,19 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType dtype, uin
     seen.steps[i] = steps[i];
     if (i + 1 < rank) seen.strides[i] = strides[i];
   }
-  map->opaque[0] = 0x7a5;
+  emulator::TensorMapContents contents{};
+  contents.magic = 0x7a5;
+  contents.address = static_cast<char*>(address);
+  contents.rank = static_cast<uint8_t>(rank);
+  contents.element_bytes = 2;
+  contents.swizzle = static_cast<uint8_t>(swizzle);
+  for (uint32_t i = 0; i < rank; ++i) {
+    contents.sizes[i] = sizes[i];
+    contents.box[i] = static_cast<uint16_t>(box[i]);
+    if (i + 1 < rank) contents.strides[i] = strides[i];
+  }
+  static_assert(sizeof contents <= sizeof *map);
+  std::memcpy(map, &contents, sizeof contents);
   return CUDA_SUCCESS;
 }
 #endif

@@ -16,7 +16,10 @@ using namespace flashmoe::cuda;
 inline constexpr int kDevices = 2;
 inline constexpr int kParamsBytes = 64;          // of every kernel's argument
 inline constexpr int kStaticSharedBytes = 1024;  // of every kernel, if nobody says otherwise
-inline constexpr int kMaxSharedBytes[kDevices] = {163 << 10, 227 << 10};
+// That one block may have.
+inline int max_shared_bytes(int compute_capability) {
+  return (compute_capability == 75 ? 64 : compute_capability == 80 ? 163 : 227) << 10;
+}
 
 // What a CUcontext points to here.
 struct Context {
@@ -34,7 +37,8 @@ struct Launch {
 struct Cuda {
   // What to answer.
   int version = 12040;
-  int devices = kDevices;  // device 0 has compute capability 8.0, device 1 has 9.0
+  int devices = kDevices;
+  int compute_capabilities[kDevices] = {80, 90};
   CUresult init_result = CUDA_SUCCESS;
   int init_milliseconds = 0;
   CUresult load_result = CUDA_SUCCESS;      // cuLibraryLoadData

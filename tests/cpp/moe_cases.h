@@ -40,7 +40,7 @@ struct MoeCase {
   MoeProblem problem(Pass pass, int num_threads = 1) const {
     MoeProblem p;
     p.pass = pass;
-    p.device.num_threads = num_threads;
+    p.device = device_with_threads(num_threads);
     p.activation = activation;
     p.x = x.spec();
     p.gate_up = gate_up.spec();
@@ -247,7 +247,7 @@ struct RouteCase {
   RouteProblem problem(Pass pass, int num_threads = 1) const {
     RouteProblem p;
     p.pass = pass;
-    p.device.num_threads = num_threads;
+    p.device = device_with_threads(num_threads);
     p.scoring = scoring;
     p.normalize = normalize;
     p.logits = logits.spec();

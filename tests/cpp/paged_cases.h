@@ -30,7 +30,7 @@ struct PagedCase {
     AttentionProblem p;
     p.options = options;
     p.pass = pass;
-    p.device.num_threads = num_threads;
+    p.device = device_with_threads(num_threads);
     p.query = query.spec();
     p.key = key.spec();
     p.value = value.spec();

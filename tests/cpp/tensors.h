@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "cpu/oracle.h"
+#include "flashmoe/device.h"
 #include "flashmoe/tensor.h"
 
 namespace testing {
@@ -23,6 +24,14 @@ using flashmoe::cpu::oracle::read;
 using flashmoe::cpu::oracle::write;
 using Random = std::mt19937_64;
 using Values = std::vector<double>;  // row-major
+
+// Where calls run.
+inline flashmoe::Device device_under_test;
+inline flashmoe::Device device_with_threads(int num_threads) {
+  flashmoe::Device device = device_under_test;
+  if (device.type == flashmoe::DeviceType::kCpu) device.num_threads = num_threads;
+  return device;
+}
 
 inline int64_t uniform(Random& random, int64_t low, int64_t high) {
   return std::uniform_int_distribution<int64_t>(low, high)(random);

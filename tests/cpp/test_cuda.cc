@@ -203,7 +203,7 @@ TEST(full_devices) {
     const DeviceInfo info = device_info(1).value();
     CHECK_EQ(info.ordinal, 1);
     CHECK_EQ(info.name, "Fake 1");
-    CHECK_EQ(info.max_shared_bytes, fake::kMaxSharedBytes[1]);
+    CHECK_EQ(info.max_shared_bytes, fake::max_shared_bytes(90));
     // The fake answers 2000 + the number of the attribute, from the manual.
     CHECK_EQ(info.sm_count, 2016);
     CHECK_EQ(info.max_threads, 2001);
@@ -303,7 +303,7 @@ TEST(full_no_code_for_this_chip) {
 
 TEST(full_shared_memory) {
   in_process_of_its_own([] {
-    const uint32_t most = fake::kMaxSharedBytes[0] - fake::kStaticSharedBytes;
+    const uint32_t most = fake::max_shared_bytes(80) - fake::kStaticSharedBytes;
     CHECK(prepare(kernel, 0, 0).ok());
     CHECK_EQ(fake_cuda.opt_ins.load(), 0);
     CHECK(prepare(kernel, 0, most).ok());
@@ -314,7 +314,7 @@ TEST(full_shared_memory) {
 
     const std::string message = prepare(kernel, 0, most + 1).message();
     CHECK_CONTAINS(message, std::to_string(most + 1) + " bytes of dynamic and 1024 of static");
-    CHECK_CONTAINS(message, "at most " + std::to_string(fake::kMaxSharedBytes[0]));
+    CHECK_CONTAINS(message, "at most " + std::to_string(fake::max_shared_bytes(80)));
     CHECK_EQ(fake_cuda.opt_ins.load(), 1);
     CHECK(launch_plainly(kernel, 1, most + 1).ok());  // device 1 has more; launch opts in by itself
     CHECK_EQ(fake_cuda.opt_in_bytes[1].load(), static_cast<int>(most + 1));

@@ -18,7 +18,7 @@
 #include "fake_libcuda.h"
 #include "plans.h"
 // Behind all others, and before device code.
-#include "device_code.h"
+#include "emulator/device.h"
 //
 #include "cuda/attention/kernels/sm90.h"
 #include "cuda/attention/ragged.cuh"
@@ -226,7 +226,7 @@ class BackwardSlice {
       if (ended) continue;
       try {
         run(task);
-      } catch (const ptx::WaitsForever&) {
+      } catch (const emulator::WaitsForever&) {
         CHECK(false, "task", number, "waits for a later one; batch", task.batch, "key head",
               task.key_head, "keys", task.first_key);
         return;
@@ -460,7 +460,7 @@ void check_backward(Problem& problem) {
       slice.check();
       slice.convert(converts ? &launched[i + 1] : nullptr);
       if (sum) slice.sum_keys(*sum);
-    } catch (const ptx::WaitsForever& error) {
+    } catch (const emulator::WaitsForever& error) {
       CHECK(false, error.what());
     }
   }

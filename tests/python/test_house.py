@@ -26,6 +26,7 @@ ROOMS = [
             "src/cuda/runtime/launch",
             "src/cuda/runtime/tensor_map",
             "tests/cpp/fake_libcuda",
+            "tests/cpp/test_emulated_gpu",  # finds a kernel by its name
         ),
     ),
     ("the CUDA runtime", r"\bcuda[A-Z]\w*\s*\(", ()),

@@ -131,8 +131,8 @@ TEST(agrees_with_the_oracle) {
                       [](Random& random, Case& c, int) { check_case(random, c); });
 }
 
-// See test_run.cc. A gradient of out that is missing is zeros to a kernel, and 0 x NaN is NaN; a row
-// whose lse is its sink counts as one that sees no key.
+// See test_run.cc. A gradient of out that is missing is zeros to a kernel, and 0 x NaN is NaN; a
+// row whose lse is its sink counts as one that sees no key.
 TEST(nan_goes_where_it_must_and_no_further) {
   for_random_problems(24, 500000, "attention_bwd", random_case, [](Random& random, Case& c, int i) {
     if (!c.grad_out || c.sinks) return;

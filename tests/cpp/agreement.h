@@ -92,6 +92,18 @@ inline double mean_error(const SecondCase& c, const SecondCase& twin, const Tens
   return most * scale * factor * std::sqrt(sum_terms(c, result));
 }
 
+// Two numbers of input number i become NaN. Returns which input that is, or null where it is empty.
+template <class Case>
+const char* put_nan(Random& random, Case& c, int i) {
+  auto inputs = c.inputs();
+  auto& [name, tensor] = inputs[i % inputs.size()];
+  Values values = *tensor ? tensor->values() : Values();
+  if (values.empty()) return nullptr;
+  for (int n = 0; n < 2; ++n) values[uniform(random, 0, values.size() - 1)] = std::nan("");
+  tensor->set(values);
+  return name;
+}
+
 template <class Case>
 void check_case(Random& random, Case& c) {
   const Note note(describe(c));

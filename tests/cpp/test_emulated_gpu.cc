@@ -91,7 +91,7 @@ std::vector<std::pair<std::string, DType>> emulated(const std::string& role) {
 }
 
 // Hands `check` random problems of GPUs with few multiprocessors, which share out their work as
-// large ones do that of large problems.
+// large ones do that of large problems. It returns whether it has checked one.
 template <class Make, class Check>
 void for_random_problems(int usual, int seed, const char* role, const Make& make,
                          const Check& check) {
@@ -118,8 +118,7 @@ void for_random_problems(int usual, int seed, const char* role, const Make& make
     make_addressable(c);
     if (!is_emulated(c)) continue;
     const Note note("case ", i, " by ", family);
-    check(random, c, i);
-    ++checked;
+    checked += check(random, c, i);
   }
   CHECK(checked == wanted, "only", checked, "problems have all kernels");
 }
@@ -128,34 +127,31 @@ void for_random_problems(int usual, int seed, const char* role, const Make& make
 
 TEST(agrees_with_the_oracle) {
   for_random_problems(45, 1000, "attention_bwd", random_case,
-                      [](Random& random, Case& c, int) { check_case(random, c); });
+                      [](Random& random, Case& c, int) { return check_case(random, c), true; });
 }
 
 // See test_run.cc. A gradient of out that is missing is zeros to a kernel, and 0 x NaN is NaN; a
 // row whose lse is its sink counts as one that sees no key.
 TEST(nan_goes_where_it_must_and_no_further) {
-  for_random_problems(24, 500000, "attention_bwd", random_case, [](Random& random, Case& c, int i) {
-    if (!c.grad_out || c.sinks) return;
-    auto inputs = c.inputs();
-    auto& [name, tensor] = inputs[i % inputs.size()];
-    Values values = *tensor ? tensor->values() : Values();
-    if (values.empty()) return;
-    for (int n = 0; n < 2; ++n) values[uniform(random, 0, values.size() - 1)] = std::nan("");
-    tensor->set(values);
+  for_random_problems(12, 500000, "attention_bwd", random_case, [](Random& random, Case& c, int i) {
+    const char* const name = c.grad_out && !c.sinks ? put_nan(random, c, i) : nullptr;
+    if (!name) return false;
     const Note where("NaN in ", name);
     check_case(random, c);
+    return true;
   });
 }
 
 TEST(tangents_and_second_derivatives_agree_with_the_oracle) {
-  for_random_problems(24, 2000000, "attention_second_queries", random_second_case,
-                      [](Random& random, SecondCase& c, int) { check_case(random, c); });
+  for_random_problems(
+      24, 2000000, "attention_second_queries", random_second_case,
+      [](Random& random, SecondCase& c, int) { return check_case(random, c), true; });
 }
 
 // Such as padding that no loss counts, whose keys all carry a number instead of -inf.
 TEST(nothing_comes_from_rows_that_nothing_comes_back_to) {
-  for_random_problems(45, 3000000, "attention_bwd", random_case, [](Random& random, Case& c, int) {
-    if (!c.bias || is_mask(c.bias) || !c.grad_out) return;
+  for_random_problems(30, 3000000, "attention_bwd", random_case, [](Random& random, Case& c, int) {
+    if (!c.bias || is_mask(c.bias) || !c.grad_out) return false;
     const bool half = c.bias.spec().dtype == DType::kFloat16;
     const double level = half ? -60000 : -std::pow(10, uniform(random, 4, 18));
     c.bias.set(changed(random, Values(c.bias.count(), level), chance(random, 0.3) ? 0.01 : 0));
@@ -170,6 +166,7 @@ TEST(nothing_comes_from_rows_that_nothing_comes_back_to) {
       CHECK(std::all_of(values.begin(), values.end(), [](double x) { return x == 0; }), name,
             "is not 0");
     }
+    return true;
   });
 }
 

@@ -130,6 +130,21 @@ TEST(agrees_with_the_oracle) {
                       [](Random& random, Case& c, int) { return check_case(random, c), true; });
 }
 
+// By the kernel that has all of a head in a cluster. Every other problem has a NaN somewhere.
+TEST(whole_heads_agree_with_the_oracle) {
+  for_random_problems(16, 4000000, "attention_bwd", random_case,
+                      [](Random& random, Case& c, int i) {
+                        const auto planned = flashmoe::plan(c.problem(Pass::kBackward));
+                        if (planned.value().kernel.find("bwd_whole") == std::string::npos)
+                          return false;
+                        const bool nan = i % 2 && c.grad_out && !c.sinks;
+                        const char* const name = nan ? put_nan(random, c, i) : nullptr;
+                        const Note where("NaN in ", name ? name : "nothing");
+                        check_case(random, c);
+                        return true;
+                      });
+}
+
 // See test_run.cc. A gradient of out that is missing is zeros to a kernel, and 0 x NaN is NaN; a
 // row whose lse is its sink counts as one that sees no key.
 TEST(nan_goes_where_it_must_and_no_further) {

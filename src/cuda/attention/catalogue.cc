@@ -46,6 +46,7 @@ int shared_bytes(Role, const BiasSumTile& tile) { return tile.shared_bytes(); }
 int shared_bytes(Role, const Sm90FwdTile& tile) { return tile.shared_bytes(); }
 int shared_bytes(Role, const Sm90PackedTile& tile) { return tile.shared_bytes(); }
 int shared_bytes(Role, const Sm90PackedBwdTile& tile) { return tile.shared_bytes(); }
+int shared_bytes(Role, const Sm90WholeBwdTile& tile) { return tile.shared_bytes(); }
 int shared_bytes(Role, const Sm90BwdTile& tile) { return tile.shared_bytes(); }
 int shared_bytes(Role, const Sm90BiasSumTile& tile) { return tile.shared_bytes(); }
 int shared_bytes(Role, const Sm90ChunkTile& tile) { return tile.shared_bytes(); }
@@ -63,6 +64,7 @@ const char* params_type(const BiasSumTile&) { return "AttentionBwdParams"; }
 const char* params_type(const Sm90FwdTile&) { return "Sm90FwdParams"; }
 const char* params_type(const Sm90PackedTile&) { return "Sm90PackedParams"; }
 const char* params_type(const Sm90PackedBwdTile&) { return "Sm90PackedBwdParams"; }
+const char* params_type(const Sm90WholeBwdTile&) { return "Sm90BwdParams"; }
 const char* params_type(const Sm90BwdTile&) { return "Sm90BwdParams"; }
 const char* params_type(const Sm90BiasSumTile&) { return "Sm90BwdParams"; }
 const char* params_type(const PagedTile&) { return "PagedParams"; }
@@ -188,6 +190,7 @@ class Lister {
     if constexpr (requires { tile.dq_accum_dim(); }) kernel.dq_accum_dim = tile.dq_accum_dim();
     if constexpr (requires { tile.key_box(); }) kernel.key_box = tile.key_box();
     if constexpr (requires { tile.small_dim(); }) kernel.stores_dq = tile.small_dim();
+    if constexpr (requires { Tile::kWhole; }) kernel.whole = kernel.stores_dq = true;
     if constexpr (requires { tile.converts_dq(); }) kernel.converts_dq = tile.converts_dq();
     if constexpr (requires { tile.bias; }) kernel.bias_input = tile.bias;
     if constexpr (requires { tile.teams(); }) {
@@ -235,6 +238,7 @@ std::vector<Kernel> list_kernels() {
   list.add("sm90", both, Role::kBackward, "bwd_packed", "bwd_packed", sm90::kBwdPacked);
   list.add("sm90", both, Role::kBackwardBias, "bwd_packed_bias", "bwd_packed_bias",
            sm90::kBwdPackedBias);
+  list.add("sm90", both, Role::kBackward, "bwd_whole", "bwd_whole", sm90::kBwdWhole);
   list.add("sm90", both, Role::kBackward, "bwd", "bwd", sm90::kBwd);
   list.add("sm90", both, Role::kBackward, "bwd_general", "bwd", sm90::kBwdGeneral);
   list.add("sm90", both, Role::kBackwardBias, "bwd_bias", "bwd_bias", sm90::kBwdBias);

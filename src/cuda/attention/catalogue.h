@@ -69,6 +69,7 @@ struct Kernel {
   int teams = 1;                   // forward: tasks at once, which share out block_q
   bool packed = false;             // tiles are tokens, whatever sequences these are of
   int heads_of_box = 1;            // packed: heads that must lie side by side
+  bool whole = false;              // backward: a cluster has all of a head, and dQ is complete
   bool counts_tasks = false;       // gives out its tasks by a counter, not by the grid
   bool tf32 = false;               // fp32: one TF32 product where others make three
   bool makes_dq = false;           // backward: dQ has a kernel that adds nothing up in memory

@@ -21,9 +21,10 @@ struct Family {
   std::string (*lacks)(const AttentionPlan& plan);
   // Why the next family that can run the problem is faster, as measured; empty: it is not.
   std::string (*slower)(const AttentionPlan& plan, const Gpu& gpu);
-  // Why a kernel of it for packed tokens cannot run the problem; empty: it can.
-  std::string (*cannot_pack)(const AttentionPlan& plan, const Kernel& kernel);
-  // Why a smaller tile than the kernel's is faster; empty: none is.
+  // Why a kernel of it for packed tokens or whole heads cannot run the problem; empty: it can.
+  std::string (*cannot_serve)(const AttentionPlan& plan, const Kernel& kernel);
+  // Why a smaller tile than the kernel's is faster, or one that has a part of a head; empty: none
+  // is.
   std::string (*too_large)(const AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu);
   // Fills in launches and workspace. Kernel, family and tile are in the plan already.
   void (*lay_out)(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu);

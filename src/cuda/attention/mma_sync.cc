@@ -96,7 +96,7 @@ std::string lacks(const AttentionPlan&) { return {}; }
 
 std::string slower(const AttentionPlan&, const Gpu&) { return {}; }
 
-std::string cannot_pack(const AttentionPlan&, const Kernel&) { return {}; }
+std::string cannot_serve(const AttentionPlan&, const Kernel&) { return {}; }
 
 std::string too_large(const AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
   if (plan.problem.pass == Pass::kBackward) return {};

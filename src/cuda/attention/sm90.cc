@@ -55,6 +55,17 @@ void lay_out_packed_backward(AttentionPlan& plan, const Kernel& kernel, const Gp
   plan.workspace_bytes = backward_workspace(plan, nullptr).bytes;
 }
 
+// A cluster for each head.
+void lay_out_whole_backward(AttentionPlan& plan, const Kernel& kernel) {
+  const int64_t ctas = ceil_div(plan.len_k, kernel.key_box);
+  plan.work_items = ctas * plan.heads_k * plan.batch;
+  AttentionLaunch main = once(kernel, grid_of(plan.work_items), Given::kCall);
+  main.cluster = static_cast<uint32_t>(ctas);
+  main.overlaps = true;
+  plan.launches.push_back(main);
+  plan.workspace_bytes = backward_workspace(plan, nullptr).bytes;
+}
+
 // Whether a dense pass counts its tasks: where a mask makes long ones and short ones. Of short
 // sequences, and above head dim 128, a list that CTAs go forth and back through is as even and
 // shares more of the keys (docs/log/sm90.md). Of few tasks it is more even: with a counter a CTA
@@ -95,6 +106,7 @@ void lay_out_forward(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) 
 void lay_out_backward(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
   const AttentionProblem& p = plan.problem;
   if (kernel.packed) return lay_out_packed_backward(plan, kernel, gpu);
+  if (kernel.whole) return lay_out_whole_backward(plan, kernel);
   const Kernel* bias_sum = find_bias_sum(plan);
   cuda::lay_out_backward(plan, gpu, bias_sum);
   const int64_t clusters = std::max<int64_t>(gpu.multiprocessors / kernel.cluster, 1);
@@ -239,7 +251,22 @@ std::string lacks(const AttentionPlan& plan) {
   return {};
 }
 
-std::string cannot_pack(const AttentionPlan& plan, const Kernel& kernel) {
+// What a kernel cannot run in which a cluster has all of a head.
+static std::string lacks_for_whole(const AttentionPlan& plan, const Kernel& kernel) {
+  const AttentionProblem& p = plan.problem;
+  const int64_t most_queries = Sm90WholeBwdTile::kStages * kernel.block_q;
+  if (p.ragged) return "takes dense batches alone";
+  if (plan.heads_q != plan.heads_k) return "takes no heads that share their keys";
+  if (plan.len_q > most_queries || plan.len_k > kernel.block_k) {
+    return text("takes at most ", most_queries, " queries and ", kernel.block_k, " keys");
+  }
+  // Which is found from lse and delta of every row, and they never leave the kernel.
+  if (p.grad_sinks) return "gives no gradient of the sinks";
+  return {};
+}
+
+std::string cannot_serve(const AttentionPlan& plan, const Kernel& kernel) {
+  if (kernel.whole) return lacks_for_whole(plan, kernel);
   constexpr int64_t kMostTokens = kNoLimit;  // so that those of a whole tile can be counted
   constexpr int64_t kShared = 32;            // up to this head dim, heads share a box of 64 columns
   const AttentionProblem& p = plan.problem;
@@ -279,6 +306,26 @@ std::string cannot_pack(const AttentionPlan& plan, const Kernel& kernel) {
   return {};
 }
 
+// Why tiles that have a part of a head each, one after the other on an SM, are faster than CTAs
+// that come with all of it.
+static std::string too_many_heads(const AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
+  constexpr int64_t kRounds = 4;
+  const int64_t ctas = ceil_div(plan.len_k, kernel.key_box) * plan.heads_k * plan.batch;
+  if (ctas <= kRounds * gpu.multiprocessors) return {};
+  return text("made for at most ", kRounds, " blocks for each SM");
+}
+// Whether such a kernel runs the problem.
+static bool runs_whole(const AttentionPlan& plan, const Gpu& gpu) {
+  const AttentionProblem& p = plan.problem;
+  const Geometry g = geometry(p);
+  if (p.pass != Pass::kBackward || p.bias || g.softcap > 0 || !(g.scale > 0)) return false;
+  return std::any_of(kernels().begin(), kernels().end(), [&](const Kernel& k) {
+    return k.whole && k.dtype == p.query.dtype &&
+           k.head_dim >= std::max(plan.head_dim, plan.head_dim_v) &&
+           lacks_for_whole(plan, k).empty() && too_many_heads(plan, k, gpu).empty();
+  });
+}
+
 // Whether a kernel for packed tokens can run the problem.
 static bool can_pack(const AttentionPlan& plan) {
   const AttentionProblem& p = plan.problem;
@@ -289,7 +336,7 @@ static bool can_pack(const AttentionPlan& plan) {
                            : (backward ? Role::kBackward : Role::kForward);
   return std::any_of(kernels().begin(), kernels().end(), [&](const Kernel& k) {
     return k.packed && k.role == role && k.dtype == p.query.dtype &&
-           k.head_dim >= std::max(plan.head_dim, plan.head_dim_v) && cannot_pack(plan, k).empty();
+           k.head_dim >= std::max(plan.head_dim, plan.head_dim_v) && cannot_serve(plan, k).empty();
   });
 }
 
@@ -300,6 +347,7 @@ std::string slower(const AttentionPlan& plan, const Gpu& gpu) {
   const bool ragged = plan.problem.ragged.has_value();
   const bool backward = plan.problem.pass == Pass::kBackward;
   if (many_packed_sequences(plan, gpu) && can_pack(plan)) return {};
+  if (runs_whole(plan, gpu)) return {};
   if (ragged && plan.problem.bias) return "its kernels with a packed bias are for short sequences";
   if (dim <= kDim && !plan.problem.bias && (backward || mean_length(plan) > kDimShort)) {
     return text("head dims up to ", kDim, " have tiles of their own in sm80");
@@ -404,6 +452,7 @@ static double busiest_rows(const AttentionPlan& plan, int64_t block, const Gpu& 
 std::string too_large(const AttentionPlan& plan, const Kernel& k, const Gpu& gpu) {
   constexpr int64_t kSmaller = 128, kShort = 1024, kMany = 8;
   if (plan.problem.pass == Pass::kBackward) {
+    if (k.whole) return too_many_heads(plan, k, gpu);
     return transposes_dq(k.block_q) ? too_many_queries(plan, k) : too_many_keys(plan, k);
   }
   if (k.bias_keys > 0) return cannot_keep_bias(plan, k, gpu);

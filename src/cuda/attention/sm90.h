@@ -10,7 +10,7 @@ namespace flashmoe::cuda::sm90 {
 
 std::string lacks(const AttentionPlan& plan);
 std::string slower(const AttentionPlan& plan, const Gpu& gpu);
-std::string cannot_pack(const AttentionPlan& plan, const Kernel& kernel);
+std::string cannot_serve(const AttentionPlan& plan, const Kernel& kernel);
 std::string too_large(const AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu);
 void lay_out(AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu);
 Status run(const Call& call);

@@ -237,11 +237,22 @@ Status run_backward(const Call& call) {
   return run_launches(call, p, fill_side_params(call, p, false));
 }
 
+Status run_whole_backward(const Call& call) {
+  const AttentionPlan& plan = call.plan;
+  Sm90BwdParams p{};
+  fill_backward(p, call, 1);
+  p.heads = static_cast<int32_t>(plan.heads_k);
+  p.key_blocks = static_cast<int32_t>(ceil_div(plan.len_k, main_kernel(plan).key_box));
+  if (Status status = fill_maps(p, call); !status.ok()) return status;
+  return run_launches(call, p, fill_side_params(call, p, false));
+}
+
 }  // namespace
 
 Status run(const Call& call) {
   const bool packed = main_kernel(call.plan).packed;
   if (call.plan.problem.pass == Pass::kBackward) {
+    if (main_kernel(call.plan).whole) return run_whole_backward(call);
     return packed ? run_packed_backward(call) : run_backward(call);
   }
   return packed ? run_packed(call) : run_forward(call);

@@ -103,7 +103,7 @@ const Kernel* choose_tile(AttentionPlan& plan, const Family& family, const Gpu& 
     plan.candidates.push_back({kernel.id.name, "passed over: " + reason});
   };
   int bucket = 0;
-  bool said_plain = false;
+  bool said_plain = false, said_whole = false;
   std::string tiles;
   // The fallback is the first tile that is only too large: it serves where no smaller one exists.
   const Kernel *chosen = nullptr, *fallback = nullptr;
@@ -115,13 +115,17 @@ const Kernel* choose_tile(AttentionPlan& plan, const Family& family, const Gpu& 
     }
     // Tiles that take a bias in another way say nothing about this one.
     if (k.bias_input != kNoBias && k.bias_input != bias_input(plan)) continue;
-    if (k.packed) {  // beside the tiles of a head dim, which serve where these do not
-      if (!(p.ragged || packs || forced) || general_score || chosen) continue;
+    if (k.packed || k.whole) {  // beside the tiles of a head dim, which serve where these do not
       const bool matches = forced && k.block_q == forced->rows && k.block_k == forced->columns;
-      if (forced && !matches) continue;
-      std::string reason = family.cannot_pack(plan, k);
-      // With a bias there are no others: slower() says for whom these are.
-      if (reason.empty() && !forced && !packs && k.bias_input == kNoBias) reason = kForShort;
+      if (general_score || chosen || (forced && !matches)) continue;
+      if (k.packed ? !(p.ragged || packs || forced) : said_whole) continue;
+      std::string reason = family.cannot_serve(plan, k);
+      if (reason.empty() && !forced) {
+        // With a bias there are no others: slower() says for whom these are.
+        if (k.packed && !packs && k.bias_input == kNoBias) reason = kForShort;
+        if (k.whole) reason = family.too_large(plan, k, gpu);
+      }
+      said_whole |= k.whole;
       if (reason.empty()) {
         chosen = &k;
       } else {

@@ -130,6 +130,7 @@ BackwardWorkspace backward_workspace(const AttentionPlan& plan, const Kernel* bi
     w.key_pairs = place(p.bias ? rows_k * kPairRowBytes : 0);
     return w;
   }
+  if (kernel.whole) return w;
   if (p.ragged) {
     w.query_slots = ragged_slots(p.query.shape[0], block, plan.batch);
     w.key_slots = ragged_slots(p.key.shape[0], plan.block_k, plan.batch);

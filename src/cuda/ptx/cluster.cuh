@@ -20,6 +20,15 @@ __device__ __forceinline__ void barrier_cluster_sync() {
           : "memory");
 }
 
+// PTX ISA, "barrier.cluster": the same in two steps. What a thread wrote before it arrives is
+// visible to all that have waited.
+__device__ __forceinline__ void barrier_cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
+__device__ __forceinline__ void barrier_cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+
 // PTX ISA, "mapa": the address of the same variable in the shared memory of CTA `rank`.
 __device__ __forceinline__ uint32_t mapa(uint32_t shared, int rank) {
   uint32_t there;
@@ -30,6 +39,13 @@ __device__ __forceinline__ uint32_t mapa(uint32_t shared, int rank) {
 // PTX ISA, "st.shared::cluster": 4 bytes to an address made by mapa().
 __device__ __forceinline__ void st_shared_cluster_u32(uint32_t there, uint32_t x) {
   asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(there), "r"(x) : "memory");
+}
+
+// PTX ISA, "st.shared::cluster": 16 bytes to such an address.
+__device__ __forceinline__ void st_shared_cluster_v4(uint32_t there, const uint4& x) {
+  asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(there), "r"(x.x), "r"(x.y),
+               "r"(x.z), "r"(x.w)
+               : "memory");
 }
 
 // PTX ISA, "mbarrier.arrive" with .release.cluster: what this thread wrote before is visible to a

@@ -50,6 +50,7 @@ struct Fiber {
   const char* waits_for = nullptr;
   // Copies under way, by their groups; the last is open.
   std::deque<std::unique_ptr<int>> groups;
+  unsigned int cluster_generation = 0;  // of the cluster's barrier when the thread arrived
 };
 
 struct Named {
@@ -352,14 +353,17 @@ uint32_t shared_address(const void* memory) {
 
 int cluster_rank() { return cta->rank; }
 
-void cluster_barrier() {
+void cluster_arrive() {
   Cluster& cluster = *cta->cluster;
-  const unsigned int generation = cluster.generation.load();
+  cta->fibers[cta->current].cluster_generation = cluster.generation.load();
   if (++cluster.arrived == cta->grid.threads * cta->grid.cluster) {
     cluster.arrived = 0;
     ++cluster.generation;
   }
-  wait_until("its cluster", [&] { return cluster.generation.load() != generation; });
+}
+void cluster_wait() {
+  const unsigned int arrived = cta->fibers[cta->current].cluster_generation;
+  wait_until("its cluster", [=] { return cta->cluster->generation.load() != arrived; });
 }
 
 bool barrier(int name, int threads, bool mine, bool waits) {

@@ -50,7 +50,9 @@ char* shared(uint32_t address, int bytes);
 uint32_t shared_address(const void* memory);  // of dynamic shared memory: its beginning, at first
 void clear_shared(int bytes);                 // to NaN, before a CTA begins
 int cluster_rank();
-void cluster_barrier();
+// The barrier of all threads of the cluster, in two steps.
+void cluster_arrive();
+void cluster_wait();
 
 // Named barriers of the CTA; 0 is that of all its threads. Returns whether any had `mine`.
 bool barrier(int name, int threads, bool mine, bool waits = true);

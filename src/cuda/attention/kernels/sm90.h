@@ -93,6 +93,13 @@ inline constexpr Sm90PackedBwdTile kBwdPackedBias[] = {
     {64, 192, 32, 8, 1, false, kBiasByPairs},
 };
 
+// Few queries and keys, a head in a cluster of one CTA or two.
+inline constexpr Sm90WholeBwdTile kBwdWhole[] = {
+    // head_dim, block_q, block_k
+    {32, 128, 256},
+    {64, 128, 256},
+};
+
 // As many queries as registers allow beside dK and dV of 64 keys, and above D = 64 fewer where 80
 // leave more of their tiles empty; above D = 128 a warpgroup has one of the two, and two CTAs share
 // the block.

@@ -1,6 +1,8 @@
-// The epilogue of the sm90 backward pass: dK and dV through shared memory to TMA.
+// The epilogue of the sm90 backward pass: dK and dV through shared memory to TMA, and dQ where it
+// is complete.
 #pragma once
 
+#include "cuda/attention/sm90/bwd_convert_dq.cuh"
 #include "cuda/attention/sm90/bwd_warpgroup.cuh"
 #include "cuda/ptx/ldmatrix.cuh"
 #include "cuda/ptx/tma.cuh"
@@ -88,13 +90,13 @@ __device__ __forceinline__ void store_part(const BwdWarpgroup<C>& wg, const floa
   }
 }
 
-// dV or dK of a consumer, one after the other through the same shared memory.
+// dV or dK of a consumer through shared memory at `sGrad`, where TMA may still read what was there
+// before.
 template <class C>
 __device__ __forceinline__ void send_gradient(const BwdWarpgroup<C>& wg, const BwdTask& task,
                                               const float (&x)[C::kDim / 2], float times,
                                               const void* gradient, const Strides& strides,
-                                              const TensorMap& map, int dim) {
-  const uint32_t sGrad = wg.opaque_smem() + C::grads_at(wg.index);
+                                              const TensorMap& map, int dim, uint32_t sGrad) {
   if (warpgroup_thread() == 0) ptx::cp_async_bulk_wait_group_read();
   wg.sync();  // TMA has read what was there before
   write_gradient<C>(sGrad, x, times);
@@ -110,14 +112,43 @@ __device__ __forceinline__ void send_grad_value(const BwdWarpgroup<C>& wg, const
     return store_part(wg, dv, p.grad_value, p.splits * p.split_tiles + task.part);
   }
   send_gradient(wg, task, dv, 1.f, p.grad_value, p.grad_value_strides, p.grad_value_map,
-                p.head_dim_v);
+                p.head_dim_v, wg.opaque_smem() + C::grads_at(wg.index));
 }
 template <class C>
 __device__ __forceinline__ void send_grad_key(const BwdWarpgroup<C>& wg, const BwdTask& task,
                                               const float (&dk)[C::kDim / 2]) {
   const Sm90BwdParams& p = wg.p;
   if (C::kSplits && task.part != BwdTask::kWhole) return store_part(wg, dk, p.grad_key, task.part);
-  send_gradient(wg, task, dk, p.scale, p.grad_key, p.grad_key_strides, p.grad_key_map, p.head_dim);
+  send_gradient(wg, task, dk, p.scale, p.grad_key, p.grad_key_strides, p.grad_key_map, p.head_dim,
+                wg.opaque_smem() + C::grads_at(wg.index));
+}
+
+// dQ that is complete in the accumulators of a warpgroup, of 64 rows from `first` on. Of each 32
+// columns a thread stores eight of each of two rows: the four threads that share rows transpose
+// them.
+template <class C, int kCount>
+__device__ __forceinline__ void store_dq_rows(const float (&dq)[kCount], const BwdTask& task,
+                                              int head, int first, const Sm90BwdParams& p) {
+  const char* const rows = rows_of(p.grad_query, p, p.grad_query_strides, task.batch, head, 0);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = first + fragment_row() + 8 * half;
+    const int64_t at = row * static_cast<int64_t>(p.grad_query_strides.row_bytes());
+#pragma unroll
+    for (int from = 0; from < kCount; from += 16) {
+      uint32_t eight[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* two = dq + from + 4 * i + 2 * half;
+        eight[i] = C::Type::pack(two[0] * p.scale, two[1] * p.scale);
+      }
+      transpose_4x4(eight, lane());
+      const int column = 2 * from + lane() % 4 * 8;
+      if (row >= task.seq.len_q || column >= p.head_dim) continue;
+      store_eight(const_cast<char*>(rows) + at + column * 2,
+                  uint4{eight[0], eight[1], eight[2], eight[3]}, p.head_dim - column);
+    }
+  }
 }
 
 // dK and dV of keys that no query sees, or of lengths that are wrong. (Of parts the kernel that

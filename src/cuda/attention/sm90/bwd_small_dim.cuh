@@ -13,7 +13,6 @@
 // each read all of it.
 #pragma once
 
-#include "cuda/attention/sm90/bwd_convert_dq.cuh"
 #include "cuda/attention/sm90/bwd_epilogue.cuh"
 #include "cuda/attention/sm90/bwd_guard.cuh"
 #include "cuda/attention/sm90/bwd_scores.cuh"
@@ -137,32 +136,9 @@ class BwdSmallDimConsumer {
     }
     if (wg_.p.stores_dq) {
       warp_arrive(ds_slot(previous()).empty);
-      store_rows(rdQ, task, first, head);
+      store_dq_rows<C>(rdQ, task, head, first, wg_.p);
     } else {
       send_dq(rdQ);
-    }
-  }
-  // Eight columns of each of two rows by a thread: the four threads that share rows transpose them.
-  __device__ __forceinline__ void store_rows(const QuerySums& rdQ, const BwdTask& task, int first,
-                                             int head) const {
-    static_assert(C::kDqColumns == 32);
-    const Sm90BwdParams& p = wg_.p;
-    const char* const rows = rows_of(p.grad_query, p, p.grad_query_strides, task.batch, head, 0);
-    const int column = lane() % 4 * 8;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint32_t eight[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* two = rdQ + 4 * i + 2 * half;
-        eight[i] = C::Type::pack(two[0] * p.scale, two[1] * p.scale);
-      }
-      transpose_4x4(eight, lane());
-      const int row = first + fragment_row() + 8 * half;
-      if (row >= task.seq.len_q || column >= p.head_dim) continue;
-      const int64_t at = row * static_cast<int64_t>(p.grad_query_strides.row_bytes()) + column * 2;
-      store_eight(const_cast<char*>(rows) + at, uint4{eight[0], eight[1], eight[2], eight[3]},
-                  p.head_dim - column);
     }
   }
   // dQ = dS K of the tile before.

@@ -198,6 +198,29 @@ struct Sm90BwdTile {
   }
 };
 
+// The backward pass of heads whose queries and keys a cluster holds, all of them at once: two tiles
+// of block_q queries, and block_k / 2 keys for each of two CTAs, or all for one.
+struct Sm90WholeBwdTile {
+  int head_dim;
+  int block_q, block_k;
+  bool general_score = false;
+  BiasInput bias = kNoBias;
+  int ctas = 1;  // per SM
+  static constexpr bool kWhole = true;
+  static constexpr int kStages = 2;    // of Q and dO: one for each tile of queries
+  static constexpr int kMostCtas = 2;  // of a cluster
+
+  constexpr int threads() const { return 2 * 128; }
+  constexpr int key_box() const { return block_k / kMostCtas; }  // rows of K and V loaded at once
+  // K and V, Q and dO, dS of each tile of queries, the other CTA's part of dQ, lse and delta.
+  constexpr int shared_bytes() const {
+    const int tiles = (2 * key_box() + 2 * kStages * block_q) * tile_row_bytes(head_dim);
+    const int dq = block_q * head_dim * 4;
+    return tiles + kStages * block_q * key_box() * 2 + dq + kStages * block_q * 8 +
+           kBwdControlBytes;
+  }
+};
+
 // The sum of the gradient of a bias that was broadcast.
 struct Sm90BiasSumTile {
   int head_dim;

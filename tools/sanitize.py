@@ -46,7 +46,7 @@ class Known:
 KNOWN = {
     "racecheck": [
         Known(
-            r"sm90_attention_(bwd_(?!preprocess|dq|key_sum)|fwd_(packed|bias_rows|mask)_)",
+            r"sm90_attention_(bwd_(?!preprocess|dq|key_sum|whole)|fwd_(packed|bias_rows|mask)_)",
             "one lane arrives at an mbarrier for its warp after __syncwarp(); the tool does not "
             "follow an order made of the two",
             counted=True,

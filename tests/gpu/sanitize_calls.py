@@ -355,6 +355,15 @@ SM90_CALLS = [
     Call(128, (24, 24), (160, 3072), options=CAUSAL, in_order=False),
     # Pairs of key heads, one down the queries and one up.
     Call(128, (180, 36), (160, 1536), options=CAUSAL, in_order=False),
+    # All of a head in one CTA, and in two, of which one has no keys or sees no queries.
+    Call(64, (3, 3), (200, 128), lead=(2,)),
+    Call(32, (2, 2), (65, 100), options=CAUSAL, layout=rows_first),
+    Call(24, (2, 2), (256, 256), options=CAUSAL),
+    Call(64, (2, 2), (256, 200), options=CAUSAL),
+    Call(40, (3, 3), (130, 256), dv=64, layout=rows_first, options={"window": (50, 7)}),
+    Call(64, (2, 2), (200, 130), options={"window": (-1, 5)}, needs="q"),
+    Call(32, (2, 2), (200, 256), lead=(4,), key_lengths=(0, 70, 129, 256)),
+    Call(64, (2, 2), (100, 256), lead=(3,), key_lengths=(0, 64, 200), options=CAUSAL),
 ]
 
 # Differentiated twice, in families that have kernels for it: every kernel, one chunk of columns and

@@ -43,12 +43,14 @@ def results(case: oracle.Case) -> dict[str, torch.Tensor]:
 
 @either_way
 @every_mask
+@pytest.mark.parametrize("hk", [2, 4], ids=["shared keys", "own keys"])
 @pytest.mark.parametrize("bad", [M + 1, M + 64, 2**30, 2**31 - 1, -1, -64, -(2**31)])
-def test_key_lengths(bad, causal, deterministic, dtype):
+def test_key_lengths(bad, hk, causal, deterministic, dtype):
     case = dense(
         N,
         M,
         lead=(4,),
+        hk=hk,
         dtype=dtype,
         key_lengths=integers(100, bad, M, bad),
         deterministic=deterministic,

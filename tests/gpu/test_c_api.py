@@ -320,7 +320,7 @@ def test_refusals_name_the_argument(library):
 
 @on_a_gpu
 def test_a_workspace_that_is_missing_or_too_small_is_refused(library, device):
-    q, k, v = (torch.randn(1, 2, 70, 64, dtype=torch.float16, device=device) for _ in range(3))
+    q, k, v = (torch.randn(1, 2, 300, 64, dtype=torch.float16, device=device) for _ in range(3))
     names = {"query": q, "key": k, "value": v, "out": q, "grad_out": q}
     grads = {"grad_query": torch.empty_like(q)}
     lse = torch.zeros(q.shape[:-1], device=device)

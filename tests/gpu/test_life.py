@@ -194,6 +194,7 @@ GRAPHED = {
     "dense": lambda **kw: dense(130, 200, options={"causal": True}, **kw),
     "odd": lambda **kw: dense(130, 200, d=20, dv=100, **kw),
     "few queries": lambda **kw: dense(2, 5000, lead=(1,), **kw),
+    "own keys": lambda **kw: dense(130, 200, hq=3, hk=3, options={"causal": True}, **kw),
     "key lengths": lambda **kw: dense(130, 200, key_lengths=integers(70, 200), **kw),
     "ragged": lambda **kw: ragged(((70, 91), (3, 300), (0, 5), (130, 0)), rest=(3, 5), **kw),
 }

@@ -13,6 +13,7 @@ from oracle import same_bits
 pytestmark = on_a_gpu
 
 SHAPES = {
+    "one launch backward": {"n": 200, "hq": 4, "hk": 4, "d": 64},
     "one round": {"n": 300, "hq": 4, "hk": 4, "d": 64},
     "a counter": {"n": 2048, "lead": (8,), "hq": 16, "hk": 16, "d": 64},
     "split": {"n": 1500, "lead": (1,), "hq": 8, "hk": 1, "d": 128},

@@ -25,6 +25,7 @@ from helpers import (
     either_way,
     every_mask,
     every_option,
+    explained,
     integers,
     judge,
     on_a_gpu,
@@ -215,6 +216,21 @@ def test_gradients(d, mask, deterministic, dtype):
     shape = {"d": d, "dtype": dtype, "deterministic": deterministic, "options": MASKS[mask]}
     for n, m in ((1, 1), (64, 64), (65, 127), (128, 129), (300, 300), (517, 200), (200, 517)):
         check_case(dense(n, m, lead=(2,), hq=2, hk=2, **shape))
+
+
+@either_way
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("d", [32, 64])
+def test_gradients_of_few_tokens_by_tiles_of_keys(d, mask, deterministic, dtype, monkeypatch):
+    """Which have a kernel of their own (test_whole.py) where heads share no keys and are few."""
+    monkeypatch.setenv("FLASHMOE_TILE", f"128x{64 if d == 32 else 128},128x128")
+    shape = {"d": d, "dtype": dtype, "deterministic": deterministic, "options": MASKS[mask]}
+    for n, m in ((1, 1), (64, 64), (65, 127), (128, 129), (255, 1), (256, 256)):
+        case = dense(n, m, lead=(2,), hq=2, hk=2, **shape)
+        tensors, options = explained(case)
+        text = fm.explain(*tensors, **options, backward=True)
+        assert re.search(rf"kernel +sm90_attention_bwd_\w+16_d{d}_128x128$", text, re.M), text
+        check_case(case)
 
 
 @either_way

@@ -122,6 +122,7 @@ TABLES = {
     "kFwdPackedBias": ("fwd_packed_bias", "fwd_packed_bias"),
     "kBwdPacked": ("bwd_packed", "bwd_packed"),
     "kBwdPackedBias": ("bwd_packed_bias", "bwd_packed_bias"),
+    "kBwdWhole": ("bwd_whole", "bwd_whole"),
     "kBwd": ("bwd", "bwd"),
     "kBwdBias": ("bwd_bias", "bwd_bias"),
     "kBwdBiasRows": ("bwd_bias_rows", "bwd_bias_rows"),
@@ -284,6 +285,8 @@ def listed_kernels() -> dict[str, Listed]:
                     warps, ctas = q // 16 + 1, numbers[4]
                 elif kind == "Sm90PackedBwdTile":
                     warps, ctas = q // 16 + 4, numbers[4]
+                elif kind == "Sm90WholeBwdTile":
+                    warps, ctas = 8, 1
                 elif kind in COLUMNS:
                     warps, ctas = (numbers[column] for column in COLUMNS[kind])
                 else:  # sm90, whose warpgroups follow from the tile
@@ -292,7 +295,7 @@ def listed_kernels() -> dict[str, Listed]:
                     warps = 4 * (consumers + 1)
                     ctas = numbers[4] if kind == "Sm90FwdTile" and len(numbers) > 4 else 1
                 image = f"{family}_attention_{image}_{dtype}_d{d}"
-                role = "attention_" + re.sub("_(?:general|packed|rows|float)$", "", name)
+                role = "attention_" + re.sub("_(?:general|packed|rows|float|whole)$", "", name)
                 role = role.replace("_mask", "_bias").replace("_packed", "")
                 tile = f"{dtype}_d{d}_{q}x{k}"
                 found[f"{family}_attention_{name}_{tile}"] = Listed(

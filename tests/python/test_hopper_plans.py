@@ -235,13 +235,77 @@ def test_three_warpgroups_where_their_rows_fill(monkeypatch):
 
 
 def test_few_short_sequences_go_backward_here():
-    def family(batch: int, d: int, n=64, **options) -> str:
-        tensors = problem(d=d, batch=batch, heads_q=8, heads_k=8, n=n, m=n)
+    def family(batch: int, d: int, n=64, heads_k=4, **options) -> str:
+        tensors = problem(d=d, batch=batch, heads_q=8, heads_k=heads_k, n=n, m=n)
         return kernel_of(*tensors, backward=True, **options)["family"]
 
-    assert family(2, 32) == family(8, 64) == family(32, 128) == family(4, 256, 20) == "sm90"
-    assert family(16, 32) == family(16, 64) == family(2, 16) == "sm80"
+    assert family(2, 32) == family(16, 64) == family(32, 128) == family(4, 256, 20) == "sm90"
+    assert family(17, 32) == family(17, 64) == family(2, 16) == "sm80"
     assert family(2, 64, bias=spec(64, 64)) == "sm80"
+    # Heads with keys of their own, up to four for each SM, have a kernel for them.
+    for d in (16, 32):
+        assert family(17, d, heads_k=8) == family(66, d, heads_k=8) == "sm90"
+        assert family(67, d, heads_k=8) == "sm80"
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+def test_heads_of_few_tokens_go_backward_in_one_launch(dtype, monkeypatch):
+    """Up to 256 queries and keys: each head is a cluster's, of one CTA up to 128 keys, else of two.
+    Its sums have one order, asked for or not."""
+    few = {"batch": 3, "heads_q": 8, "heads_k": 8, "n": 200, "m": 256}
+
+    def said(d=64, dv=0, sizes=few, **options) -> str:
+        more = {name: options.pop(name) for name in list(options) if name in few}
+        tensors = problem(dtype, d, dv, **sizes | more)
+        return fm.explain(*tensors, **options, backward=True, **H200)
+
+    def is_whole(**call) -> bool:
+        return "_bwd_whole_" in told(said(**call))["kernel"]
+
+    for d, dv, bucket in ((1, 0, 32), (8, 32, 32), (33, 8, 64), (8, 64, 64), (64, 0, 64)):
+        for n, m in ((1, 1), (256, 128), (1, 129), (256, 256)):
+            for options in ({}, {"causal": True}, {"window": (9, -1)}, {"deterministic": True}):
+                text = said(d, dv, n=n, m=m, **options)
+                plan, ctas = told(text), 1 if m <= 128 else 2
+                assert plan["kernel"] == f"sm90_attention_bwd_whole_{dtype}_d{bucket}_128x256"
+                assert plan["before"] == plan["after"] == []
+                assert plan["grid"] == (24 * ctas, 1, 1)
+                assert (", clusters of 2" in text) == (ctas == 2)
+                assert "\n  workspace  0 MiB\n" in text and "\n  bitwise reproducible\n" in text
+    assert is_whole(key_lengths=spec(3, dtype=torch.int64)) and is_whole(scale=0.8)
+
+    for why, call in (
+        ("takes at most 256 queries and 256 keys", {"n": 257}),
+        ("takes at most 256 queries and 256 keys", {"m": 257}),
+        ("takes no heads that share their keys", {"heads_k": 4}),
+        ("gives no gradient of the sinks", {"sinks": spec(8, dtype=torch.float32)}),
+        ("made for at most 4 blocks for each SM", {"batch": 34}),  # 544 CTAs, for 132 SMs
+    ):
+        text = said(**call)
+        assert re.search(rf"_bwd_whole_\w+: passed over: {why}$", text, re.M), why
+        assert "_bwd_whole_" not in told(text)["kernel"]
+    assert is_whole(batch=33) and is_whole(batch=66, m=128) and not is_whole(batch=67, m=128)
+    for call in (
+        {"d": 65},
+        {"dv": 72},
+        {"softcap": 3.0},
+        {"scale": -0.1},
+        {"bias": spec(8, 200, 256, dtype=TORCH_DTYPES[dtype])},
+        {"dropout_p": 0.1},
+    ):
+        assert not is_whole(**call)
+    # Thousands of heads of a few dozen tokens are packed.
+    assert "_bwd_packed_" in said(batch=66, n=64, m=64) and is_whole(batch=65, n=64, m=64)
+
+    # Either can be asked for.
+    monkeypatch.setenv("FLASHMOE_FAMILY", "sm90")
+    for d, forward in ((32, "128x64"), (64, "128x128")):
+        monkeypatch.setenv("FLASHMOE_TILE", f"{forward},128x256")
+        assert is_whole(d=d, batch=500) and is_whole(d=d, n=1, m=1)
+        with pytest.raises(RuntimeError, match="FLASHMOE_TILE asks for 128x256"):
+            said(d, n=257)
+        monkeypatch.setenv("FLASHMOE_TILE", f"{forward},128x128")
+        assert told(said(d))["kernel"] == f"sm90_attention_bwd_{dtype}_d{d}_128x128"
 
 
 def test_80_queries_where_they_leave_little_empty():

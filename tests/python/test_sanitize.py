@@ -97,7 +97,8 @@ def test_what_is_known_is_counted():
         assert BWD in words and f"{fewer.get(BWD, 0)} are known" in words
     # The same of another tool, or of another kernel, is nobody's error but ours.
     assert sanitize.judge("synccheck", reports, {BWD: 2})[0]
-    for kernel in ("sm80_attention_bwd_x", "sm90_attention_fwd_x", "sm90_attention_bwd_dq_x"):
+    others = ("sm80_attention_bwd_x", "sm90_attention_fwd_x", "sm90_attention_bwd_dq_x")
+    for kernel in (*others, "sm90_attention_bwd_whole_x"):
         other = sanitize.reports_in(RACE.replace(BWD, kernel))
         assert sanitize.judge("racecheck", other, {kernel: 9})[0]
 

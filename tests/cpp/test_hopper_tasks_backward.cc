@@ -1,31 +1,22 @@
-// The tasks of Hopper's kernels without a GPU. Calls run with a driver that only looks on
-// (fake_libcuda.cc): it is given what kernels would be. Then the kernels' own code for tasks runs
-// here, one task after the other in the order in which they are given out, on the workspace of the
-// call:
+// The tasks of Hopper's backward kernels without a GPU (hopper_tasks.h):
 //
 // - Every pair of tiles that has anything to do is somebody's, once; nothing is done beside.
 // - Whoever waits for another task waits for an earlier one, so that nobody waits for ever.
 // - Sums begin with a store or with zeros, and get what all tasks add, in the order they promise.
+#include <algorithm>
 #include <array>
-#include <cstring>
+#include <cstdio>
 #include <map>
-#include <random>
 #include <set>
-#include <string>
 #include <tuple>
-#include <vector>
 
-#include "fake_libcuda.h"
-#include "plans.h"
-// Behind all others, and before device code.
-#include "emulator/device.h"
+#include "hopper_tasks.h"
 //
 #include "cuda/attention/kernels/sm90.h"
-#include "cuda/attention/ragged.cuh"
 #include "cuda/attention/sm90/bwd.cuh"
 #include "cuda/attention/sm90/bwd_key_sum.cuh"
 #include "cuda/attention/sm90/bwd_preprocess.cuh"
-#include "cuda/attention/sm90/fwd.cuh"
+#include "cuda/attention/sm90/bwd_whole.cuh"
 
 fake::Cuda fake_cuda;
 
@@ -35,135 +26,6 @@ using namespace flashmoe;
 using namespace flashmoe::cuda;
 using namespace flashmoe::cuda::sm90;
 using namespace testing;
-
-// What the driver was asked to launch.
-struct Launched {
-  std::string symbol;
-  CUlaunchConfig config;
-  Sm90BwdParams backward{};
-  Sm90FwdParams forward{};
-  RaggedParams ragged{};
-
-  bool is(const char* role) const { return symbol.find(role) != std::string::npos; }
-  bool lists_blocks() const { return is("ragged_blocks"); }
-};
-std::vector<Launched> launched;
-
-void record(const char* symbol, const CUlaunchConfig& config, const void* params) {
-  Launched one{.symbol = symbol, .config = config};
-  if (one.is("13Sm90BwdParams")) std::memcpy(&one.backward, params, sizeof(one.backward));
-  if (one.is("13Sm90FwdParams")) std::memcpy(&one.forward, params, sizeof(one.forward));
-  if (one.lists_blocks()) std::memcpy(&one.ragged, params, sizeof(one.ragged));
-  launched.push_back(one);
-}
-
-// A call whose tensors nobody reads or writes, but lengths.
-struct Problem {
-  AttentionProblem problem;
-  std::vector<int32_t> cu_seqlens_q, cu_seqlens_k;
-  std::vector<int64_t> key_lengths;
-  AttentionPlan plan;
-  std::vector<char> workspace;
-
-  char* memory() {
-    const auto at = reinterpret_cast<uintptr_t>(workspace.data());
-    return workspace.data() + (256 - at % 256);
-  }
-  bool contains(const void* data, size_t bytes) {
-    const char* const first = static_cast<const char*>(data);
-    return memory() <= first && first + bytes <= memory() + plan.workspace_bytes;
-  }
-  // Plans it and runs it up to the driver.
-  void launch() {
-    launched.clear();
-    plan = plan_of(problem);
-    workspace.assign(plan.workspace_bytes + 512, '\xff');  // NaN, and -1
-    char* address = reinterpret_cast<char*>(uintptr_t{1} << 50);
-    const auto somewhere = [&](bool wanted) -> char* {
-      return wanted ? address += 1ll << 40 : nullptr;
-    };
-    AttentionTensors t;
-    t.query = somewhere(true);
-    t.key = somewhere(true);
-    t.value = somewhere(true);
-    t.out = somewhere(true);
-    t.lse = somewhere(true);
-    t.bias = somewhere(problem.bias.has_value());
-    t.grad_out = somewhere(problem.grad_out.has_value());
-    t.grad_query = somewhere(problem.grad_query.has_value());
-    t.grad_key = somewhere(problem.grad_key.has_value());
-    t.grad_value = somewhere(problem.grad_value.has_value());
-    t.grad_bias = somewhere(problem.grad_bias.has_value());
-    if (problem.key_lengths) t.key_lengths = key_lengths.data();
-    if (problem.ragged) {
-      t.cu_seqlens_q = cu_seqlens_q.data();
-      t.cu_seqlens_k = cu_seqlens_k.data();
-    }
-    const Status status = flashmoe::run(plan, t, memory());
-    CHECK(status.ok(), status.message());
-    for (const Launched& one : launched) {
-      if (one.lists_blocks()) list_blocks(one.ragged);
-    }
-  }
-
- private:
-  // As attention_ragged_blocks() does, whose threads share out the sequences.
-  static void list_blocks(const RaggedParams& p) {
-    for (const RaggedList& list : p.lists) {
-      if (!list.blocks) continue;
-      std::fill(list.blocks, list.blocks + list.slots, RaggedBlock{});
-      RaggedBefore before{};
-      for (int i = 0; i <= p.batch; ++i) {
-        const RaggedSequence s = find_ragged(before, i, list, p);
-        for (int n = 0; n < s.blocks && before.slot + n < list.slots; ++n) {
-          list.blocks[before.slot + n] = ragged_block(before, i, s, n, list, p);
-        }
-        before = after(before, s);
-      }
-      CHECK(before.slot <= list.slots, before.slot, "blocks,", list.slots, "slots");
-    }
-  }
-};
-
-// f(index) for the tile of a table that the plan's kernel has; false where there is none.
-template <const auto& kTiles, class F>
-bool for_tile(const AttentionPlan& plan, const F& f) {
-  const CudaKernel& kernel = *find(plan.kernel);
-  const auto is_it = [&](const auto& tile) {
-    return tile.head_dim == kernel.head_dim && tile.block_q == kernel.block_q &&
-           tile.block_k == kernel.block_k;
-  };
-  return [&]<size_t... kIndices>(std::index_sequence<kIndices...>) {
-    return ((is_it(kTiles[kIndices]) && (f(std::integral_constant<size_t, kIndices>()), true)) ||
-            ...);
-  }
-  (std::make_index_sequence<std::size(kTiles)>());
-}
-
-bool is_hopper(const AttentionPlan& plan) {
-  return plan.family == "sm90" && plan.kernel.find("packed") == std::string::npos;
-}
-
-// Whether any of the rows [first, last] of a sequence sees any of the keys [begin, end).
-bool sees(const Sequence& seq, int first, int last, int begin, int end, const AttentionParams& p) {
-  for (int row = first; row <= std::min(last, seq.len_q - 1); ++row) {
-    const int64_t lowest = std::max<int64_t>(int64_t{row} + seq.shift - p.left, begin);
-    const int64_t highest =
-        std::min<int64_t>(int64_t{row} + seq.shift + p.right, std::min(end, seq.len_k) - 1);
-    if (lowest <= highest) return true;
-  }
-  return false;
-}
-bool sees_all(const Sequence& seq, int first, int last, int begin, int end,
-              const AttentionParams& p) {
-  for (int row = first; row <= std::min(last, seq.len_q - 1); ++row) {
-    if (int64_t{row} + seq.shift - p.left > begin || end > seq.len_k ||
-        int64_t{row} + seq.shift + p.right < end - 1) {
-      return false;
-    }
-  }
-  return true;
-}
 
 // The backward kernel of a slice, and those around it.
 template <class C>
@@ -466,180 +328,70 @@ void check_backward(Problem& problem) {
   }
 }
 
-// What is left out of a task's tiles of keys, or goes without a mask, is seen by nobody, or by all.
+// Heads that a cluster has all of: each CTA has its keys and what sees them, first the tile of
+// queries whose dQ is the other CTA's, if it has one, and then its own.
 template <class C>
-void check_keys(const FwdTask& task, const Sm90FwdParams& p) {
-  const Sequence& seq = task.seq;
-  const auto row_of = [&](int i) { return (task.first_row + i) >> p.pack; };
-  CHECK(task.key_begin >= 0 && task.key_end > task.key_begin);
-  const int last = row_of(C::kBlockQ - 1);
-  CHECK(!sees(seq, row_of(0), last, 0, task.key_begin * C::kBlockK, p));
-  CHECK(!sees(seq, row_of(0), last, task.key_end * C::kBlockK, seq.len_k, p));
-  for (int i = 0; i < C::kWarpgroups; ++i) {
-    const int first_row = row_of(64 * i), last_row = row_of(64 * i + 63);
-    const int end = task.warpgroup_end[i];
-    CHECK(end > task.key_begin && end <= task.key_end);
-    CHECK(!sees(seq, first_row, last_row, end * C::kBlockK, seq.len_k, p));
-    if constexpr (C::kHalfSoftmax) {
-      const int half = (end - 1) * C::kBlockK + C::kBlockK / 2;
-      CHECK(!task.half_first[i] || !sees(seq, first_row, last_row, half, seq.len_k, p));
-    }
-    for (int tile = task.unmasked_begin[i]; tile < std::min(task.unmasked_end[i], end); ++tile) {
-      CHECK(sees_all(seq, first_row, last_row, tile * C::kBlockK, (tile + 1) * C::kBlockK, p));
-    }
-  }
-}
-
-// The tasks of a forward kernel, CTA by CTA.
-template <class C>
-void check_forward(Problem& problem) {
-  const std::string symbol = find(problem.plan.kernel)->symbol;
-  const auto main = std::find_if(launched.begin(), launched.end(),
-                                 [&](const Launched& one) { return one.symbol == symbol; });
-  const Sm90FwdParams p = main->forward;
-  if (p.tile_counter) {
-    CHECK(problem.contains(p.tile_counter, 4));
-    *p.tile_counter = 0;
-  }
-  std::set<std::tuple<int64_t, int, int>> rows_seen;  // batch or token, head, row
-  const FwdScheduler<C> scheduler{p};
-  gridDim.x = main->config.gridDimX;
-  for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
-    int number = blockIdx.x;
-    for (uint32_t count = 0;; ++count) {
-      FwdTask task;
-      scheduler.find_task(number, task);
-      if (!task.more) break;
-      number = scheduler.next(number, count);
-      const Sequence& seq = task.seq;
-      for (int row = task.first_row; row < task.first_row + C::kBlockQ; ++row) {
-        if (row >> p.pack >= seq.len_q) break;
-        const int64_t where = p.blocks ? seq.token_q + row : task.batch;
-        CHECK(rows_seen.insert({where, task.head, p.blocks ? 0 : row}).second);
+void check_whole(const Problem& problem) {
+  CHECK_EQ(launched.size(), 1u);
+  const Sm90BwdParams p = launched.back().backward;
+  const int batches = static_cast<int>(problem.plan.batch);
+  CHECK_EQ(int(launched.back().config.gridDimX), p.key_blocks * p.heads * batches);
+  std::set<std::tuple<int, int, int, int>> pairs;  // batch, head, first query, first key
+  for (blockIdx.x = 0; blockIdx.x < launched.back().config.gridDimX; ++blockIdx.x) {
+    const int rank = static_cast<int>(blockIdx.x) % p.key_blocks;
+    BwdTask task;
+    find_whole_task<C>(task, rank, p);
+    CHECK(task.tiles >= 0 && task.tiles <= C::kStages, task.tiles);
+    for (int tile = 0; tile < task.tiles; ++tile) {
+      const int first = whole_tile<C>(task, tile);
+      CHECK(tile == 0 || owner_of<C>(first, p) == rank, "queries", first, "are CTA", rank, "'s");
+      CHECK(pairs.insert({task.batch, task.key_head, first, task.first_key}).second);
+      const QueryTileInfo info = find_query_tile<C>(task, task.key_head, first, p);
+      for (int i = 0; i < C::kBlockK / 64; ++i) {
+        const int key = task.first_key + 64 * i;
+        CHECK((info.flags & QueryTileInfo::kMasked << i) ||
+              sees_all(task.seq, first, first + C::kBlockQ - 1, key, key + 64, p));
       }
-      if (seq.valid) check_keys<C>(task, p);
     }
   }
   blockIdx.x = 0;
-  const auto rows =
-      p.blocks ? problem.problem.query.shape[0] : int64_t{p.batch} * p.len_q << p.pack;
-  CHECK_EQ(rows_seen.size(), static_cast<size_t>(rows * p.heads));
+  size_t expected = 0;
+  for (int batch = 0; batch < batches; ++batch) {
+    const Sequence seq = find_sequence(p, batch);
+    for (int first = 0; seq.valid && first < seq.len_q; first += C::kBlockQ) {
+      int count = 0;
+      for (int key = 0; key < p.key_blocks * C::kBlockK; key += C::kBlockK) {
+        if (!sees(seq, first, first + C::kBlockQ - 1, key, key + C::kBlockK, p)) continue;
+        ++count;
+        for (int head = 0; head < p.heads; ++head) {
+          CHECK(pairs.contains({batch, head, first, key}), "batch", batch, "head", head, "queries",
+                first, "keys", key, "are nobody's");
+        }
+      }
+      expected += count * p.heads;
+      CHECK_EQ(is_seen(seq, first, p), count > 0);
+    }
+  }
+  CHECK_EQ(pairs.size(), expected);
 }
 
-int pick(std::mt19937& random, std::initializer_list<int> from) {
-  return from.begin()[random() % from.size()];
-}
-int between(std::mt19937& random, int first, int last) {
-  return first + static_cast<int>(random() % (last - first + 1));
-}
-
-Problem random_problem(std::mt19937& random, Pass pass) {
-  const int dim = pick(random, {32, 64, 64, 80, 96, 128, 128, 128, 192, 256});
-  const bool ragged = random() % 4 == 0;
+Problem random_whole_problem(std::mt19937& random) {
+  const int dim = between(random, 1, 8) * 8;
   Sizes s;
   s.batch = between(random, 1, 4);
-  s.heads_k = between(random, 1, 4);
-  s.heads_q = s.heads_k * pick(random, {1, 1, 2, 3, 4, 5, 8});
-  s.len_q = between(random, 1, pick(random, {100, 700, 1500}));
-  s.len_k = random() % 2 ? s.len_q : between(random, 1, 1200);
-  // Long enough for zeros and, with enough heads that share theirs, for pairs; or with tasks that
-  // CTAs have a few of each, and so in splits.
-  const bool is_long = random() % 12 == 0, has_few = is_long && random() % 3 == 0;
-  if (is_long) s.len_q = s.len_k = between(random, 3000, 6000);
-  if (has_few) s.batch = 1;
-  if (has_few) s.heads_q = 4 * s.heads_k;
-  if (is_long && !has_few && random() % 2) s.heads_q = 6 * s.heads_k;
+  s.heads_q = s.heads_k = between(random, 1, 4);
+  s.len_q = between(random, 1, 256);
+  s.len_k = random() % 3 ? between(random, 1, 256) : s.len_q;
   Problem made;
-  AttentionProblem& p = made.problem;
-  p = cuda_problem(90, pass, DType::kBFloat16, dim, dim, s, ragged);
-  p.device.ordinal = 1;  // of the fake driver's
-  p.device.multiprocessors =
-      has_few ? pick(random, {6, 10, 16, 132}) : pick(random, {2, 4, 6, 10, 16, 24, 132});
-  switch (has_few ? random() % 2 : is_long ? 0 : random() % 4) {
-    case 0:
-      p.options.causal = true;
-      break;
-    case 1:
-      p.options.window_left = between(random, 0, 300);
-      p.options.window_right = between(random, 0, 300);
-      break;
-    case 2:
-      p.options.causal = true;
-      if (random() % 2) p.options.window_left = between(random, 0, 500);
-  }
-  p.options.deterministic = pass == Pass::kBackward && random() % 3 == 0;
-  if (ragged) {
-    // One end may lie, and then its neighbours may be wrong as well.
-    for (auto* ends : {&made.cu_seqlens_q, &made.cu_seqlens_k}) {
-      const int tokens =
-          static_cast<int>(ends == &made.cu_seqlens_q ? p.query.shape[0] : p.key.shape[0]);
-      const int longest = tokens / static_cast<int>(s.batch);
-      ends->push_back(0);
-      for (int i = 0; i < s.batch; ++i) {
-        ends->push_back(ends->back() + between(random, random() % 4 ? 1 : 0, longest));
-      }
-      if (random() % 4 == 0) (*ends)[between(random, 0, s.batch)] += between(random, -9, 9);
-    }
-  } else if (random() % 3 == 0) {
-    p.key_lengths = contiguous(DType::kInt64, {s.batch});
-    for (int i = 0; i < s.batch; ++i) {
-      made.key_lengths.push_back(between(random, 0, s.len_k));
-      if (random() % 8 == 0) made.key_lengths.back() = pick(random, {-1, 100000});
-    }
-  } else if (pass == Pass::kBackward && dim <= 128 && random() % 4 == 0) {
-    p.bias = contiguous(DType::kBFloat16, {s.batch, s.heads_q, s.len_q, s.len_k / 8 * 8 + 8});
-    p.bias->shape[3] = s.len_k;
-  }
-  if (pass == Pass::kBackward && random() % 8 == 0) p.grad_query.reset();
+  made.problem = cuda_problem(90, Pass::kBackward, DType::kBFloat16, dim, dim, s);
+  made.problem.device.ordinal = 1;  // of the fake driver's
+  made.problem.device.multiprocessors = 132;
+  choose_mask(random, random() % 4, made.problem.options);
+  if (random() % 3 == 0) choose_key_lengths(random, made, s);
   return made;
 }
 
-std::string words(const Problem& made) {
-  const AttentionProblem& p = made.problem;
-  std::ostringstream s;
-  s << made.plan.kernel << " batch " << made.plan.batch << " heads " << made.plan.heads_q << "/"
-    << made.plan.heads_k << " " << made.plan.len_q << " x " << made.plan.len_k
-    << (p.options.causal ? " causal" : "") << " window " << p.options.window_left << " "
-    << p.options.window_right << (p.options.deterministic ? " deterministic" : "")
-    << (p.grad_query ? "" : " without dQ") << ", " << p.device.multiprocessors << " SMs, splits "
-    << made.plan.splits << " of " << made.plan.split_tiles << ", slices " << made.plan.slices;
-  for (auto& ends : {made.cu_seqlens_q, made.cu_seqlens_k}) {
-    for (int end : ends) s << " " << end;
-  }
-  for (int64_t length : made.key_lengths) s << " " << length;
-  return s.str();
-}
-
-void prepare() {
-  fake_cuda.static_shared_bytes = 0;
-  fake_cuda.on_launch = record;
-}
-
 }  // namespace
-
-TEST(tasks_of_a_forward_pass) {
-  if (!has_family("sm90")) return;
-  prepare();
-  std::mt19937 random(26);
-  int checked = 0, counted = 0, late = 0, packed = 0, ragged = 0;
-  for (int i = 0; i < 3000; ++i) {
-    Problem made = random_problem(random, Pass::kForward);
-    made.launch();
-    if (!is_hopper(made.plan)) continue;
-    const Note note("problem ", i, ": ", words(made));
-    CHECK(for_tile<kFwd>(made.plan,
-                         [&](auto at) { check_forward<FwdConfig<Bf16, kFwd[at]>>(made); }));
-    const Sm90FwdParams& p = launched.back().forward;
-    ++checked;
-    counted += p.tile_counter != nullptr;
-    late += p.late_blocks > 0;
-    packed += p.pack > 0;
-    ragged += p.blocks != nullptr;
-  }
-  std::printf("%d checked: %d count tasks, %d with late tiles, %d pack heads, %d ragged\n", checked,
-              counted, late, packed, ragged);
-  for (int of_a_kind : {counted, late, packed, ragged}) CHECK(of_a_kind > 50);
-}
 
 TEST(tasks_of_a_backward_pass) {
   if (!has_family("sm90")) return;
@@ -649,6 +401,10 @@ TEST(tasks_of_a_backward_pass) {
   for (int i = 0; i < 3000; ++i) {
     Problem made = random_problem(random, Pass::kBackward);
     made.launch();
+    if (is_whole(made.plan)) {  // the kernels for longer ones take it as well
+      const Environment tile("FLASHMOE_TILE", "128x128");
+      made.launch();
+    }
     if (!is_hopper(made.plan)) continue;
     const Note note("problem ", i, ": ", words(made));
     const bool bias = made.problem.bias.has_value();
@@ -678,4 +434,22 @@ TEST(tasks_of_a_backward_pass) {
   for (int of_a_kind : {split / 10, in_part, paired, zeroed, sliced}) {
     CHECK(of_a_kind > 5);
   }
+}
+
+TEST(tasks_of_whole_heads) {
+  if (!has_family("sm90")) return;
+  prepare();
+  std::mt19937 random(27);
+  int two_ctas = 0, two_tiles = 0;
+  for (int i = 0; i < 1000; ++i) {
+    Problem made = random_whole_problem(random);
+    made.launch();
+    const Note note("problem ", i, ": ", words(made));
+    CHECK(for_tile<kBwdWhole>(
+        made.plan, [&](auto at) { check_whole<BwdWholeConfig<Bf16, kBwdWhole[at]>>(made); }));
+    two_ctas += made.plan.len_k > 128;
+    two_tiles += made.plan.len_k > 128 && made.plan.len_q > 128;
+  }
+  std::printf("%d of two CTAs, %d of two tiles of queries for each\n", two_ctas, two_tiles);
+  CHECK(two_ctas > 100 && two_ctas < 900 && two_tiles > 100);
 }

@@ -123,7 +123,7 @@ const Kernel* choose_tile(AttentionPlan& plan, const Family& family, const Gpu& 
       if (reason.empty() && !forced) {
         // With a bias there are no others: slower() says for whom these are.
         if (k.packed && !packs && k.bias_input == kNoBias) reason = kForShort;
-        if (k.whole) reason = family.too_large(plan, k, gpu);
+        if (k.whole) reason = fits(k, gpu) ? family.too_large(plan, k, gpu) : needs_shared(k, gpu);
       }
       said_whole |= k.whole;
       if (reason.empty()) {

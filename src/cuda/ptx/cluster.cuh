@@ -20,10 +20,10 @@ __device__ __forceinline__ void barrier_cluster_sync() {
           : "memory");
 }
 
-// PTX ISA, "barrier.cluster": the same in two steps. What a thread wrote before it arrives is
-// visible to all that have waited.
-__device__ __forceinline__ void barrier_cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+// PTX ISA, "barrier.cluster": the same in two steps, by threads that have written nothing for
+// others but mbarriers (fence_mbarrier_init()). To publish more costs a fence of the whole GPU.
+__device__ __forceinline__ void barrier_cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 }
 __device__ __forceinline__ void barrier_cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
@@ -41,11 +41,15 @@ __device__ __forceinline__ void st_shared_cluster_u32(uint32_t there, uint32_t x
   asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(there), "r"(x) : "memory");
 }
 
-// PTX ISA, "st.shared::cluster": 16 bytes to such an address.
-__device__ __forceinline__ void st_shared_cluster_v4(uint32_t there, const uint4& x) {
-  asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(there), "r"(x.x), "r"(x.y),
-               "r"(x.z), "r"(x.w)
-               : "memory");
+// PTX ISA, "st.async": 16 bytes to such an address, which the mbarrier `barrier_there` of that CTA
+// counts.
+__device__ __forceinline__ void st_async_v4(uint32_t there, const uint4& x,
+                                            uint32_t barrier_there) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(there),
+      "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(barrier_there)
+      : "memory");
 }
 
 // PTX ISA, "mbarrier.arrive" with .release.cluster: what this thread wrote before is visible to a

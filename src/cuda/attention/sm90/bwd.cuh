@@ -77,7 +77,11 @@ struct BwdConfig {
   static constexpr bool kFloatBias = kTile.bias == kFloatsByRows;
   static constexpr bool kMask = kTile.bias == kBytesByRows;  // without a gradient
   static constexpr int kBiasBytes = bias_bytes(kTile.bias);
-  static constexpr bool kOwnGrads = kTile.own_grads();
+  // Where dV and dK leave through: shared memory of their own, that of dQ, or that of dS.
+  static constexpr bool kOwnGrads = kTile.own_grads(), kGradsInDq = kTile.grads_in_dq();
+  static constexpr bool kGradsInDs = !kOwnGrads && !kGradsInDq;
+  static constexpr bool kJoins = kTile.joined();
+  static constexpr int kKeyStages = kTile.key_stages();
   // Whether a causal mask can hide all keys of a warpgroup from the first queries: see
   // hidden_tiles().
   static constexpr bool kSkipsHidden = !kTwoCta && !kBias && kTile.block_q < kTile.block_k;
@@ -128,7 +132,8 @@ struct BwdConfig {
     kTaskBarrier = 0,
     // full: the producer; consumers wait. empty: warps of both consumers, and with kLooksBeside the
     // warp that looks, which waits for full, too; the producer waits.
-    kKBarrier = 2,
+    // Where tasks are joined, [2].
+    kKBarrier = kJoins ? 15 : 2,
     // As K. Two CTAs: consumer 0 waits for full; warps of consumer 1, which sends dK through sV,
     // arrive on empty.
     kVBarrier = 3,
@@ -181,7 +186,8 @@ struct BwdConfig {
     // consumers wait.
     kLookBarrier = 14,
 
-    kBarriers = kBias          ? 16
+    kBarriers = kJoins         ? 17
+                : kBias        ? 16
                 : kLooksBeside ? 15
                                : 14,
   };
@@ -193,13 +199,16 @@ struct BwdConfig {
     kAgreeBarrier = kWarpgroupBarrier + kWarpgroups,
   };
 
-  // Without shared memory of their own dV and dK leave through sdS.
-  struct NoGrads {};
-  using OwnGrads = std::conditional_t<kOwnGrads, Grads[kWarpgroups], NoGrads>;
+  struct None {};
+  using OwnGrads = std::conditional_t<kOwnGrads, Grads[kWarpgroups], None>;
+  // K, V, K: so that V lies beside K, whichever it is.
+  struct OtherNone {};
+  using SecondKeys = std::conditional_t<kJoins, Keys, OtherNone>;
 
   struct OneCtaSmem {
     Keys sK, sV;
-    Rows sRows[2 * kStages];  // Q and dO: see row_places()
+    [[no_unique_address]] SecondKeys sSecondK;  // the other stage of K
+    Rows sRows[2 * kStages];                    // Q and dO: see row_places()
     ScoreTile sdS[2];
     float sdQ[kWarpgroups][kDqBytes / 4];   // dQ on its way out, as wgmma lays it out
     [[no_unique_address]] OwnGrads sGrads;  // dV, then dK, on their way out
@@ -237,9 +246,11 @@ struct BwdConfig {
   // Where dV and dK of a consumer leave from; one CTA. Through sdS: half of the consumers have one
   // of its two stages.
   static constexpr uint32_t kGradsAt =
-      !kBias ? kOwnGrads ? offsetof(OneCtaSmem, sGrads) : offsetof(OneCtaSmem, sdS)
+      !kBias ? kOwnGrads    ? offsetof(OneCtaSmem, sGrads)
+               : kGradsInDq ? offsetof(OneCtaSmem, sdQ)
+                            : offsetof(OneCtaSmem, sdS)
              : offsetof(BiasSmem, sdS) + (kOwnGrads ? 2 * ScoreTile::kBytes : 0);
-  static constexpr int kGradsOfStage = kOwnGrads ? kWarpgroups : (kWarpgroups + 1) / 2;
+  static constexpr int kGradsOfStage = kGradsInDs ? (kWarpgroups + 1) / 2 : kWarpgroups;
   static __device__ __forceinline__ uint32_t grads_at(int index) {
     return kGradsAt + index / kGradsOfStage * ScoreTile::kBytes +
            index % kGradsOfStage * Grads::kBytes;
@@ -249,7 +260,8 @@ struct BwdConfig {
   static_assert(kSmallDim || kBlockK == kKeysOfBlock);
   static_assert(!(kTwoCta || kSmallDim) || kBlockQ == 64);
   static_assert(kTwoCta || kBlockQ * kDqAccumDim * 4 == kDqParts * kDqBytes);
-  static_assert((!kBias && kOwnGrads) ||
+  static_assert(!kGradsInDq || Grads::kBytes == kDqBytes);
+  static_assert((!kBias && !kGradsInDs) ||
                 kWarpgroups * Grads::kBytes <= (kOwnGrads ? 1 : 2) * ScoreTile::kBytes);
 
   // `smem` is the address of the CTA's Smem.
@@ -279,7 +291,7 @@ struct BwdConfig {
       }
       if (kLooksBeside) ptx::mbarrier_init(slot(smem, kLookBarrier).full, 1);
     }
-    slot(smem, kKBarrier).init(1, kBoth + kLooksBeside);
+    for (int i = 0; i < kKeyStages; ++i) slot(smem, kKBarrier + i).init(1, kBoth + kLooksBeside);
     slot(smem, kVBarrier).init(1, kTwoCta ? kOne : kBoth + kLooksBeside);
     ptx::fence_mbarrier_init();
   }

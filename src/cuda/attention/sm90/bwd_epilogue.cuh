@@ -174,15 +174,14 @@ __device__ void fill_gradients(const BwdWarpgroup<C>& wg, const BwdTask& task) {
   fill(p.grad_value, p.grad_value_strides, p.head_dim_v);
 }
 
-// compute(task) for all tasks of the CTA that any query sees, until all their gradients are stored.
+// compute(task) for all tasks of the CTA that any query sees, until all their gradients are stored:
+// returns the index of the last task that it has done.
 template <class C, class Compute>
 __device__ __forceinline__ void consume_tasks(BwdWarpgroup<C>& wg, const Compute& compute) {
-  wg.for_each_task([&](const BwdTask& task) {
-    if (task.tiles == 0) {
-      fill_gradients(wg, task);
-    } else {
-      compute(task);
-    }
+  wg.for_each_task([&](const BwdTask& task) __attribute__((always_inline)) {
+    if (task.tiles > 0) return compute(task);
+    fill_gradients(wg, task);
+    return task.index;
   });
   if (warpgroup_thread() == 0) ptx::cp_async_bulk_wait_group();
 }

@@ -19,7 +19,8 @@
 // (a row for each key, bwd_scores.cuh), P and dS, dV and dK, dQ. With two tiles at most there is
 // nothing to gain by more.
 //
-// Shared memory: BwdWholeConfig::Smem, 194.5 KB at D = 64. Registers: all there are.
+// Shared memory: BwdWholeConfig::Smem, 194.5 KB at D = 64. Registers of a thread: 222, at D = 32
+// 204.
 #pragma once
 
 #include <cstddef>
@@ -44,12 +45,12 @@ struct BwdWholeConfig {
   static constexpr bool kBf16 = std::is_same_v<T, Bf16>;
   static constexpr Sm90WholeBwdTile kTile = kTile_;
   static constexpr bool kBias = false, kBiasRows = false, kFloatBias = false, kMask = false;
-  static constexpr bool kTwoCta = false, kSmallDim = false, kOwnGrads = true;
+  static constexpr bool kTwoCta = false, kSmallDim = false, kGradsInDs = false;
   static constexpr bool kSplits = false, kZeroesDq = false, kLooksBeside = false;
-  static constexpr bool kDqTransposed = false;
+  static constexpr bool kDqTransposed = false, kJoins = false;
   static constexpr int kDim = kTile.head_dim, kDqColumns = kDim;
   static constexpr int kBlockQ = kTile.block_q, kBlockK = kTile.key_box(), kKeyBox = kBlockK;
-  static constexpr int kStages = kTile.kStages, kWarpgroups = 2, kKeySteps = 0;
+  static constexpr int kStages = kTile.kStages, kWarpgroups = 2, kKeySteps = 0, kKeyStages = 1;
   static constexpr int kThreads = kWarpgroups * kWarpgroupThreads;
   static constexpr int kCluster = 1;              // CTAs that share keys
   using Rows = tma::Tile<kBlockQ, kDim>;          // Q or dO
@@ -66,7 +67,8 @@ struct BwdWholeConfig {
     kVBarrier = 1,
     kQBarrier = 2,        // [2]
     kGradOutBarrier = 4,  // [2]
-    kBarriers = 6,
+    kDqBarrier = 6,       // the other CTA's part of dQ, whose stores it counts
+    kBarriers = 7,
   };
   // Named barriers (0 is __syncthreads()).
   enum NamedBarrier : int {
@@ -126,6 +128,15 @@ __device__ __forceinline__ int owner_of(int first_query, const Sm90BwdParams& p)
   return min(first_query / C::kBlockQ, p.key_blocks - 1);
 }
 
+// Whether any query of the tile from `first` on sees a key of CTA `rank`.
+template <class C>
+__device__ __forceinline__ bool sees_tile(const BwdTask& task, int rank, int first,
+                                          const Sm90BwdParams& p) {
+  const auto [begin, end] =
+      find_query_range(task.seq, rank * C::kBlockK, QueryRange::kAll, C::kBlockQ, C::kBlockK, p);
+  return begin <= first && first < end;
+}
+
 // Has all that the CTA needs loaded by TMA, by one thread.
 template <class C>
 __device__ __forceinline__ void load_whole(typename C::Smem& shared, uint32_t smem,
@@ -133,6 +144,7 @@ __device__ __forceinline__ void load_whole(typename C::Smem& shared, uint32_t sm
   using Smem = typename C::Smem;
   const BwdTask& task = shared.task;
   const int head = task.key_head, batch = task.batch;
+  ptx::mbarrier_arrive_expect_tx(C::slot(smem, C::kDqBarrier).full, C::kWarpgroups * C::kDqBytes);
   const auto load_keys = [&](int barrier, uint32_t to, const TensorMap& map) {
     tma::fill<typename C::Keys>(C::slot(smem, barrier), smem + to, map, task.first_key, head,
                                 batch);
@@ -186,8 +198,6 @@ class BwdWholeWarpgroup {
 
   __device__ __forceinline__ void run() {
     const BwdTask& task = wg_.shared.task;
-    const bool sends = task.tiles > 0 && !is_mine(whole_tile<C>(task, 0));
-    if (shares_dq() && !sends) ptx::barrier_cluster_arrive();
     if (task.tiles > 0) {
       compute(task);
     } else {
@@ -307,31 +317,26 @@ class BwdWholeWarpgroup {
   // To the other CTA, whose dQ it is.
   __device__ __forceinline__ void send_dq() const {
     const uint32_t there = ptx::mapa(part_of_dq(), 1 - rank_);
+    const uint32_t barrier = ptx::mapa(wg_.slot(C::kDqBarrier).full, 1 - rank_);
 #pragma unroll
     for (int i = 0; i < C::kDqColumns / 8; ++i) {
-      ptx::st_shared_cluster_v4(
-          there + i * 2048,
-          uint4{__float_as_uint(rdQ_[4 * i]), __float_as_uint(rdQ_[4 * i + 1]),
-                __float_as_uint(rdQ_[4 * i + 2]), __float_as_uint(rdQ_[4 * i + 3])});
+      ptx::st_async_v4(there + i * 2048,
+                       uint4{__float_as_uint(rdQ_[4 * i]), __float_as_uint(rdQ_[4 * i + 1]),
+                             __float_as_uint(rdQ_[4 * i + 2]), __float_as_uint(rdQ_[4 * i + 3])},
+                       barrier);
     }
-    ptx::barrier_cluster_arrive();
   }
   // The CTA's own tile, whose part was the last that was computed, with the other CTA's part. (Of
   // tiles that nobody sees dQ was written before.)
   __device__ __forceinline__ void store_shared_dq(const BwdTask& task) {
-    ptx::barrier_cluster_wait();
     const int first = rank_ * C::kBlockQ;
     if (!is_seen(task.seq, first, wg_.p)) return;
-    const auto sees = [&](int rank) {
-      const auto [begin, end] = find_query_range(task.seq, rank * C::kBlockK, QueryRange::kAll,
-                                                 C::kBlockQ, C::kBlockK, wg_.p);
-      return begin <= first && first < end;
-    };
-    if (!sees(rank_)) {
+    if (!sees_tile<C>(task, rank_, first, wg_.p)) {
 #pragma unroll
       for (float& x : rdQ_) x = 0;
     }
-    if (sees(1 - rank_)) {
+    if (sees_tile<C>(task, 1 - rank_, first, wg_.p)) {
+      ptx::mbarrier_wait(wg_.slot(C::kDqBarrier).full, 0);
       const uint32_t part = part_of_dq();
 #pragma unroll
       for (int i = 0; i < C::kDqColumns / 8; ++i) {
@@ -360,15 +365,12 @@ __device__ __forceinline__ void attention_bwd_whole(const Sm90BwdParams& p) {
   const bool shares_dq = p.key_blocks > 1;
   const int rank = shares_dq ? ptx::cluster_ctarank() : 0;
   if (threadIdx.x == 0) C::init_barriers(smem);
+  __syncwarp();
+  if (shares_dq) ptx::barrier_cluster_arrive_relaxed();
   ptx::griddepcontrol_wait();
   ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x == 0) find_whole_task<C>(shared.task, rank, p);
-  // The barriers are initialised, the task is there, and the other CTA has begun.
-  if (shares_dq) {
-    ptx::barrier_cluster_sync();
-  } else {
-    __syncthreads();
-  }
+  __syncthreads();  // the barriers are initialised, the task is there
   const BwdTask& task = shared.task;
   for (int first = 0; p.grad_query && first < task.seq.len_q; first += C::kBlockQ) {
     if (owner_of<C>(first, p) != rank || is_seen(task.seq, first, p)) continue;
@@ -378,7 +380,8 @@ __device__ __forceinline__ void attention_bwd_whole(const Sm90BwdParams& p) {
   if (threadIdx.x == 0) load_whole<C>(shared, smem, p);
   __syncwarp();
   find_whole_lse_delta<C>(shared, p);
-  __syncthreads();  // lse and delta of all rows are there
+  __syncthreads();                             // lse and delta of all rows are there
+  if (shares_dq) ptx::barrier_cluster_wait();  // and the other CTA, with barriers of its own
   BwdWholeWarpgroup<C>(shared, smem, warpgroup, rank, p).run();
 }
 

@@ -4,7 +4,7 @@
 namespace flashmoe::cuda::ptx {
 
 inline int cluster_ctarank() { return emulator::cluster_rank(); }
-inline void barrier_cluster_arrive() { emulator::cluster_arrive(); }
+inline void barrier_cluster_arrive_relaxed() { emulator::cluster_arrive(); }
 inline void barrier_cluster_wait() { emulator::cluster_wait(); }
 inline void barrier_cluster_sync() {
   emulator::cluster_arrive();
@@ -14,8 +14,13 @@ inline uint32_t mapa(uint32_t shared, int rank) { return (shared & 0xffffff) | (
 inline void st_shared_cluster_u32(uint32_t there, uint32_t x) {
   std::memcpy(emulator::shared(there, 4), &x, 4);
 }
-inline void st_shared_cluster_v4(uint32_t there, const uint4& x) {
-  std::memcpy(emulator::shared(there, 16), &x, 16);
+inline void st_async_v4(uint32_t there, const uint4& x, uint32_t barrier_there) {
+  emulator::later(
+      [=] {
+        std::memcpy(emulator::shared(there, 16), &x, 16);
+        emulator::complete(barrier_there, 16);
+      },
+      false);
 }
 inline void mbarrier_arrive_release_cluster(uint32_t there) { emulator::arrive(there); }
 inline void mbarrier_arrive_cluster(uint32_t there) { emulator::arrive(there); }

@@ -77,9 +77,9 @@ struct BwdConfig {
   static constexpr bool kFloatBias = kTile.bias == kFloatsByRows;
   static constexpr bool kMask = kTile.bias == kBytesByRows;  // without a gradient
   static constexpr int kBiasBytes = bias_bytes(kTile.bias);
-  // Where dV and dK leave through: shared memory of their own, that of dQ, or that of dS.
-  static constexpr bool kOwnGrads = kTile.own_grads(), kGradsInDq = kTile.grads_in_dq();
-  static constexpr bool kGradsInDs = !kOwnGrads && !kGradsInDq;
+  // Where dV and dK leave from: shared memory of their own, registers, or shared memory of dS.
+  static constexpr bool kOwnGrads = kTile.own_grads(), kStoresGrads = kTile.stores_grads();
+  static constexpr bool kGradsInDs = !kOwnGrads && !kStoresGrads;
   static constexpr bool kJoins = kTile.joined();
   static constexpr int kKeyStages = kTile.key_stages();
   // Whether a causal mask can hide all keys of a warpgroup from the first queries: see
@@ -132,8 +132,8 @@ struct BwdConfig {
     kTaskBarrier = 0,
     // full: the producer; consumers wait. empty: warps of both consumers, and with kLooksBeside the
     // warp that looks, which waits for full, too; the producer waits.
-    // Where tasks are joined, [2].
-    kKBarrier = kJoins ? 15 : 2,
+    // [kKeyStages].
+    kKBarrier = kKeyStages > 1 ? 15 : 2,
     // As K. Two CTAs: consumer 0 waits for full; warps of consumer 1, which sends dK through sV,
     // arrive on empty.
     kVBarrier = 3,
@@ -186,7 +186,7 @@ struct BwdConfig {
     // consumers wait.
     kLookBarrier = 14,
 
-    kBarriers = kJoins         ? 17
+    kBarriers = kKeyStages > 1 ? 17
                 : kBias        ? 16
                 : kLooksBeside ? 15
                                : 14,
@@ -203,7 +203,7 @@ struct BwdConfig {
   using OwnGrads = std::conditional_t<kOwnGrads, Grads[kWarpgroups], None>;
   // K, V, K: so that V lies beside K, whichever it is.
   struct OtherNone {};
-  using SecondKeys = std::conditional_t<kJoins, Keys, OtherNone>;
+  using SecondKeys = std::conditional_t<(kKeyStages > 1), Keys, OtherNone>;
 
   struct OneCtaSmem {
     Keys sK, sV;
@@ -246,10 +246,8 @@ struct BwdConfig {
   // Where dV and dK of a consumer leave from; one CTA. Through sdS: half of the consumers have one
   // of its two stages.
   static constexpr uint32_t kGradsAt =
-      !kBias ? kOwnGrads    ? offsetof(OneCtaSmem, sGrads)
-               : kGradsInDq ? offsetof(OneCtaSmem, sdQ)
-                            : offsetof(OneCtaSmem, sdS)
-             : offsetof(BiasSmem, sdS) + (kOwnGrads ? 2 * ScoreTile::kBytes : 0);
+      kBias ? offsetof(BiasSmem, sdS) + (kOwnGrads ? 2 * ScoreTile::kBytes : 0)
+            : offsetof(OneCtaSmem, sGrads);
   static constexpr int kGradsOfStage = kGradsInDs ? (kWarpgroups + 1) / 2 : kWarpgroups;
   static __device__ __forceinline__ uint32_t grads_at(int index) {
     return kGradsAt + index / kGradsOfStage * ScoreTile::kBytes +
@@ -260,7 +258,6 @@ struct BwdConfig {
   static_assert(kSmallDim || kBlockK == kKeysOfBlock);
   static_assert(!(kTwoCta || kSmallDim) || kBlockQ == 64);
   static_assert(kTwoCta || kBlockQ * kDqAccumDim * 4 == kDqParts * kDqBytes);
-  static_assert(!kGradsInDq || Grads::kBytes == kDqBytes);
   static_assert((!kBias && !kGradsInDs) ||
                 kWarpgroups * Grads::kBytes <= (kOwnGrads ? 1 : 2) * ScoreTile::kBytes);
 

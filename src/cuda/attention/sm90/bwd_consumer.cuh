@@ -274,9 +274,9 @@ class BwdConsumer {
     const uint32_t last = wg_.ring.count() - 1;
     find_dq(true);
     release_keys(true);
-    send_gradients(task, last);
+    send_grad_value(wg_, task, rdV_);
+    send_grad_key(wg_, task, rdK_);
     clear_gradients();
-    if (C::kGradsInDq) wait_gradients_read();
     write_dq(last);
     send_dq();
     begin_values(next);
@@ -427,11 +427,11 @@ class BwdConsumer {
       }
       step<false>(*task, first);
       if (C::kSkipsHidden && hidden > 0) {
-        if (C::kOwnGrads) send_grad_value(wg_, *task, rdV_);
+        if (!C::kGradsInDs) send_grad_value(wg_, *task, rdV_);
 #pragma unroll 1
         for (int i = 0; i < hidden; ++i) step_hidden(*task);
       }
-      finish(*task, C::kOwnGrads && hidden > 0);
+      finish(*task, !C::kGradsInDs && hidden > 0);
       return task->index;
     }
   }
@@ -452,32 +452,17 @@ class BwdConsumer {
     }
     release_keys();
     if (C::kGradsInDs) wait_grads(wg_);
-    if (!C::kGradsInDq && !sent_dv) send_grad_value(wg_, task, rdV_);
+    if (!sent_dv) send_grad_value(wg_, task, rdV_);
     write_dq(wg_.ring.count() - 1);
     send_dq();
-    if (C::kGradsInDq) {
-      send_gradients(task, wg_.ring.count());
-      wait_gradients_read();
-    } else {
-      send_grad_key(wg_, task, rdK_);
-    }
+    send_grad_key(wg_, task, rdK_);
   }
   // K and the last dS are done with.
   __device__ __forceinline__ void release_keys(bool joined = false) const {
     warp_arrive(wg_.key_slot(joined).empty);
     warp_arrive(wg_.slot(C::kDsBarrier + tma::Ring<2>(wg_.ring.count() - 1).at()).empty);
   }
-  // dV and dK; through sdQ, when dQ of all tiles before `tile` has left it.
-  __device__ __forceinline__ void send_gradients(const BwdTask& task, uint32_t tile) {
-    if (C::kGradsInDq) tma::Ring<1>(tile).wait_empty(wg_.slot(C::kDqBarrier + wg_.index));
-    send_grad_value(wg_, task, rdV_);
-    send_grad_key(wg_, task, rdK_);
-  }
-  // TMA has read dK, and sdQ is free for dQ.
-  __device__ __forceinline__ void wait_gradients_read() const {
-    if (warpgroup_thread() == 0) ptx::cp_async_bulk_wait_group_read();
-    wg_.sync();
-  }
+
   BwdWarpgroup<C> wg_;
   BwdScores<C> scores_;
   float rdK_[C::kDim / 2], rdV_[C::kDim / 2], rdQ_[C::kDqSums];

@@ -127,9 +127,9 @@ __device__ __forceinline__ void produce(typename C::Smem& shared, uint32_t smem,
         return static_cast<int>(task.seq.token_k) + task.first_key + 64 * rank;
       };
       // K and V, one before the first dO and one after it: K, which is needed first, where both are
-      // free. Between two tasks V is free first, of two CTAs K. Where tasks are joined, K before
-      // all.
-      const bool k_first = C::kTwoCta || C::kJoins || index == 0;
+      // free. Between two tasks V is free first, of two CTAs K. Where K has two stages, it
+      // comes before all.
+      const bool k_first = C::kTwoCta || index == 0;
       const auto load_keys = [&](bool k) {
         const int stage = task.key_stage<C>();
         const tma::Slot slot = C::slot(smem, k ? C::kKBarrier + stage : C::kVBarrier);
@@ -150,11 +150,11 @@ __device__ __forceinline__ void produce(typename C::Smem& shared, uint32_t smem,
         }
       };
       if constexpr (C::kBias && !C::kBiasRows) load_bias<C>(smem, ring, task, head, first, p);
-      if (C::kJoins && begins) load_keys(true);
+      if (C::kKeyStages > 1 && begins) load_keys(true);
       ring.wait_empty(grad_out);  // in all CTAs of the cluster: Q goes where a dO was
       fill_cluster<C>(q, smem + offsetof(Smem, sRows) + places.q, rank, p.query_map, token_q, head,
                       task.batch);
-      if (begins && !C::kJoins) load_keys(k_first);
+      if (begins && C::kKeyStages == 1) load_keys(k_first);
       ring.wait_empty(q);
       shared.query_tiles[ring.at()] = find_query_tile<C>(task, head, first, p);
       fill_cluster<C, C::kLseDeltaBytes>(grad_out, smem + offsetof(Smem, sRows) + places.grad_out,
@@ -165,7 +165,7 @@ __device__ __forceinline__ void produce(typename C::Smem& shared, uint32_t smem,
                               p.lse_delta + 2 * (head * p.rows + task.first_row + first),
                               C::kLseDeltaBytes, grad_out.full);
       if (begins) {
-        load_keys(!k_first);
+        load_keys(C::kKeyStages == 1 && !k_first);
         if constexpr (C::kTwoCta) {
           const tma::Slot peer_k = C::slot(smem, C::kPeerKBarrier);
           ptx::mbarrier_wait(peer_k.empty, task.keys_parity() ^ 1);

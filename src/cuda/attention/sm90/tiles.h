@@ -164,19 +164,21 @@ struct Sm90BwdTile {
   constexpr int columns() const { return (head_dim + 63) / 64 * 64; }
   // Columns of the dQ accumulator.
   constexpr int dq_accum_dim() const { return head_dim <= 32 ? 32 : columns(); }
-  // Whether a task's first tile of queries begins with the last one of the task before it: K of
-  // both is there then, in two stages.
+  // Whether a task's first tile of queries begins with the last one of the task before it. (Above D
+  // = 64 there are no registers for it beside dK and dV: ptxas serialises the MMAs.)
   constexpr bool joined() const { return !bias && !two_cta() && !general_score && columns() <= 64; }
-  constexpr int key_stages() const { return joined() ? 2 : 1; }
-  // Whether dV and dK have shared memory of their own on their way out, which leaves none for a
-  // bias above D = 64, or beside many keys up to D = 32, nor for 80 queries: they leave through
-  // that of dS then. Nor is there any above D = 64 where tasks are joined: they leave through that
-  // of dQ, which is as large.
+  // Whether dV and dK are stored from registers. Elsewhere they leave by TMA: through shared memory
+  // of their own, or through that of dS where a bias leaves none (above D = 64, or beside many keys
+  // up to D = 32).
+  constexpr bool stores_grads() const { return !bias && !two_cta() && columns() > 64; }
   constexpr bool own_grads() const {
-    if (bias) return columns() == 64 && !small_dim();
-    return !transposes_dq(block_q) && !grads_in_dq();
+    return bias ? columns() == 64 && !small_dim() : !stores_grads();
   }
-  constexpr bool grads_in_dq() const { return joined() && columns() > 64; }
+  // Stages of K: with two the next task's K is there before this one is done with its own. Beside
+  // 80 queries there is no room.
+  constexpr int key_stages() const {
+    return joined() || (stores_grads() && !transposes_dq(block_q)) ? 2 : 1;
+  }
   // Of the D / 16 steps of S, how many take K from registers: shared memory is what S is bound by,
   // and at D = 128 these are what is left. (At D = 64 two made no difference.)
   constexpr int key_steps() const {

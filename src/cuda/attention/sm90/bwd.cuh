@@ -77,11 +77,7 @@ struct BwdConfig {
   static constexpr bool kFloatBias = kTile.bias == kFloatsByRows;
   static constexpr bool kMask = kTile.bias == kBytesByRows;  // without a gradient
   static constexpr int kBiasBytes = bias_bytes(kTile.bias);
-  // Where dV and dK leave from: shared memory of their own, registers, or shared memory of dS.
-  static constexpr bool kOwnGrads = kTile.own_grads(), kStoresGrads = kTile.stores_grads();
-  static constexpr bool kGradsInDs = !kOwnGrads && !kStoresGrads;
-  static constexpr bool kJoins = kTile.joined();
-  static constexpr int kKeyStages = kTile.key_stages();
+  static constexpr bool kOwnGrads = kTile.own_grads();
   // Whether a causal mask can hide all keys of a warpgroup from the first queries: see
   // hidden_tiles().
   static constexpr bool kSkipsHidden = !kTwoCta && !kBias && kTile.block_q < kTile.block_k;
@@ -132,8 +128,7 @@ struct BwdConfig {
     kTaskBarrier = 0,
     // full: the producer; consumers wait. empty: warps of both consumers, and with kLooksBeside the
     // warp that looks, which waits for full, too; the producer waits.
-    // [kKeyStages].
-    kKBarrier = kKeyStages > 1 ? 15 : 2,
+    kKBarrier = 2,
     // As K. Two CTAs: consumer 0 waits for full; warps of consumer 1, which sends dK through sV,
     // arrive on empty.
     kVBarrier = 3,
@@ -186,8 +181,7 @@ struct BwdConfig {
     // consumers wait.
     kLookBarrier = 14,
 
-    kBarriers = kKeyStages > 1 ? 17
-                : kBias        ? 16
+    kBarriers = kBias          ? 16
                 : kLooksBeside ? 15
                                : 14,
   };
@@ -199,16 +193,13 @@ struct BwdConfig {
     kAgreeBarrier = kWarpgroupBarrier + kWarpgroups,
   };
 
-  struct None {};
-  using OwnGrads = std::conditional_t<kOwnGrads, Grads[kWarpgroups], None>;
-  // K, V, K: so that V lies beside K, whichever it is.
-  struct OtherNone {};
-  using SecondKeys = std::conditional_t<(kKeyStages > 1), Keys, OtherNone>;
+  // Without shared memory of their own dV and dK leave through sdS.
+  struct NoGrads {};
+  using OwnGrads = std::conditional_t<kOwnGrads, Grads[kWarpgroups], NoGrads>;
 
   struct OneCtaSmem {
     Keys sK, sV;
-    [[no_unique_address]] SecondKeys sSecondK;  // the other stage of K
-    Rows sRows[2 * kStages];                    // Q and dO: see row_places()
+    Rows sRows[2 * kStages];  // Q and dO: see row_places()
     ScoreTile sdS[2];
     float sdQ[kWarpgroups][kDqBytes / 4];   // dQ on its way out, as wgmma lays it out
     [[no_unique_address]] OwnGrads sGrads;  // dV, then dK, on their way out
@@ -246,9 +237,9 @@ struct BwdConfig {
   // Where dV and dK of a consumer leave from; one CTA. Through sdS: half of the consumers have one
   // of its two stages.
   static constexpr uint32_t kGradsAt =
-      kBias ? offsetof(BiasSmem, sdS) + (kOwnGrads ? 2 * ScoreTile::kBytes : 0)
-            : offsetof(OneCtaSmem, sGrads);
-  static constexpr int kGradsOfStage = kGradsInDs ? (kWarpgroups + 1) / 2 : kWarpgroups;
+      !kBias ? kOwnGrads ? offsetof(OneCtaSmem, sGrads) : offsetof(OneCtaSmem, sdS)
+             : offsetof(BiasSmem, sdS) + (kOwnGrads ? 2 * ScoreTile::kBytes : 0);
+  static constexpr int kGradsOfStage = kOwnGrads ? kWarpgroups : (kWarpgroups + 1) / 2;
   static __device__ __forceinline__ uint32_t grads_at(int index) {
     return kGradsAt + index / kGradsOfStage * ScoreTile::kBytes +
            index % kGradsOfStage * Grads::kBytes;
@@ -258,7 +249,7 @@ struct BwdConfig {
   static_assert(kSmallDim || kBlockK == kKeysOfBlock);
   static_assert(!(kTwoCta || kSmallDim) || kBlockQ == 64);
   static_assert(kTwoCta || kBlockQ * kDqAccumDim * 4 == kDqParts * kDqBytes);
-  static_assert((!kBias && !kGradsInDs) ||
+  static_assert((!kBias && kOwnGrads) ||
                 kWarpgroups * Grads::kBytes <= (kOwnGrads ? 1 : 2) * ScoreTile::kBytes);
 
   // `smem` is the address of the CTA's Smem.
@@ -288,7 +279,7 @@ struct BwdConfig {
       }
       if (kLooksBeside) ptx::mbarrier_init(slot(smem, kLookBarrier).full, 1);
     }
-    for (int i = 0; i < kKeyStages; ++i) slot(smem, kKBarrier + i).init(1, kBoth + kLooksBeside);
+    slot(smem, kKBarrier).init(1, kBoth + kLooksBeside);
     slot(smem, kVBarrier).init(1, kTwoCta ? kOne : kBoth + kLooksBeside);
     ptx::fence_mbarrier_init();
   }

@@ -66,8 +66,7 @@ class BwdConsumer {
       : wg_(shared, smem, index, p) {}
 
   __device__ __forceinline__ void run() {
-    consume_tasks(
-        wg_, [&](const BwdTask& task) __attribute__((always_inline)) { return compute(&task); });
+    consume_tasks(wg_, [&](const BwdTask& task) { compute(task); });
   }
 
  private:
@@ -112,10 +111,10 @@ class BwdConsumer {
     before.wait_full(wg_.slot(C::kDsBarrier + before.at()));
   }
 
-  // dQ = dS K of the tile before, or dQ^T = K^T dS^T. `joined`: that tile is of the task before.
-  __device__ __forceinline__ void issue_dq(bool joined = false) {
+  // dQ = dS K of the tile before, or dQ^T = K^T dS^T.
+  __device__ __forceinline__ void issue_dq() {
     const uint32_t sdS = previous_ds() + (kDqByRows ? wg_.index * 64 * 128 : 0);
-    const uint32_t sK = wg_.smem + wg_.key_offset(joined) +
+    const uint32_t sK = wg_.smem + offsetof(Smem, sK) +
                         first_dq_column() / 64 * C::Keys::kBlockBytes + first_dq_column() % 64 * 2;
     const uint32_t ds = C::ScoreTile::descriptor(sdS), k = C::Keys::descriptor(sK);
     using Wgmma = ptx::Wgmma<C::kBf16, 2 * C::kDqSums>;
@@ -172,23 +171,6 @@ class BwdConsumer {
     wg_.ring.wait_empty(ds);
   }
 
-  // dV and dK of a tile, and dQ of the tile before, in the warpgroup's turn. dV and dK are there
-  // afterwards, dQ is on its way.
-  __device__ __forceinline__ void multiply(Packed& rP, Packed& rdS) {
-    ptx::wgmma_keep_alive(rP);  // packed by now, and not between the MMAs
-    ptx::wgmma_keep_alive(rdS);
-    ptx::wgmma_fence();
-    issue_gradient<C>(rdV_, rP, wg_.stage_grad_out());
-    issue_gradient<C>(rdK_, rdS, wg_.stage_q());
-    wait_previous_ds();
-    ptx::wgmma_fence();
-    issue_dq();
-    ptx::wgmma_wait_group<1>(rdV_);
-    ptx::wgmma_wait_group<1>(rdK_);
-    ptx::wgmma_keep_alive(rP);
-    ptx::wgmma_keep_alive(rdS);
-  }
-
   // A tile of queries, whose P is there and whose dP is on its way. Afterwards that is so of the
   // next tile, if there is kMore, and dQ of the tile before has left. (For the `first` of a task,
   // dQ is computed from whatever lies in sdS and dropped: ptxas serialises MMAs that are not always
@@ -204,8 +186,20 @@ class BwdConsumer {
     store_bias_gradient(task, rdS);
     if constexpr (kMore && kEarlyBias) scores_.start_from_bias(wg_, wg_.next_tile());
 
+    // dV and dK of this tile and dQ of the tile before, in the warpgroup's turn.
     wait_turn();
-    multiply(rP, rdS);
+    ptx::wgmma_keep_alive(rP);  // packed by now, and not between the MMAs
+    ptx::wgmma_keep_alive(rdS);
+    ptx::wgmma_fence();
+    issue_gradient<C>(rdV_, rP, wg_.stage_grad_out());
+    issue_gradient<C>(rdK_, rdS, wg_.stage_q());
+    wait_previous_ds();
+    ptx::wgmma_fence();
+    issue_dq();
+    ptx::wgmma_wait_group<1>(rdV_);
+    ptx::wgmma_wait_group<1>(rdK_);
+    ptx::wgmma_keep_alive(rP);
+    ptx::wgmma_keep_alive(rdS);
     warp_arrive(grad_out.empty);
     warp_arrive(q.empty);
 
@@ -226,61 +220,6 @@ class BwdConsumer {
     if (!first) send_previous_dq();
     if (kMore) scores_.find_probabilities(wg_, task);
     if (kMore && kLateDp) scores_.issue_dp(wg_);
-  }
-
-  // Whether the first tile of the CTA's next task begins with the last one of this task. K of both
-  // is in shared memory then.
-  __device__ __forceinline__ bool joins(const BwdTask& task) const {
-    if (!C::kJoins || wg_.needs_guard()) return false;
-    const tma::Ring<2> tasks(task.index + 1);
-    tasks.wait_full(wg_.slot(C::kTaskBarrier + tasks.at()));
-    const BwdTask& next = task_behind(task);
-    return !next.last && next.tiles > 0;
-  }
-  __device__ __forceinline__ const BwdTask& task_behind(const BwdTask& task) const {
-    return wg_.shared.tasks[(task.index + 1) % 2];
-  }
-  // The last tile of a task that is joined to the next: as step(), with S of the next task's first
-  // tile.
-  __device__ __forceinline__ void step_joined(const BwdTask& task, bool first) {
-    const tma::Slot q = wg_.q_slot(), grad_out = wg_.grad_out_slot(), ds = ds_slot();
-    Packed rP, rdS;
-    find_ds<false>(rP, rdS, ds);
-    publish_ds(rdS);
-    warp_arrive(ds.full);
-    wait_turn();
-    multiply(rP, rdS);
-    warp_arrive(grad_out.empty);
-    warp_arrive(q.empty);
-    wg_.advance();
-    ptx::wgmma_wait_group<0>(rdQ_);
-    if (!first) write_dq(wg_.ring.count() - 2);
-    find_next_scores(task);
-    pass_turn();
-    if (!first) send_previous_dq();
-    finish_joined(task);
-  }
-  // S of the next task's first tile, in the warpgroup's turn. Nothing is on its way afterwards.
-  __device__ __forceinline__ void find_next_scores(const BwdTask& task) {
-    const BwdTask& next = task_behind(task);
-    wg_.key_stage ^= 1;
-    begin_keys(next);
-    ptx::wgmma_wait_group<0>(scores_.rS);
-  }
-  // The last dQ, whose dS the other consumer has left meanwhile, dV and dK leave, and P of the next
-  // task's first tile is found.
-  __device__ __forceinline__ void finish_joined(const BwdTask& task) {
-    const BwdTask& next = task_behind(task);
-    const uint32_t last = wg_.ring.count() - 1;
-    find_dq(true);
-    release_keys(true);
-    send_grad_value(wg_, task, rdV_);
-    send_grad_key(wg_, task, rdK_);
-    clear_gradients();
-    write_dq(last);
-    send_dq();
-    begin_values(next);
-    scores_.find_probabilities(wg_, next);
   }
 
   // Under a causal mask the first queries that see a tile of keys see the first 64 of these alone.
@@ -352,10 +291,10 @@ class BwdConsumer {
     }
   }
   // dQ of the tile before.
-  __device__ __forceinline__ void find_dq(bool joined = false) {
+  __device__ __forceinline__ void find_dq() {
     wait_previous_ds();
     ptx::wgmma_fence();
-    issue_dq(joined);
+    issue_dq();
     ptx::wgmma_wait_group<0>(rdQ_);
   }
   // The same of head `head` (which is looked at with a bias only) from query `first`
@@ -369,78 +308,43 @@ class BwdConsumer {
       return ds_at(wg_, task, first, previous_ds(), query + (kDqByRows ? 64 * wg_.index : 0), key,
                    bias);
     };
-    multiply_guarded<C, typename C::Keys, C::kDqTransposed>(rdQ_, C::kBlockK, ds, wg_.keys(),
-                                                            first_dq_column());
+    multiply_guarded<C, typename C::Keys, C::kDqTransposed>(
+        rdQ_, C::kBlockK, ds, wg_.opaque_smem() + offsetof(Smem, sK), first_dq_column());
   }
 
-  __device__ __forceinline__ void clear_gradients() {
+  __device__ __forceinline__ void compute(const BwdTask& task) {
+    const int first_key = task.first_key + wg_.first_key();
 #pragma unroll
     for (int i = 0; i < C::kDim / 2; ++i) rdK_[i] = rdV_[i] = 0;
-  }
-  // V of a task and what needs it: dP of its first tile is on its way afterwards.
-  __device__ __forceinline__ void begin_values(const BwdTask& task) {
-    ptx::mbarrier_wait(wg_.slot(C::kVBarrier).full, task.keys_parity());
-    clear_unseen_keys(wg_, task, task.first_key + wg_.first_key(), wg_.values(), wg_.first_row());
-    if (!kLateDp) scores_.issue_dp(wg_);
-    // Where dV and dK leave through sdS, nonfinite_keys() lets both consumers know that it is free.
-    if (C::kGradsInDs && warpgroup_thread() == 0) ptx::cp_async_bulk_wait_group_read();
-    wg_.nonfinite = !C::kLooksBeside && nonfinite_keys(wg_, task) ? wg_.kInKeys : 0;
-  }
-  // K of a task: S of its first tile is on its way afterwards.
-  __device__ __forceinline__ void begin_keys(const BwdTask& task) {
-    ptx::mbarrier_wait(wg_.key_slot().full, task.key_parity<C>());
-    clear_unseen_keys(wg_, task, task.first_key + wg_.first_key(), wg_.keys(), wg_.first_row());
+    ptx::mbarrier_wait(wg_.slot(C::kKBarrier).full, task.keys_parity);
+    clear_unseen_keys(wg_, task, first_key, wg_.opaque_smem() + offsetof(Smem, sK),
+                      wg_.first_row());
     if constexpr (C::kBias) scores_.start_from_bias(wg_, wg_.ring);
     if constexpr (C::kKeySteps > 0) scores_.load_keys(wg_);
     ptx::mbarrier_wait(wg_.q_slot().full, wg_.ring.parity());
     ptx::wgmma_fence();
     scores_.issue_scores(wg_);
-  }
-  // A task from its beginning: P of its first tile is there then, and dP on its way.
-  __device__ __forceinline__ void begin(const BwdTask& task) {
-    clear_gradients();
-    if (C::kKeyStages > 1) wg_.key_stage = tma::warp_uniform(task.key_stage<C>());
-    begin_keys(task);
-    begin_values(task);
+    ptx::mbarrier_wait(wg_.slot(C::kVBarrier).full, task.keys_parity);
+    clear_unseen_keys(wg_, task, first_key, wg_.opaque_smem() + offsetof(Smem, sV),
+                      wg_.first_row());
+    if (!kLateDp) scores_.issue_dp(wg_);
+    // Where dV and dK leave through sdS, nonfinite_keys() lets both consumers know that it is free.
+    if (!C::kOwnGrads && warpgroup_thread() == 0) ptx::cp_async_bulk_wait_group_read();
+    wg_.nonfinite = !C::kLooksBeside && nonfinite_keys(wg_, task) ? wg_.kInKeys : 0;
     scores_.find_probabilities(wg_, task);
     if (kLateDp) scores_.issue_dp(wg_);
-  }
-
-  // A task and those that are joined to it; returns the index of the last. (Where paths meet the
-  // same MMAs are on their way, or ptxas serialises all: so nothing is told by a flag.)
-  __device__ __forceinline__ uint32_t compute(const BwdTask* task) {
-    begin(*task);
+    const int hidden = hidden_tiles(task);
 #pragma unroll 1
-    for (;;) {
-      const int hidden = hidden_tiles(*task);
-#pragma unroll 1
-      while (wg_.ring.count() + hidden != task->last_tile) {
-        step<true>(*task, wg_.ring.count() == task->first_tile);
-      }
-      const bool first = task->first_tile + hidden == task->last_tile;
-      if constexpr (C::kJoins) {
-        if (hidden == 0 && joins(*task)) {
-          step_joined(*task, first);
-          task = &hand_back(*task);
-          continue;
-        }
-      }
-      step<false>(*task, first);
-      if (C::kSkipsHidden && hidden > 0) {
-        if (!C::kGradsInDs) send_grad_value(wg_, *task, rdV_);
-#pragma unroll 1
-        for (int i = 0; i < hidden; ++i) step_hidden(*task);
-      }
-      finish(*task, !C::kGradsInDs && hidden > 0);
-      return task->index;
+    while (wg_.ring.count() + hidden != task.last_tile) {
+      step<true>(task, wg_.ring.count() == task.first_tile);
     }
-  }
-  // Returns the next task, of two that are joined.
-  __device__ __forceinline__ const BwdTask& hand_back(const BwdTask& task) const {
-    const BwdTask& next = task_behind(task);
-    ptx::mbarrier_arrive(wg_.slot(C::kTaskBarrier + task.index % 2).empty);
-    __syncwarp();  // so that the compiler knows that the warp is converged
-    return next;
+    step<false>(task, task.first_tile + hidden == task.last_tile);
+    if (C::kSkipsHidden && hidden > 0) {
+      if (C::kOwnGrads) send_grad_value(wg_, task, rdV_);
+#pragma unroll 1
+      for (int i = 0; i < hidden; ++i) step_hidden(task);
+    }
+    finish(task, C::kOwnGrads && hidden > 0);
   }
 
   // The last dQ, dV unless it was sent, and dK.
@@ -450,19 +354,14 @@ class BwdConsumer {
     } else {
       find_dq();
     }
-    release_keys();
-    if (C::kGradsInDs) wait_grads(wg_);
+    warp_arrive(wg_.slot(C::kKBarrier).empty);
+    warp_arrive(wg_.slot(C::kDsBarrier + tma::Ring<2>(wg_.ring.count() - 1).at()).empty);
+    if (!C::kOwnGrads) wait_grads(wg_);
     if (!sent_dv) send_grad_value(wg_, task, rdV_);
     write_dq(wg_.ring.count() - 1);
     send_dq();
     send_grad_key(wg_, task, rdK_);
   }
-  // K and the last dS are done with.
-  __device__ __forceinline__ void release_keys(bool joined = false) const {
-    warp_arrive(wg_.key_slot(joined).empty);
-    warp_arrive(wg_.slot(C::kDsBarrier + tma::Ring<2>(wg_.ring.count() - 1).at()).empty);
-  }
-
   BwdWarpgroup<C> wg_;
   BwdScores<C> scores_;
   float rdK_[C::kDim / 2], rdV_[C::kDim / 2], rdQ_[C::kDqSums];

@@ -90,41 +90,6 @@ __device__ __forceinline__ void store_part(const BwdWarpgroup<C>& wg, const floa
   }
 }
 
-// 64 rows of a warpgroup's accumulators, times `times`, to global memory from `to` on: `count` rows
-// of `columns` numbers. Of each 32 columns a thread stores eight of each of two rows: the four
-// threads that share rows transpose them.
-template <class C, int kCount>
-__device__ __forceinline__ void store_rows(const float (&x)[kCount], float times, char* to,
-                                           int64_t row_bytes, int count, int columns) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = fragment_row() + 8 * half;
-#pragma unroll
-    for (int from = 0; from < kCount; from += 16) {
-      uint32_t eight[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* two = x + from + 4 * i + 2 * half;
-        eight[i] = C::Type::pack(two[0] * times, two[1] * times);
-      }
-      transpose_4x4(eight, lane());
-      const int column = 2 * from + lane() % 4 * 8;
-      if (row >= count || column >= columns) continue;
-      store_eight(to + row * row_bytes + column * 2, uint4{eight[0], eight[1], eight[2], eight[3]},
-                  columns - column);
-    }
-  }
-}
-// dQ that is complete, of 64 rows from `first` on.
-template <class C, int kCount>
-__device__ __forceinline__ void store_dq_rows(const float (&dq)[kCount], const BwdTask& task,
-                                              int head, int first, const Sm90BwdParams& p) {
-  const char* const rows = rows_of(p.grad_query, p, p.grad_query_strides, task.batch, head, 0);
-  const int64_t row_bytes = p.grad_query_strides.row_bytes();
-  store_rows<C>(dq, p.scale, const_cast<char*>(rows) + first * row_bytes, row_bytes,
-                task.seq.len_q - first, p.head_dim);
-}
-
 // dV or dK of a consumer through shared memory at `sGrad`, where TMA may still read what was there
 // before.
 template <class C>
@@ -139,29 +104,12 @@ __device__ __forceinline__ void send_gradient(const BwdWarpgroup<C>& wg, const B
   wg.sync();  // all of it is there
   store_gradient(wg, task, gradient, strides, map, dim, sGrad, task.first_key + wg.first_key());
 }
-// The same from its registers.
-template <class C>
-__device__ __forceinline__ void store_gradient_rows(const BwdWarpgroup<C>& wg, const BwdTask& task,
-                                                    const float (&x)[C::kDim / 2], float times,
-                                                    const void* gradient, const Strides& strides,
-                                                    int dim) {
-  if (!gradient) return;
-  const char* const rows =
-      rows_of(gradient, wg.p, strides, task.batch, task.key_head, task.seq.token_k);
-  const int64_t row_bytes = strides.row_bytes();
-  const int first = task.first_key + wg.first_key();
-  store_rows<C>(x, times, const_cast<char*>(rows) + first * row_bytes, row_bytes,
-                (wg.p.blocks ? task.seq.len_k : wg.p.len_k) - first, dim);
-}
 template <class C>
 __device__ __forceinline__ void send_grad_value(const BwdWarpgroup<C>& wg, const BwdTask& task,
                                                 const float (&dv)[C::kDim / 2]) {
   const Sm90BwdParams& p = wg.p;
   if (C::kSplits && task.part != BwdTask::kWhole) {
     return store_part(wg, dv, p.grad_value, p.splits * p.split_tiles + task.part);
-  }
-  if constexpr (C::kStoresGrads) {
-    return store_gradient_rows(wg, task, dv, 1.f, p.grad_value, p.grad_value_strides, p.head_dim_v);
   }
   send_gradient(wg, task, dv, 1.f, p.grad_value, p.grad_value_strides, p.grad_value_map,
                 p.head_dim_v, wg.opaque_smem() + C::grads_at(wg.index));
@@ -171,11 +119,36 @@ __device__ __forceinline__ void send_grad_key(const BwdWarpgroup<C>& wg, const B
                                               const float (&dk)[C::kDim / 2]) {
   const Sm90BwdParams& p = wg.p;
   if (C::kSplits && task.part != BwdTask::kWhole) return store_part(wg, dk, p.grad_key, task.part);
-  if constexpr (C::kStoresGrads) {
-    return store_gradient_rows(wg, task, dk, p.scale, p.grad_key, p.grad_key_strides, p.head_dim);
-  }
   send_gradient(wg, task, dk, p.scale, p.grad_key, p.grad_key_strides, p.grad_key_map, p.head_dim,
                 wg.opaque_smem() + C::grads_at(wg.index));
+}
+
+// dQ that is complete in the accumulators of a warpgroup, of 64 rows from `first` on. Of each 32
+// columns a thread stores eight of each of two rows: the four threads that share rows transpose
+// them.
+template <class C, int kCount>
+__device__ __forceinline__ void store_dq_rows(const float (&dq)[kCount], const BwdTask& task,
+                                              int head, int first, const Sm90BwdParams& p) {
+  const char* const rows = rows_of(p.grad_query, p, p.grad_query_strides, task.batch, head, 0);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = first + fragment_row() + 8 * half;
+    const int64_t at = row * static_cast<int64_t>(p.grad_query_strides.row_bytes());
+#pragma unroll
+    for (int from = 0; from < kCount; from += 16) {
+      uint32_t eight[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* two = dq + from + 4 * i + 2 * half;
+        eight[i] = C::Type::pack(two[0] * p.scale, two[1] * p.scale);
+      }
+      transpose_4x4(eight, lane());
+      const int column = 2 * from + lane() % 4 * 8;
+      if (row >= task.seq.len_q || column >= p.head_dim) continue;
+      store_eight(const_cast<char*>(rows) + at + column * 2,
+                  uint4{eight[0], eight[1], eight[2], eight[3]}, p.head_dim - column);
+    }
+  }
 }
 
 // dK and dV of keys that no query sees, or of lengths that are wrong. (Of parts the kernel that
@@ -201,14 +174,15 @@ __device__ void fill_gradients(const BwdWarpgroup<C>& wg, const BwdTask& task) {
   fill(p.grad_value, p.grad_value_strides, p.head_dim_v);
 }
 
-// compute(task) for all tasks of the CTA that any query sees, until all their gradients are stored:
-// returns the index of the last task that it has done.
+// compute(task) for all tasks of the CTA that any query sees, until all their gradients are stored.
 template <class C, class Compute>
 __device__ __forceinline__ void consume_tasks(BwdWarpgroup<C>& wg, const Compute& compute) {
-  wg.for_each_task([&](const BwdTask& task) __attribute__((always_inline)) {
-    if (task.tiles > 0) return compute(task);
-    fill_gradients(wg, task);
-    return task.index;
+  wg.for_each_task([&](const BwdTask& task) {
+    if (task.tiles == 0) {
+      fill_gradients(wg, task);
+    } else {
+      compute(task);
+    }
   });
   if (warpgroup_thread() == 0) ptx::cp_async_bulk_wait_group();
 }

@@ -88,14 +88,13 @@ __device__ __forceinline__ void look_at_keys(uint32_t smem, const BwdTask& task,
   using Smem = typename C::Smem;
   if (task.tiles == 0) return;  // nothing is loaded
   smem = ptx::opaque(smem);     // else ptxas keeps addresses in registers that there are not
-  const int stage = task.key_stage<C>();
-  const tma::Slot k = C::slot(smem, C::kKBarrier + stage), v = C::slot(smem, C::kVBarrier);
-  ptx::mbarrier_wait(k.full, task.key_parity<C>());
-  ptx::mbarrier_wait(v.full, task.keys_parity());
+  const tma::Slot k = C::slot(smem, C::kKBarrier), v = C::slot(smem, C::kVBarrier);
+  ptx::mbarrier_wait(k.full, task.keys_parity);
+  ptx::mbarrier_wait(v.full, task.keys_parity);
   if (any_mask(p)) {
     const int begin = max(task.seq.begin(0, p) - task.first_key, 0);
     const int end = min(task.seq.end(task.seq.len_q - 1, p) - task.first_key, C::kBlockK);
-    uint32_t block = smem + offsetof(Smem, sK) + stage * Keys::kBytes;  // and V before or behind it
+    uint32_t block = smem + offsetof(Smem, sK);  // and V behind it
     bool bad = false;
 #pragma unroll 1
     for (int i = 0; i < 2 * Keys::kBlocks; ++i, block += Keys::kBlockBytes) {
@@ -114,12 +113,12 @@ __device__ __forceinline__ void look_at_keys(uint32_t smem, const BwdTask& task,
 template <class C>
 __device__ __forceinline__ bool nonfinite_keys(const BwdWarpgroup<C>& wg, const BwdTask& task) {
   const bool matters = C::kBias || any_mask(wg.p);
-  if (!matters && !C::kGradsInDs) return false;
+  if (!matters && C::kOwnGrads) return false;
   constexpr int kThreads = C::kWarpgroups * kWarpgroupThreads;
   if (matters && any_unseen(wg, task, task.first_key, C::kBlockK)) {
     ptx::bar_sync(C::kAgreeBarrier, kThreads);  // all have cleared
   }
-  const uint32_t keys = wg.keys_and_values();
+  const uint32_t keys = wg.opaque_smem() + offsetof(typename C::Smem, sK);
   const bool bad =
       matters && any_nonfinite<C, kThreads>(keys, keys + 2 * C::Keys::kBytes,
                                             wg.index * kWarpgroupThreads + warpgroup_thread());

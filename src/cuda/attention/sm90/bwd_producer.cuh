@@ -110,7 +110,7 @@ __device__ __forceinline__ void produce(typename C::Smem& shared, uint32_t smem,
     BwdTask& task = shared.tasks[tasks.at()];
     tasks.wait_empty(C::slot(smem, C::kTaskBarrier + tasks.at()));
     const BwdTask& before = shared.tasks[tasks.at() ^ 1];
-    task.keys = index == 0 ? 0 : before.keys + (before.tiles > 0);
+    task.keys_parity = index == 0 ? 0 : before.keys_parity ^ (before.tiles > 0);
     find_task<C>(task, scheduler.next(index, p), p);
     task.index = index;
     task.first_tile = ring.count();
@@ -127,16 +127,13 @@ __device__ __forceinline__ void produce(typename C::Smem& shared, uint32_t smem,
         return static_cast<int>(task.seq.token_k) + task.first_key + 64 * rank;
       };
       // K and V, one before the first dO and one after it: K, which is needed first, where both are
-      // free. Between two tasks V is free first, of two CTAs K. Where K has two stages, it
-      // comes before all.
+      // free. Between two tasks V is free first, of two CTAs K.
       const bool k_first = C::kTwoCta || index == 0;
       const auto load_keys = [&](bool k) {
-        const int stage = task.key_stage<C>();
-        const tma::Slot slot = C::slot(smem, k ? C::kKBarrier + stage : C::kVBarrier);
-        const uint32_t to =
-            smem + (k ? offsetof(Smem, sK) + stage * (2 * C::Keys::kBytes) : offsetof(Smem, sV));
+        const tma::Slot slot = C::slot(smem, k ? C::kKBarrier : C::kVBarrier);
+        const uint32_t to = smem + (k ? offsetof(Smem, sK) : offsetof(Smem, sV));
         const TensorMap& map = k ? p.key_map : p.value_map;
-        ptx::mbarrier_wait(slot.empty, (k ? task.key_parity<C>() : task.keys_parity()) ^ 1);
+        ptx::mbarrier_wait(slot.empty, task.keys_parity ^ 1);
         if constexpr (C::kKeyBox == 64 && C::Keys::kBlocks == 1) {
           ptx::mbarrier_arrive_expect_tx(slot.full, C::Keys::kBytes);
 #pragma unroll
@@ -150,11 +147,10 @@ __device__ __forceinline__ void produce(typename C::Smem& shared, uint32_t smem,
         }
       };
       if constexpr (C::kBias && !C::kBiasRows) load_bias<C>(smem, ring, task, head, first, p);
-      if (C::kKeyStages > 1 && begins) load_keys(true);
       ring.wait_empty(grad_out);  // in all CTAs of the cluster: Q goes where a dO was
       fill_cluster<C>(q, smem + offsetof(Smem, sRows) + places.q, rank, p.query_map, token_q, head,
                       task.batch);
-      if (begins && C::kKeyStages == 1) load_keys(k_first);
+      if (begins) load_keys(k_first);
       ring.wait_empty(q);
       shared.query_tiles[ring.at()] = find_query_tile<C>(task, head, first, p);
       fill_cluster<C, C::kLseDeltaBytes>(grad_out, smem + offsetof(Smem, sRows) + places.grad_out,
@@ -165,10 +161,10 @@ __device__ __forceinline__ void produce(typename C::Smem& shared, uint32_t smem,
                               p.lse_delta + 2 * (head * p.rows + task.first_row + first),
                               C::kLseDeltaBytes, grad_out.full);
       if (begins) {
-        load_keys(C::kKeyStages == 1 && !k_first);
+        load_keys(!k_first);
         if constexpr (C::kTwoCta) {
           const tma::Slot peer_k = C::slot(smem, C::kPeerKBarrier);
-          ptx::mbarrier_wait(peer_k.empty, task.keys_parity() ^ 1);
+          ptx::mbarrier_wait(peer_k.empty, task.keys_parity ^ 1);
           ptx::mbarrier_arrive_expect_tx(peer_k.full, C::PeerKeys::kBytes);
           const int columns[] = {C::kDqFirst * rank,
                                  C::kDqSecond > 0 ? 128 : C::kDqFirst * rank + 64};

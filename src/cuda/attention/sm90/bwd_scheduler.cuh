@@ -24,7 +24,7 @@ struct alignas(16) BwdTask {
   int tiles;                       // of queries, of all heads of the group
   uint32_t index;                  // how many tasks the CTA had before
   uint32_t first_tile, last_tile;  // tiles of queries of this task, as the CTA counts them
-  uint8_t keys;                    // how many tiles of keys the CTA had loaded before this one
+  uint8_t keys_parity;             // of the mbarriers of K and V
   bool ascending;                  // whether it goes from its first queries to its last
   bool last;                       // true: there is no task any more, and this is none
   union {
@@ -38,18 +38,6 @@ struct alignas(16) BwdTask {
     // Without a bias: the number of its part of dK among all; kWhole: there are no parts.
     int part;
   };
-
-  // Of the mbarriers of V, and of K where it has one stage.
-  __device__ __forceinline__ int keys_parity() const { return keys % 2; }
-  // The stage that K is in, and of its mbarriers.
-  template <class C>
-  __device__ __forceinline__ int key_stage() const {
-    return keys % C::kKeyStages;
-  }
-  template <class C>
-  __device__ __forceinline__ int key_parity() const {
-    return keys / C::kKeyStages % 2;
-  }
 };
 
 // A tile of keys. `head` is its (batch, key head) as the launch counts them.

@@ -113,7 +113,7 @@ struct BwdScores {
   }
 
   __device__ __forceinline__ void load_keys(const BwdWarpgroup<C>& wg) {
-    const uint32_t keys = wg.keys();
+    const uint32_t keys = wg.opaque_smem() + offsetof(Smem, sK);
     const int row = wg.first_row() + warpgroup_warp() * 16 + lane() % 16;
 #pragma unroll
     for (int i = 0; i < kKeySteps; ++i) {
@@ -147,7 +147,7 @@ struct BwdScores {
     ptx::wgmma_commit_group();
   }
   __device__ __forceinline__ void issue_scores(const BwdWarpgroup<C>& wg) {
-    issue_mma<C::kBias, kKeySteps>(wg, rS, wg.smem + wg.key_offset(), wg.stage_q(), rK);
+    issue_mma<C::kBias, kKeySteps>(wg, rS, wg.smem + offsetof(Smem, sK), wg.stage_q(), rK);
   }
   __device__ __forceinline__ void issue_dp(const BwdWarpgroup<C>& wg) {
     if (!kLateDp) wg.ring.wait_full(wg.grad_out_slot());

@@ -30,10 +30,7 @@ class BwdSmallDimConsumer {
       : wg_(shared, smem, index, p) {}
 
   __device__ __forceinline__ void run() {
-    consume_tasks(wg_, [&](const BwdTask& task) {
-      compute(task);
-      return task.index;
-    });
+    consume_tasks(wg_, [&](const BwdTask& task) { compute(task); });
   }
 
  private:
@@ -197,8 +194,8 @@ class BwdSmallDimConsumer {
     const int first_key = task.first_key + wg_.first_key();
 #pragma unroll
     for (int i = 0; i < C::kDim / 2; ++i) rdK_[i] = rdV_[i] = 0;
-    ptx::mbarrier_wait(wg_.slot(C::kKBarrier).full, task.keys_parity());
-    ptx::mbarrier_wait(wg_.slot(C::kVBarrier).full, task.keys_parity());
+    ptx::mbarrier_wait(wg_.slot(C::kKBarrier).full, task.keys_parity);
+    ptx::mbarrier_wait(wg_.slot(C::kVBarrier).full, task.keys_parity);
     for (const uint32_t at : {offsetof(Smem, sK), offsetof(Smem, sV)}) {
       clear_unseen_keys(wg_, task, first_key, wg_.opaque_smem() + at, wg_.first_row());
     }

@@ -81,10 +81,7 @@ class BwdTwoCtaDv {
       : wg_(shared, smem, 0, p) {}
 
   __device__ __forceinline__ void run() {
-    consume_tasks(wg_, [&](const BwdTask& task) {
-      compute(task);
-      return task.index;
-    });
+    consume_tasks(wg_, [&](const BwdTask& task) { compute(task); });
   }
 
  private:
@@ -173,14 +170,14 @@ class BwdTwoCtaDv {
     const int first_key = task.first_key + wg_.first_key();
 #pragma unroll
     for (float& x : rdV_) x = 0;
-    ptx::mbarrier_wait(wg_.slot(C::kKBarrier).full, task.keys_parity());
+    ptx::mbarrier_wait(wg_.slot(C::kKBarrier).full, task.keys_parity);
     if (any_unseen(wg_, task, first_key, 64)) {
       ptx::bar_sync(C::kAgreeBarrier, C::kWarpgroups * kWarpgroupThreads);  // K is cleared
     }
     ptx::mbarrier_wait(wg_.q_slot().full, wg_.ring.parity());
     ptx::wgmma_fence();
     scores_.issue_scores(wg_);
-    ptx::mbarrier_wait(wg_.slot(C::kVBarrier).full, task.keys_parity());
+    ptx::mbarrier_wait(wg_.slot(C::kVBarrier).full, task.keys_parity);
     clear_unseen_keys(wg_, task, first_key, wg_.opaque_smem() + offsetof(Smem, sV), 0);
     if (!kLateDp) scores_.issue_dp(wg_);
     // V alone is looked at: of K nothing reaches dV or dS but where it is seen.
@@ -227,10 +224,7 @@ class BwdTwoCtaDkDq {
       : wg_(shared, smem, 1, p) {}
 
   __device__ __forceinline__ void run() {
-    consume_tasks(wg_, [&](const BwdTask& task) {
-      compute(task);
-      return task.index;
-    });
+    consume_tasks(wg_, [&](const BwdTask& task) { compute(task); });
   }
 
  private:
@@ -392,12 +386,12 @@ class BwdTwoCtaDkDq {
     const int own = task.first_key + wg_.first_key(), peer = task.first_key + 64 - wg_.first_key();
 #pragma unroll
     for (float& x : rdK_) x = 0;
-    ptx::mbarrier_wait(wg_.slot(C::kKBarrier).full, task.keys_parity());
+    ptx::mbarrier_wait(wg_.slot(C::kKBarrier).full, task.keys_parity);
     if (any_unseen(wg_, task, own, 64)) {
       clear_unseen_keys(wg_, task, own, wg_.opaque_smem() + offsetof(Smem, sK), 0);
       ptx::bar_arrive(C::kAgreeBarrier, C::kWarpgroups * kWarpgroupThreads);
     }
-    ptx::mbarrier_wait(wg_.slot(C::kPeerKBarrier).full, task.keys_parity());
+    ptx::mbarrier_wait(wg_.slot(C::kPeerKBarrier).full, task.keys_parity);
     clear_unseen_keys<C, typename C::PeerKeys>(wg_, task, peer,
                                                wg_.opaque_smem() + offsetof(Smem, sPeerK), 0);
     // K alone is looked at: of V nothing reaches dK or dQ, see BwdTwoCtaDv::step_guarded().

@@ -20,7 +20,6 @@ struct BwdWarpgroup {
   const int part;   // which 64 of the tile's keys: the warpgroup's, or of two CTAs the CTA's
   tma::Ring<C::kStages> ring;  // of Q and dO
   uint32_t stage = 0;          // ring.count() as row_places() needs it, warp-uniform
-  uint32_t key_stage = 0;      // that K of the task is in, warp-uniform
   int kept_first_query;        // see first_query()
   // Where something is not finite, in one register: in K or V (not where another warp looks);
   // behind a mask of the tile of queries; behind a mask of the tile before, whose dQ is yet to
@@ -47,21 +46,6 @@ struct BwdWarpgroup {
   __device__ __forceinline__ tma::Slot slot(int barrier) const {
     return tma::Slot(barriers + barrier * sizeof(tma::Slot::Barriers));
   }
-  // K and V. `before`: K of the task before, where tasks are joined.
-  __device__ __forceinline__ uint32_t key_offset(bool before = false) const {
-    const uint32_t stage = C::kKeyStages > 1 ? key_stage ^ static_cast<uint32_t>(before) : 0;
-    return offsetof(Smem, sK) + stage * (2 * C::Keys::kBytes);
-  }
-  __device__ __forceinline__ uint32_t keys() const { return opaque_smem() + key_offset(); }
-  __device__ __forceinline__ uint32_t values() const { return opaque_smem() + offsetof(Smem, sV); }
-  // Of which V lies behind K, or before it.
-  __device__ __forceinline__ uint32_t keys_and_values() const {
-    return opaque_smem() + offsetof(Smem, sK) +
-           (C::kKeyStages > 1 ? key_stage * C::Keys::kBytes : 0);
-  }
-  __device__ __forceinline__ tma::Slot key_slot(bool before = false) const {
-    return slot(C::kKBarrier + (C::kKeyStages > 1 ? key_stage ^ static_cast<uint32_t>(before) : 0));
-  }
   __device__ __forceinline__ tma::Slot q_slot() const { return slot(C::kQBarrier + ring.at()); }
   __device__ __forceinline__ tma::Slot grad_out_slot() const {
     return slot(C::kGradOutBarrier + ring.at());
@@ -87,8 +71,8 @@ struct BwdWarpgroup {
   // since there are many and no registers to keep them, and without the CTA's rank in the cluster,
   // which stands in the high bits. So it is at D = 128 beside a byte mask, beside keys in
   // registers, and with 80 queries.
-  static constexpr bool kRecomputes = C::kTwoCta || (C::kMask && C::kDim == 128) ||
-                                      C::kKeySteps > 0 || C::kDqTransposed || C::kJoins;
+  static constexpr bool kRecomputes =
+      C::kTwoCta || (C::kMask && C::kDim == 128) || C::kKeySteps > 0 || C::kDqTransposed;
   static __device__ __forceinline__ uint32_t recompute(uint32_t address) {
     constexpr uint32_t kSharedWindow = 1 << 18;
     return kRecomputes ? tma::warp_uniform(ptx::opaque(address)) % kSharedWindow : address;
@@ -169,7 +153,7 @@ struct BwdWarpgroup {
   __device__ __forceinline__ bool nonfinite_keys(const BwdTask& task) const {
     if constexpr (C::kLooksBeside) {
       const uint32_t smem = opaque_smem();
-      ptx::mbarrier_wait(C::slot(smem, C::kLookBarrier).full, task.keys_parity());
+      ptx::mbarrier_wait(C::slot(smem, C::kLookBarrier).full, task.keys_parity);
       return ptx::ld_shared_u32(smem + offsetof(Smem, nonfinite_task)) == task.index + 1;
     }
     return nonfinite;
@@ -192,8 +176,7 @@ struct BwdWarpgroup {
   // Whether the tile goes the guarded way: see bwd_guard.cuh.
   __device__ __forceinline__ bool needs_guard() const { return nonfinite & ~kInKeys; }
 
-  // f(task) for all tasks of the CTA: does it, and those that are joined to it, and returns the
-  // index of the last.
+  // f(task) for all tasks of the CTA.
   template <class F>
   __device__ __forceinline__ void for_each_task(const F& f) {
 #pragma unroll 1
@@ -201,7 +184,8 @@ struct BwdWarpgroup {
       tasks.wait_full(slot(C::kTaskBarrier + tasks.at()));
       const BwdTask& task = shared.tasks[tasks.at()];
       if (task.last) break;
-      tasks = tma::Ring<2>(f(task));  // reloaded: there is no register to keep it
+      f(task);
+      tasks = tma::Ring<2>(task.index);  // reloaded: there is no register to keep it
       ptx::mbarrier_arrive(slot(C::kTaskBarrier + tasks.at()).empty);
       tasks.advance();
       __syncwarp();  // so that the compiler knows in the next task that the warp is converged

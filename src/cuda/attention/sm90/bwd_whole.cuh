@@ -45,12 +45,12 @@ struct BwdWholeConfig {
   static constexpr bool kBf16 = std::is_same_v<T, Bf16>;
   static constexpr Sm90WholeBwdTile kTile = kTile_;
   static constexpr bool kBias = false, kBiasRows = false, kFloatBias = false, kMask = false;
-  static constexpr bool kTwoCta = false, kSmallDim = false, kGradsInDs = false;
+  static constexpr bool kTwoCta = false, kSmallDim = false, kOwnGrads = true;
   static constexpr bool kSplits = false, kZeroesDq = false, kLooksBeside = false;
-  static constexpr bool kDqTransposed = false, kJoins = false;
+  static constexpr bool kDqTransposed = false;
   static constexpr int kDim = kTile.head_dim, kDqColumns = kDim;
   static constexpr int kBlockQ = kTile.block_q, kBlockK = kTile.key_box(), kKeyBox = kBlockK;
-  static constexpr int kStages = kTile.kStages, kWarpgroups = 2, kKeySteps = 0, kKeyStages = 1;
+  static constexpr int kStages = kTile.kStages, kWarpgroups = 2, kKeySteps = 0;
   static constexpr int kThreads = kWarpgroups * kWarpgroupThreads;
   static constexpr int kCluster = 1;              // CTAs that share keys
   using Rows = tma::Tile<kBlockQ, kDim>;          // Q or dO

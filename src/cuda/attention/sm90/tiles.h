@@ -132,7 +132,7 @@ inline constexpr int kRowBoundsSharedBytes = 1024 * (32 + 1);
 inline constexpr int kConvertDqSharedBytes = 64 * 64 * 2;
 
 // Shared memory that a backward kernel keeps for its tasks and mbarriers.
-inline constexpr int kBwdControlBytes = 768;
+inline constexpr int kBwdControlBytes = 512;
 
 // Whether the MMA for dQ has a column for each query: of rows it has 64.
 constexpr bool transposes_dq(int block_q) { return block_q % 64 != 0; }
@@ -164,20 +164,11 @@ struct Sm90BwdTile {
   constexpr int columns() const { return (head_dim + 63) / 64 * 64; }
   // Columns of the dQ accumulator.
   constexpr int dq_accum_dim() const { return head_dim <= 32 ? 32 : columns(); }
-  // Whether a task's first tile of queries begins with the last one of the task before it. (Above D
-  // = 64 there are no registers for it beside dK and dV: ptxas serialises the MMAs.)
-  constexpr bool joined() const { return !bias && !two_cta() && !general_score && columns() <= 64; }
-  // Whether dV and dK are stored from registers. Elsewhere they leave by TMA: through shared memory
-  // of their own, or through that of dS where a bias leaves none (above D = 64, or beside many keys
-  // up to D = 32).
-  constexpr bool stores_grads() const { return !bias && !two_cta() && columns() > 64; }
+  // Whether dV and dK have shared memory of their own on their way out, which leaves none for a
+  // bias above D = 64, or beside many keys up to D = 32, nor for 80 queries: they leave through
+  // that of dS then.
   constexpr bool own_grads() const {
-    return bias ? columns() == 64 && !small_dim() : !stores_grads();
-  }
-  // Stages of K: with two the next task's K is there before this one is done with its own. Beside
-  // 80 queries there is no room.
-  constexpr int key_stages() const {
-    return joined() || (stores_grads() && !transposes_dq(block_q)) ? 2 : 1;
+    return bias ? columns() == 64 && !small_dim() : !transposes_dq(block_q);
   }
   // Of the D / 16 steps of S, how many take K from registers: shared memory is what S is bound by,
   // and at D = 128 these are what is left. (At D = 64 two made no difference.)
@@ -192,12 +183,11 @@ struct Sm90BwdTile {
     return bias_tile_bytes(bias, block_q, block_k, bias_chunk_bytes()) +
            (is_by_rows(bias) ? 16 : 0);
   }
-  // The stages of K, V, the stages of Q and dO with lse and delta; then one CTA: two stages of dS
-  // and of the bias, dQ on its way out, and dV or dK on its way out; two CTAs: dS, and what dQ
-  // takes of the other CTA's K.
+  // K and V, the stages of Q and dO with lse and delta; then one CTA: two stages of dS and of the
+  // bias, dQ on its way out, and dV or dK on its way out; two CTAs: dS, and what dQ takes of the
+  // other CTA's K.
   constexpr int shared_bytes() const {
-    const int keys = (key_stages() + 1) * block_k / cluster();
-    const int tiles = (keys + 2 * kStages * block_q) * tile_row_bytes(head_dim);
+    const int tiles = (2 * block_k / cluster() + 2 * kStages * block_q) * tile_row_bytes(head_dim);
     const int ds = block_q * block_k * 2;
     const int bias_tiles = kStages * bias_stage_bytes();
     // With a bias they have a third tile of dS.

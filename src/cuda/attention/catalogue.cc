@@ -64,7 +64,7 @@ const char* params_type(const BiasSumTile&) { return "AttentionBwdParams"; }
 const char* params_type(const Sm90FwdTile&) { return "Sm90FwdParams"; }
 const char* params_type(const Sm90PackedTile&) { return "Sm90PackedParams"; }
 const char* params_type(const Sm90PackedBwdTile&) { return "Sm90PackedBwdParams"; }
-const char* params_type(const Sm90WholeBwdTile&) { return "Sm90BwdParams"; }
+const char* params_type(const Sm90WholeBwdTile&) { return "Sm90WholeBwdParams"; }
 const char* params_type(const Sm90BwdTile&) { return "Sm90BwdParams"; }
 const char* params_type(const Sm90BiasSumTile&) { return "Sm90BwdParams"; }
 const char* params_type(const PagedTile&) { return "PagedParams"; }

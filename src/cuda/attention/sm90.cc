@@ -260,6 +260,8 @@ static std::string lacks_for_whole(const AttentionPlan& plan, const Kernel& kern
   if (plan.len_q > most_queries || plan.len_k > kernel.block_k) {
     return text("takes at most ", most_queries, " queries and ", kernel.block_k, " keys");
   }
+  TensorSpec four;
+  if (!four_dimensions(p.out, false, four)) return "out is broadcast";
   // Which is found from lse and delta of every row, and they never leave the kernel.
   if (p.grad_sinks) return "gives no gradient of the sinks";
   return {};
@@ -307,12 +309,17 @@ std::string cannot_serve(const AttentionPlan& plan, const Kernel& kernel) {
 }
 
 // Why tiles that have a part of a head each, one after the other on an SM, are faster than CTAs
-// that come with all of it.
+// that come with all of it. H200, bf16, graphs of the backward pass, us of whole heads and in tiles
+// of 128 x 128: 64 heads of 64 at 256 tokens 12.8 and 27, 1,056 195 and 209, at 128 tokens 8.4
+// and 19.0, 70 and 106; of 32 at 256 tokens 64 heads 9.9 and 22.6, 520 79.6 and 86.8, 1,056 156 and
+// 152; of 16 10.2 and 22.1, 75.8 and 80.7, 153.9 and 146.2.
 static std::string too_many_heads(const AttentionPlan& plan, const Kernel& kernel, const Gpu& gpu) {
-  constexpr int64_t kRounds = 4;
-  const int64_t ctas = ceil_div(plan.len_k, kernel.key_box) * plan.heads_k * plan.batch;
-  if (ctas <= kRounds * gpu.multiprocessors) return {};
-  return text("made for at most ", kRounds, " blocks for each SM");
+  constexpr int64_t kSmallDim = 32, kRounds = 8;
+  const int64_t ctas = ceil_div(plan.len_k, kernel.key_box);
+  const int64_t all = ctas * plan.heads_k * plan.batch;
+  if (kernel.head_dim > kSmallDim || ctas == 1 || all <= kRounds * gpu.multiprocessors) return {};
+  return text("tiles of a part of a head are faster for more than ", kRounds,
+              " blocks an SM at head dims up to ", kSmallDim);
 }
 // Whether such a kernel runs the problem.
 static bool runs_whole(const AttentionPlan& plan, const Gpu& gpu) {

@@ -9,6 +9,7 @@
 #include "cuda/attention/sm90.h"
 #include "cuda/attention/sm90/paged.h"
 #include "cuda/attention/sm90/tiles.h"
+#include "cuda/attention/sm90/whole.h"
 #include "cuda/attention/sm90_maps.h"
 #include "cuda/attention/sm90_tasks.h"
 #include "cuda/attention/workspace.h"
@@ -239,11 +240,15 @@ Status run_backward(const Call& call) {
 
 Status run_whole_backward(const Call& call) {
   const AttentionPlan& plan = call.plan;
-  Sm90BwdParams p{};
+  const Kernel& kernel = main_kernel(plan);
+  Sm90WholeBwdParams p{};
   fill_backward(p, call, 1);
   p.heads = static_cast<int32_t>(plan.heads_k);
-  p.key_blocks = static_cast<int32_t>(ceil_div(plan.len_k, main_kernel(plan).key_box));
+  p.key_blocks = static_cast<int32_t>(ceil_div(plan.len_k, kernel.key_box));
   if (Status status = fill_maps(p, call); !status.ok()) return status;
+  Status status = encode_keys(p.out_map, plan.problem.out, call.tensors.out, plan.block_q,
+                              box_columns(kernel), false);
+  if (!status.ok()) return status;
   return run_launches(call, p, fill_side_params(call, p, false));
 }
 

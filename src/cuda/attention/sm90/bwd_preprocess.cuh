@@ -68,21 +68,44 @@ __device__ __forceinline__ void row_products(float (&sums)[kRows], const char* c
   }
 }
 
-// Rows whose lse and delta some threads find: `count` of a sequence from `first` on, of
-// 2^log2_heads heads from `head` on, a row of each head after the other. The workspace has `end`
-// rows of it.
-struct RowsOfHeads {
-  const Sequence& seq;
-  int batch, head, log2_heads, first, count, end;
-};
+// lse in base 2 and delta = out.dO - grad_lse of every row; mma_sync/bwd_preprocess.cuh has the
+// same for the other families. And zeros: for the semaphores of the dQ accumulator, and for its
+// sums where no tile of keys stores the first.
+template <class T>
+__device__ __forceinline__ void attention_bwd_preprocess(const Sm90BwdParams& p) {
+  // The backward kernel reads what kernels ahead of this one have written: it must not begin before
+  // they have ended.
+  ptx::griddepcontrol_wait();
+  ptx::griddepcontrol_launch_dependents();
+  if (blockIdx.x + blockIdx.z + threadIdx.x == 0) p.tile_counter[0] = p.tile_counter[1] = 0;
+  const int rows = p.blocks ? p.block_q : p.preprocess_rows;
+  const auto [seq, kind, batch, head, first] = find_preprocess_rows(p);
+  if (kind == RaggedKind::kEmpty) return;
+  if (p.converted_tiles > 0) {
+    for (int block = (first + p.block_q - 1) / p.block_q * p.block_q;
+         block < min(first + rows, seq.len_q); block += p.block_q) {
+      if (kind == RaggedKind::kBlock && is_seen(seq, block, p)) continue;
+      fill_unseen_dq<T>(seq, kind, batch, head, block, p);
+    }
+  }
+  const int end = (seq.len_q + p.block_q - 1) / p.block_q * p.block_q;  // in the workspace
+  if (kind != RaggedKind::kBlock || first >= end) return;
+  const int64_t sequence_row = workspace_row(p, seq, batch);
+  const int first_block = (first + p.block_q - 1) / p.block_q * p.block_q;
+  if (const int block = first_block + threadIdx.x * p.block_q;
+      p.dq_accum && block < min(first + rows, end)) {
+    p.dq_semaphore[(head * p.dq_accum_rows + sequence_row + block - rows_before_slice(p)) /
+                   p.block_q] = 0;
+    if (block == 0 && head % p.group == 0) *parts_done(p, batch, head / p.group) = 0;
+  }
+  if (p.zeroes_dq && head_index(batch, head / p.group, p) < p.zeroed_ahead) {
+    zero_dq_rows<kRowThreads>(batch, head, first, min(first + rows, end), threadIdx.x, p);
+  }
 
-// lse in base 2 and delta = out.dO - grad_lse of such rows, by kThreads threads, each of kAtOnce
-// rows at once; mma_sync/bwd_preprocess.cuh has the same for the other families. place(head, row)
-// is where those of a row of the head-th of the heads go.
-template <class T, int kThreads, int kAtOnce, class Place>
-__device__ __forceinline__ void find_lse_delta(const RowsOfHeads& of, const Place& place,
-                                               const Sm90BwdParams& p) {
-  const auto& [seq, batch, first_head, log2_heads, first_row, rows, end] = of;
+  // Adjacent heads share out their rows, so that a CTA reads contiguous memory.
+  const int log2_heads = p.log2_adjacent_heads, part = head & ((1 << log2_heads) - 1),
+            first_head = head - part;
+  const int first_row = first + part * (rows >> log2_heads);
   const char* gO = rows_of(p.out, p, p.out_strides, batch, first_head, seq.token_q);
   const char* gQ = rows_of(p.query, p, p.query_strides, batch, first_head, seq.token_q);
   const char* gdO = rows_of(p.grad_out, p, p.grad_out_strides, batch, first_head, seq.token_q);
@@ -90,6 +113,8 @@ __device__ __forceinline__ void find_lse_delta(const RowsOfHeads& of, const Plac
   const float* grad_lse =
       p.grad_lse ? p.grad_lse + offset(p, p.grad_lse_strides, batch, first_head, seq.token_q)
                  : nullptr;
+  float2* const lse_delta =
+      reinterpret_cast<float2*>(p.lse_delta) + first_head * p.rows + sequence_row;
   const auto row_of = [&](int r) { return first_row + (r >> log2_heads); };
   const auto head_of = [&](int r) { return r & ((1 << log2_heads) - 1); };
   const auto at = [&](const char* rows, const Strides& strides, int64_t row, int r) {
@@ -98,14 +123,14 @@ __device__ __forceinline__ void find_lse_delta(const RowsOfHeads& of, const Plac
   const auto number_at = [&](const float* rows, const Strides& strides, int64_t row, int r) {
     return rows[row * strides.row + head_of(r) * strides.head];
   };
-  const int thread = threadIdx.x;
   bool any_far = false;
+  constexpr int kAtOnce = 4;  // rows
   const int dim = max(p.head_dim, p.head_dim_v);
   const int lanes = dim <= 64 ? row_lanes(dim) : dim <= 128 ? 16 : 32;
   const int shift = 31 - __clz(lanes);  // a power of 2
-  const int lane = thread & (lanes - 1), rows_of_pass = kThreads >> shift;
+  const int lane = threadIdx.x & (lanes - 1), rows_of_pass = kRowThreads >> shift;
 #pragma unroll 1
-  for (int i = thread >> shift; i < rows; i += kAtOnce * rows_of_pass) {
+  for (int i = threadIdx.x >> shift; i < rows; i += kAtOnce * rows_of_pass) {
     if (row_of(i) >= end) break;
     const char *left[kAtOnce], *right[kAtOnce];
     float natural_lse[kAtOnce];
@@ -151,69 +176,21 @@ __device__ __forceinline__ void find_lse_delta(const RowsOfHeads& of, const Plac
         }
         if (past && !(square < INFINITY)) row_lse_delta.y = NAN;
       }
-      if (lane == 0) place(head_of(r), row_of(r)) = row_lse_delta;
+      if (lane == 0) lse_delta[head_of(r) * p.rows + row_of(r)] = row_lse_delta;
     }
   }
   // Once more where it must be, as the loop has no registers to spare.
   if (!__any_sync(0xffffffffu, any_far)) return;
 #pragma unroll 1
-  for (int r = thread >> shift; r < rows && row_of(r) < end; r += rows_of_pass) {
+  for (int r = threadIdx.x >> shift; r < rows && row_of(r) < end; r += rows_of_pass) {
     const int row = min(row_of(r), seq.len_q - 1);
-    float2& mine = place(head_of(r), row_of(r));  // lane 0 has written it
+    float2& mine = lse_delta[head_of(r) * p.rows + row_of(r)];  // lane 0 has written it
     const float delta = lane == 0 ? mine.y : 0;
     const auto dO = [&] { return at(gdO, p.grad_out_strides, row, r); };
     const bool unused =
         is_far_and_unused<T>(number_at(lse, p.lse_strides, row, r), delta, dO, p, lane, lanes);
     if (unused && lane == 0 && row_of(r) < seq.len_q) mine.x = kLseOfNoWeight;
   }
-}
-
-// The kernel: lse and delta of every row, and zeros: for the semaphores of the dQ accumulator, and
-// for its sums where no tile of keys stores the first.
-template <class T>
-__device__ __forceinline__ void attention_bwd_preprocess(const Sm90BwdParams& p) {
-  // The backward kernel reads what kernels ahead of this one have written: it must not begin before
-  // they have ended.
-  ptx::griddepcontrol_wait();
-  ptx::griddepcontrol_launch_dependents();
-  if (blockIdx.x + blockIdx.z + threadIdx.x == 0) p.tile_counter[0] = p.tile_counter[1] = 0;
-  const int rows = p.blocks ? p.block_q : p.preprocess_rows;
-  const auto [seq, kind, batch, head, first] = find_preprocess_rows(p);
-  if (kind == RaggedKind::kEmpty) return;
-  if (p.converted_tiles > 0) {
-    for (int block = (first + p.block_q - 1) / p.block_q * p.block_q;
-         block < min(first + rows, seq.len_q); block += p.block_q) {
-      if (kind == RaggedKind::kBlock && is_seen(seq, block, p)) continue;
-      fill_unseen_dq<T>(seq, kind, batch, head, block, p);
-    }
-  }
-  const int end = (seq.len_q + p.block_q - 1) / p.block_q * p.block_q;  // in the workspace
-  if (kind != RaggedKind::kBlock || first >= end) return;
-  const int64_t sequence_row = workspace_row(p, seq, batch);
-  const int first_block = (first + p.block_q - 1) / p.block_q * p.block_q;
-  if (const int block = first_block + threadIdx.x * p.block_q;
-      p.dq_accum && block < min(first + rows, end)) {
-    p.dq_semaphore[(head * p.dq_accum_rows + sequence_row + block - rows_before_slice(p)) /
-                   p.block_q] = 0;
-    if (block == 0 && head % p.group == 0) *parts_done(p, batch, head / p.group) = 0;
-  }
-  if (p.zeroes_dq && head_index(batch, head / p.group, p) < p.zeroed_ahead) {
-    zero_dq_rows<kRowThreads>(batch, head, first, min(first + rows, end), threadIdx.x, p);
-  }
-
-  // Adjacent heads share out their rows, so that a CTA reads contiguous memory.
-  const int log2_heads = p.log2_adjacent_heads, part = head & ((1 << log2_heads) - 1);
-  const RowsOfHeads of{.seq = seq,
-                       .batch = batch,
-                       .head = head - part,
-                       .log2_heads = log2_heads,
-                       .first = first + part * (rows >> log2_heads),
-                       .count = rows,
-                       .end = end};
-  float2* const lse_delta =
-      reinterpret_cast<float2*>(p.lse_delta) + of.head * p.rows + sequence_row;
-  find_lse_delta<T, kRowThreads, 4>(
-      of, [&](int head, int row) -> float2& { return lse_delta[head * p.rows + row]; }, p);
 }
 
 }  // namespace flashmoe::cuda::sm90

@@ -14,9 +14,9 @@
 // whose dQ is the other's, sends it its part through shared memory, and adds what it is sent to its
 // own. So dQ is complete in registers, and two numbers have one order: the same bits every time.
 //
-// There are no producers: one thread has everything loaded by TMA at once, and meanwhile all find
-// lse and delta. Then two warpgroups have 64 keys each and do one thing after the other: S and dP
-// (a row for each key, bwd_scores.cuh), P and dS, dV and dK, dQ. With two tiles at most there is
+// There are no producers: one thread has everything loaded by TMA at once, O as well, of which all
+// threads find delta. Then two warpgroups have 64 keys each and do one thing after the other: S and
+// dP (a row for each key, bwd_scores.cuh), P and dS, dV and dK, dQ. With two tiles at most there is
 // nothing to gain by more.
 //
 // Shared memory: BwdWholeConfig::Smem, 194.5 KB at D = 64. Registers of a thread: 222, at D = 32
@@ -26,11 +26,12 @@
 #include <cstddef>
 #include <type_traits>
 
+#include "cuda/attention/mma_sync/bwd_preprocess.cuh"
 #include "cuda/attention/sm90/bwd_epilogue.cuh"
 #include "cuda/attention/sm90/bwd_guard.cuh"
-#include "cuda/attention/sm90/bwd_preprocess.cuh"
 #include "cuda/attention/sm90/bwd_scores.cuh"
 #include "cuda/attention/sm90/tiles.h"
+#include "cuda/attention/sm90/whole.h"
 #include "cuda/ptx/cluster.cuh"
 #include "cuda/ptx/grid.cuh"
 #include "cuda/tile/dtype.cuh"
@@ -66,7 +67,7 @@ struct BwdWholeConfig {
     kKBarrier = 0,
     kVBarrier = 1,
     kQBarrier = 2,        // [2]
-    kGradOutBarrier = 4,  // [2]
+    kGradOutBarrier = 4,  // [2] dO and O
     kDqBarrier = 6,       // the other CTA's part of dQ, whose stores it counts
     kBarriers = 7,
   };
@@ -80,7 +81,9 @@ struct BwdWholeConfig {
   struct Smem {
     Keys sK, sV;
     Rows sRows[2 * kStages];  // Q and dO: see row_places()
-    ScoreTile sdS[kStages];   // dV and dK leave through the one that is not the last tile's
+    // dS, where O of the tile was before. dV and dK leave through the one that is not the last
+    // tile's.
+    ScoreTile sdS[kStages];
     float sdQ[kWarpgroups][kDqBytes / 4];  // the other CTA's part, as wgmma lays it out
     float lse_delta[kStages][2 * kBlockQ];
     BwdTask task;
@@ -90,6 +93,7 @@ struct BwdWholeConfig {
   static_assert(offsetof(Smem, task) + kBwdControlBytes == kTile.shared_bytes());
   static_assert(sizeof(Smem) <= kTile.shared_bytes() && kTile.shared_bytes() <= kSm90SharedBytes);
   static_assert(2 * kWarpgroups * Grads::kBytes <= ScoreTile::kBytes);
+  static_assert(Rows::kBytes <= ScoreTile::kBytes && kThreads == kStages * kBlockQ);
 
   static __device__ __forceinline__ tma::Slot slot(uint32_t smem, int barrier) {
     return tma::Slot(smem + offsetof(Smem, barriers) + barrier * sizeof(tma::Slot::Barriers));
@@ -122,6 +126,10 @@ __device__ __forceinline__ int whole_tile(const BwdTask& task, int tile) {
   return task.ascending ? task.query_begin + tile * C::kBlockQ
                         : task.query_end - (tile + 1) * C::kBlockQ;
 }
+// Whether all queries see all keys, of which there is one at least.
+__device__ __forceinline__ bool sees_all(const BwdTask& task, const Sm90BwdParams& p) {
+  return !any_mask(p) && task.seq.valid && task.seq.len_k > 0;
+}
 // Whose dQ of a tile is.
 template <class C>
 __device__ __forceinline__ int owner_of(int first_query, const Sm90BwdParams& p) {
@@ -132,6 +140,7 @@ __device__ __forceinline__ int owner_of(int first_query, const Sm90BwdParams& p)
 template <class C>
 __device__ __forceinline__ bool sees_tile(const BwdTask& task, int rank, int first,
                                           const Sm90BwdParams& p) {
+  if (sees_all(task, p)) return rank * C::kBlockK < task.seq.len_k;
   const auto [begin, end] =
       find_query_range(task.seq, rank * C::kBlockK, QueryRange::kAll, C::kBlockQ, C::kBlockK, p);
   return begin <= first && first < end;
@@ -140,50 +149,98 @@ __device__ __forceinline__ bool sees_tile(const BwdTask& task, int rank, int fir
 // Has all that the CTA needs loaded by TMA, by one thread.
 template <class C>
 __device__ __forceinline__ void load_whole(typename C::Smem& shared, uint32_t smem,
-                                           const Sm90BwdParams& p) {
+                                           const Sm90WholeBwdParams& p) {
   using Smem = typename C::Smem;
+  using Rows = typename C::Rows;
   const BwdTask& task = shared.task;
   const int head = task.key_head, batch = task.batch;
-  ptx::mbarrier_arrive_expect_tx(C::slot(smem, C::kDqBarrier).full, C::kWarpgroups * C::kDqBytes);
   const auto load_keys = [&](int barrier, uint32_t to, const TensorMap& map) {
     tma::fill<typename C::Keys>(C::slot(smem, barrier), smem + to, map, task.first_key, head,
                                 batch);
   };
 #pragma unroll 1
   for (int tile = 0; tile < task.tiles; ++tile) {
-    const int first = whole_tile<C>(task, tile);
-    const auto load_rows = [&](int barrier, uint32_t place, const TensorMap& map, int row) {
-      tma::fill<typename C::Rows>(C::slot(smem, barrier + tile),
-                                  smem + offsetof(Smem, sRows) + place, map, row, head, batch);
-    };
+    const int first = whole_tile<C>(task, tile), grad_row = p.grad_out ? first : kNoLimit;
     const auto [q, grad_out] = row_places<C>(tile);
+    const uint32_t rows = smem + offsetof(Smem, sRows);
+    const uint32_t sO = smem + offsetof(Smem, sdS) + tile * C::ScoreTile::kBytes;
+    const tma::Slot slot = C::slot(smem, C::kGradOutBarrier + tile);
+    tma::fill<Rows, Rows::kBytes>(slot, rows + grad_out, p.grad_out_map, grad_row, head, batch);
+    ptx::tma_load(sO, &p.out_map, slot.full, 0, first, head, batch);
     if (tile == 0) load_keys(C::kKBarrier, offsetof(Smem, sK), p.key_map);
-    load_rows(C::kQBarrier, q, p.query_map, first);
+    tma::fill<Rows>(C::slot(smem, C::kQBarrier + tile), rows + q, p.query_map, first, head, batch);
     if (tile == 0) load_keys(C::kVBarrier, offsetof(Smem, sV), p.value_map);
-    load_rows(C::kGradOutBarrier, grad_out, p.grad_out_map, p.grad_out ? first : kNoLimit);
-    shared.query_tiles[tile] = find_query_tile<C>(task, head, first, p);
+  }
+  static_assert(Rows::kBlocks == 1);
+  ptx::mbarrier_arrive_expect_tx(C::slot(smem, C::kDqBarrier).full, C::kWarpgroups * C::kDqBytes);
+#pragma unroll 1
+  for (int tile = 0; tile < task.tiles; ++tile) {
+    shared.query_tiles[tile] = find_query_tile<C>(task, head, whole_tile<C>(task, tile), p);
   }
 }
-// lse and delta of all rows that the CTA has, at once.
+
+// Writes dQ of the CTA's tiles of queries that see no key, or of lengths that are wrong.
 template <class C>
-__device__ __forceinline__ void find_whole_lse_delta(typename C::Smem& shared,
+__device__ __forceinline__ void fill_unseen_tiles(const BwdTask& task, int rank,
+                                                  const Sm90BwdParams& p) {
+#pragma unroll 1
+  for (int first = 0; first < task.seq.len_q; first += C::kBlockQ) {
+    if (owner_of<C>(first, p) != rank || is_seen(task.seq, first, p)) continue;
+    const RaggedKind kind = task.seq.valid ? RaggedKind::kBlock : RaggedKind::kInvalid;
+    fill_unseen_dq<typename C::Type>(task.seq, kind, task.batch, task.key_head, first, p);
+  }
+}
+
+// The product of two rows in shared memory, added up.
+template <class C>
+__device__ __forceinline__ float row_product(uint32_t left, uint32_t right, int row) {
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < C::kDim / 8; ++i) {
+    const uint4 a = ptx::ld_shared_v4(left + C::Rows::at(row, 8 * i));
+    const uint4 b = ptx::ld_shared_v4(right + C::Rows::at(row, 8 * i));
+    const uint32_t as[4] = {a.x, a.y, a.z, a.w}, bs[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      sum += C::Type::unpack(as[j] & 0xffff) * C::Type::unpack(bs[j] & 0xffff);
+      sum += C::Type::unpack(as[j] >> 16) * C::Type::unpack(bs[j] >> 16);
+    }
+  }
+  return sum;
+}
+// lse in base 2 and delta of the CTA's rows, one for each thread. (bwd_preprocess.cuh has the same
+// for rows in global memory, and says what they tell of a Q that is not finite, or of a dO of
+// zeros.)
+template <class C>
+__device__ __forceinline__ void find_whole_lse_delta(typename C::Smem& shared, uint32_t smem,
                                                      const Sm90BwdParams& p) {
-  constexpr int kAtOnce = 8;  // 256 rows of up to 64 numbers
+  using Smem = typename C::Smem;
   const BwdTask& task = shared.task;
-  const auto place = [&](int, int row) -> float2& {
-    const int last = task.tiles - 1, number = (row - task.query_begin) / C::kBlockQ;
-    const int tile = task.ascending ? number : last - number;
-    return reinterpret_cast<float2*>(shared.lse_delta[tile])[row % C::kBlockQ];
+  const int tile = threadIdx.x / C::kBlockQ, row = threadIdx.x % C::kBlockQ;
+  if (tile >= task.tiles) return;
+  const int number = whole_tile<C>(task, tile) + row, seen = min(number, task.seq.len_q - 1);
+  const auto of_row = [&](const float* numbers, const Strides& strides) {
+    return numbers[offset(p, strides, task.batch, task.key_head, 0) + seen * strides.row];
   };
-  find_lse_delta<typename C::Type, C::kThreads, kAtOnce>(
-      {.seq = task.seq,
-       .batch = task.batch,
-       .head = task.key_head,
-       .log2_heads = 0,
-       .first = task.query_begin,
-       .count = task.query_end - task.query_begin,
-       .end = task.query_end},
-      place, p);
+  const float natural = of_row(p.lse, p.lse_strides);
+  const float grad_lse = p.grad_lse ? of_row(p.grad_lse, p.grad_lse_strides) : 0;
+  const auto [q, grad_out] = row_places<C>(tile);
+  const uint32_t sQ = smem + offsetof(Smem, sRows) + q;
+  const uint32_t sdO = smem + offsetof(Smem, sRows) + grad_out;
+  const uint32_t sO = smem + offsetof(Smem, sdS) + tile * C::ScoreTile::kBytes;
+  ptx::mbarrier_wait(C::slot(smem, C::kGradOutBarrier + tile).full, 0);
+  float2 lse_delta = {natural == -INFINITY ? INFINITY : natural * kLog2e,
+                      (p.grad_out ? row_product<C>(sO, sdO, row) : 0) - grad_lse};
+  if (natural == sink_of<typename C::Type>(p, task.key_head)) {
+    ptx::mbarrier_wait(C::slot(smem, C::kQBarrier + tile).full, 0);
+    if (!(row_product<C>(sQ, sQ, row) < INFINITY)) lse_delta.y = NAN;
+  }
+  if (natural == INFINITY) lse_delta.y = NAN;
+  if (is_far(natural, lse_delta.y) && row_product<C>(sdO, sdO, row) == 0) {
+    lse_delta.x = kLseOfNoWeight;
+  }
+  if (number >= task.seq.len_q) lse_delta = {INFINITY, 0};
+  reinterpret_cast<float2*>(shared.lse_delta[tile])[row] = lse_delta;
 }
 
 template <class C>
@@ -330,7 +387,8 @@ class BwdWholeWarpgroup {
   // tiles that nobody sees dQ was written before.)
   __device__ __forceinline__ void store_shared_dq(const BwdTask& task) {
     const int first = rank_ * C::kBlockQ;
-    if (!is_seen(task.seq, first, wg_.p)) return;
+    if (first >= task.seq.len_q) return;
+    if (!sees_all(task, wg_.p) && !is_seen(task.seq, first, wg_.p)) return;
     if (!sees_tile<C>(task, rank_, first, wg_.p)) {
 #pragma unroll
       for (float& x : rdQ_) x = 0;
@@ -357,31 +415,37 @@ class BwdWholeWarpgroup {
 };
 
 template <class C>
-__device__ __forceinline__ void attention_bwd_whole(const Sm90BwdParams& p) {
+__device__ __forceinline__ void attention_bwd_whole(const Sm90WholeBwdParams& p) {
   extern __shared__ __align__(1024) char shared_memory[];
   auto& shared = *reinterpret_cast<typename C::Smem*>(shared_memory);
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory));
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroupThreads, 0);
   const bool shares_dq = p.key_blocks > 1;
   const int rank = shares_dq ? ptx::cluster_ctarank() : 0;
-  if (threadIdx.x == 0) C::init_barriers(smem);
+  // Of what the kernel ahead may still write, only lengths say what the task is.
+  if (threadIdx.x == 0) {
+    C::init_barriers(smem);
+    if (!p.key_lengths) find_whole_task<C>(shared.task, rank, p);
+  } else if (threadIdx.x == 32) {
+    for (const TensorMap* map : {&p.grad_out_map, &p.out_map, &p.key_map, &p.query_map,
+                                 &p.value_map, &p.grad_value_map, &p.grad_key_map}) {
+      ptx::prefetch_tensormap(map);
+    }
+  }
   __syncwarp();
   if (shares_dq) ptx::barrier_cluster_arrive_relaxed();
   ptx::griddepcontrol_wait();
   ptx::griddepcontrol_launch_dependents();
-  if (threadIdx.x == 0) find_whole_task<C>(shared.task, rank, p);
-  __syncthreads();  // the barriers are initialised, the task is there
-  const BwdTask& task = shared.task;
-  for (int first = 0; p.grad_query && first < task.seq.len_q; first += C::kBlockQ) {
-    if (owner_of<C>(first, p) != rank || is_seen(task.seq, first, p)) continue;
-    const RaggedKind kind = task.seq.valid ? RaggedKind::kBlock : RaggedKind::kInvalid;
-    fill_unseen_dq<typename C::Type>(task.seq, kind, task.batch, task.key_head, first, p);
+  if (threadIdx.x == 0) {
+    if (p.key_lengths) find_whole_task<C>(shared.task, rank, p);
+    load_whole<C>(shared, smem, p);
   }
-  if (threadIdx.x == 0) load_whole<C>(shared, smem, p);
-  __syncwarp();
-  find_whole_lse_delta<C>(shared, p);
+  __syncthreads();  // the barriers are initialised, the task is there
+  find_whole_lse_delta<C>(shared, smem, p);
   __syncthreads();                             // lse and delta of all rows are there
   if (shares_dq) ptx::barrier_cluster_wait();  // and the other CTA, with barriers of its own
+  const BwdTask& task = shared.task;
+  if (p.grad_query && !sees_all(task, p)) fill_unseen_tiles<C>(task, rank, p);
   BwdWholeWarpgroup<C>(shared, smem, warpgroup, rank, p).run();
 }
 

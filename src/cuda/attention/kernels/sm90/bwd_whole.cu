@@ -10,7 +10,7 @@ constexpr Sm90WholeBwdTile kTile = find_row(kBwdWhole, kBlockQ, kBlockK);
 
 template <int kHeadDim, int kBlockQ, int kBlockK>
 __global__ void __launch_bounds__(kTile<kBlockQ, kBlockK>.threads(), kTile<kBlockQ, kBlockK>.ctas)
-    FLASHMOE_KERNEL(attention_bwd_whole)(const __grid_constant__ Sm90BwdParams p) {
+    FLASHMOE_KERNEL(attention_bwd_whole)(const __grid_constant__ Sm90WholeBwdParams p) {
   sm90::attention_bwd_whole<sm90::BwdWholeConfig<family::KernelType, kTile<kBlockQ, kBlockK>>>(p);
 }
 

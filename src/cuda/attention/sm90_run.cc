@@ -246,6 +246,9 @@ Status run_whole_backward(const Call& call) {
   p.heads = static_cast<int32_t>(plan.heads_k);
   p.key_blocks = static_cast<int32_t>(ceil_div(plan.len_k, kernel.key_box));
   if (Status status = fill_maps(p, call); !status.ok()) return status;
+  // The kernel prefetches every map, those of gradients that nobody wants as well.
+  if (!p.grad_key) p.grad_key_map = p.key_map;
+  if (!p.grad_value) p.grad_value_map = p.value_map;
   Status status = encode_keys(p.out_map, plan.problem.out, call.tensors.out, plan.block_q,
                               box_columns(kernel), false);
   if (!status.ok()) return status;

@@ -39,7 +39,8 @@ inline std::vector<Launched> launched;
 
 inline void record(const char* symbol, const CUlaunchConfig& config, const void* params) {
   Launched one{.symbol = symbol, .config = config};
-  if (one.is("13Sm90BwdParams")) std::memcpy(&one.backward, params, sizeof(one.backward));
+  const bool whole = one.is("18Sm90WholeBwdParams");  // which begin with the others
+  if (whole || one.is("13Sm90BwdParams")) std::memcpy(&one.backward, params, sizeof(one.backward));
   if (one.is("13Sm90FwdParams")) std::memcpy(&one.forward, params, sizeof(one.forward));
   if (one.lists_blocks()) std::memcpy(&one.ragged, params, sizeof(one.ragged));
   launched.push_back(one);

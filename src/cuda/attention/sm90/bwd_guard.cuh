@@ -119,9 +119,8 @@ __device__ __forceinline__ bool nonfinite_keys(const BwdWarpgroup<C>& wg, const 
     ptx::bar_sync(C::kAgreeBarrier, kThreads);  // all have cleared
   }
   const uint32_t keys = wg.opaque_smem() + offsetof(typename C::Smem, sK);
-  const bool bad =
-      matters && any_nonfinite<C, kThreads>(keys, keys + 2 * C::Keys::kBytes,
-                                            wg.index * kWarpgroupThreads + warpgroup_thread());
+  const bool bad = matters && any_nonfinite<C, kThreads>(keys, keys + 2 * C::Keys::kBytes,
+                                                         threadIdx.x % kThreads);
   return ptx::bar_red_or(C::kAgreeBarrier, kThreads, bad);
 }
 

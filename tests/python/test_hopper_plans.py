@@ -242,10 +242,12 @@ def test_few_short_sequences_go_backward_here():
     assert family(2, 32) == family(16, 64) == family(32, 128) == family(4, 256, 20) == "sm90"
     assert family(17, 32) == family(17, 64) == family(2, 16) == "sm80"
     assert family(2, 64, bias=spec(64, 64)) == "sm80"
-    # Heads with keys of their own, up to four for each SM, have a kernel for them.
+    # Heads with keys of their own have a kernel for them, and where these are two CTAs' up to eight
+    # CTAs for each SM.
     for d in (16, 32):
-        assert family(17, d, heads_k=8) == family(66, d, heads_k=8) == "sm90"
-        assert family(67, d, heads_k=8) == "sm80"
+        assert family(17, d, heads_k=8) == family(67, d, heads_k=8) == "sm90"
+    assert family(66, 16, 200, heads_k=8) == "sm90"
+    assert family(67, 16, 200, heads_k=8) == "sm80"
 
 
 @pytest.mark.parametrize("dtype", TORCH_DTYPES)

@@ -326,11 +326,12 @@ static bool runs_whole(const AttentionPlan& plan, const Gpu& gpu) {
   const AttentionProblem& p = plan.problem;
   const Geometry g = geometry(p);
   if (p.pass != Pass::kBackward || p.bias || g.softcap > 0 || !(g.scale > 0)) return false;
-  return std::any_of(kernels().begin(), kernels().end(), [&](const Kernel& k) {
+  const auto found = std::find_if(kernels().begin(), kernels().end(), [&](const Kernel& k) {
     return k.whole && k.dtype == p.query.dtype &&
-           k.head_dim >= std::max(plan.head_dim, plan.head_dim_v) &&
-           lacks_for_whole(plan, k).empty() && too_many_heads(plan, k, gpu).empty();
+           k.head_dim >= std::max(plan.head_dim, plan.head_dim_v);
   });
+  return found != kernels().end() && lacks_for_whole(plan, *found).empty() &&
+         too_many_heads(plan, *found, gpu).empty();
 }
 
 // Whether a kernel for packed tokens can run the problem.

@@ -5,8 +5,10 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
+#include <climits>
 #include <condition_variable>
 #include <csetjmp>
 #include <cstdio>
@@ -17,6 +19,7 @@
 #include <mutex>
 #include <random>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace emulator {
@@ -32,8 +35,16 @@ struct Warp {
   const void* kind = nullptr;
   void (*all)(Lanes&) = nullptr;
   unsigned int generation = 0;
+  int held = 0;  // rounds in which it stands still
+  // MMAs under way, by their groups; the last is open. And how many groups there were before.
+  std::deque<std::vector<std::function<void()>>> mmas = {{}};
+  int mmas_done = 0;
 
   bool complete() const { return (arrived | ended) == 0xffffffffu; }
+  int mmas_begun() const { return mmas_done + static_cast<int>(mmas.size()) - 1; }
+  bool multiplies() const {
+    return std::any_of(mmas.begin(), mmas.end(), [](const auto& group) { return !group.empty(); });
+  }
   void finish() {
     all(lanes);
     std::memset(lanes, 0, sizeof lanes);
@@ -70,7 +81,7 @@ struct Copy {
 
 struct Cta;
 struct Cluster {
-  std::vector<Cta*> ctas;
+  std::array<std::atomic<Cta*>, kMostAtOnce> ctas = {};  // those that have begun and not ended
   std::atomic<int> arrived{0};
   std::atomic<unsigned int> generation{0};
 };
@@ -99,11 +110,13 @@ struct Cta {
     if (grid.threads % 32) warps.back().ended = ~0u << grid.threads % 32;
   }
   void run();
-  int delay();  // of a copy, in rounds
+  int delay();  // of a copy or a warp, in rounds
 
  private:
   void resume(int number);
-  void run_copies(bool all_wait);
+  void run_warp(int number);
+  void pass_rounds();
+  void run_copies();
   [[noreturn]] void give_up() const;
 };
 
@@ -160,6 +173,7 @@ void fiber_main() {
   fiber.ended = true;
   --own.alive;
   Warp& warp = own.warps[own.current / 32];
+  if (warp.multiplies()) fail("a warp ends before its MMAs");
   warp.ended |= 1u << own.current % 32;
   if (warp.arrived && warp.complete()) warp.finish();
   // A barrier of all threads is of those that there are.
@@ -188,7 +202,19 @@ void Cta::resume(int number) {
 // A few, or as many as steps of a kernel take.
 int Cta::delay() { return static_cast<int>(random() % 4 ? random() % 4 : random() % 2048); }
 
-void Cta::run_copies(bool all_wait) {
+// Where all others wait: as many rounds as until a copy comes or a warp goes on.
+void Cta::pass_rounds() {
+  int rounds = INT_MAX;
+  for (const Warp& warp : warps) {
+    if (warp.held > 0) rounds = std::min(rounds, warp.held);
+  }
+  for (const Copy& copy : copies) rounds = std::min(rounds, copy.rounds);
+  for (Warp& warp : warps) warp.held = std::max(warp.held - rounds, 0);
+  for (Copy& copy : copies) copy.rounds -= rounds;
+  went_on = rounds < INT_MAX;
+}
+
+void Cta::run_copies() {
   const auto waits_for = [](const Copy& copy, const Copy& other) {
     return other.group && other.fiber == copy.fiber && other.number < copy.number;
   };
@@ -198,9 +224,9 @@ void Cta::run_copies(bool all_wait) {
     const bool waits =
         copy.after_others && std::any_of(copies.begin(), copies.end(),
                                          [&](const Copy& other) { return waits_for(copy, other); });
-    if (waits || (copy.rounds-- > 0 && !all_wait)) {
+    if (copy.rounds > 0) --copy.rounds;
+    if (waits || copy.rounds > 0) {
       copies.push_back(std::move(copy));
-      went_on = true;
       continue;
     }
     copy.run();
@@ -224,6 +250,22 @@ void Cta::give_up() const {
   std::_Exit(3);
 }
 
+// A warp's turn. Any may be held up while others can go on: what does not wait for it shows.
+void Cta::run_warp(int number) {
+  Warp& warp = warps[number];
+  if (warp.held == 0 && random() % 16 == 0) warp.held = delay();
+  if (warp.held > 0) {
+    --warp.held;
+    return;
+  }
+  for (int i = 32 * number; i < std::min(32 * number + 32, grid.threads); ++i) {
+    Fiber& fiber = fibers[i];
+    if (fiber.ended || (fiber.ready && !(*fiber.ready)())) continue;
+    if (fiber.ready || !fiber.started) went_on = true;
+    resume(i);
+  }
+}
+
 void Cta::run() {
   cta = this;
   blockIdx = index;
@@ -234,13 +276,10 @@ void Cta::run() {
   auto last = std::chrono::steady_clock::now();
   while (alive > 0 || !copies.empty()) {
     went_on = false;
-    for (int i = 0; i < grid.threads; ++i) {
-      Fiber& fiber = fibers[i];
-      if (fiber.ended || (fiber.ready && !(*fiber.ready)())) continue;
-      if (fiber.ready || !fiber.started) went_on = true;
-      resume(i);
-    }
-    run_copies(!went_on);
+    const size_t first = random() % warps.size();
+    for (size_t i = 0; i < warps.size(); ++i) run_warp((first + i) % warps.size());
+    run_copies();
+    if (!went_on) pass_rounds();
     if (went_on) {
       last = std::chrono::steady_clock::now();
     } else {
@@ -266,10 +305,7 @@ void run(const Grid& grid, const std::function<void()>& kernel) {
   int running = 0;
   std::vector<std::thread> threads;
   std::vector<std::unique_ptr<Cluster>> clusters(ctas / grid.cluster);
-  for (auto& cluster : clusters) {
-    cluster = std::make_unique<Cluster>();
-    cluster->ctas.resize(grid.cluster);
-  }
+  for (auto& cluster : clusters) cluster = std::make_unique<Cluster>();
   for (int64_t number = 0; number < ctas; ++number) {
     {
       std::unique_lock lock(turn);
@@ -287,6 +323,7 @@ void run(const Grid& grid, const std::function<void()>& kernel) {
       one->random.seed(static_cast<unsigned int>(number));
       cluster->ctas[one->rank] = one.get();
       one->run();
+      cluster->ctas[one->rank] = nullptr;
       std::lock_guard lock(turn);
       --running;
       ended.notify_one();
@@ -330,9 +367,34 @@ void collective(const void* kind, void* argument, void (*all)(Lanes&)) {
   wait_until("its warp", [&] { return warp.generation != generation; });
 }
 
+void begin_mma(const std::function<void()>& mma) {
+  if (!cta) return mma();
+  Warp& warp = cta->warps[cta->current / 32];
+  if (!warp.multiplies() && cta->random() % 2) return mma();
+  warp.mmas.back().push_back(mma);
+}
+void commit_mmas() {
+  if (cta) cta->warps[cta->current / 32].mmas.emplace_back();
+}
+void wait_for_mmas(int pending) {
+  if (!cta) return;
+  Warp* const group = &cta->warps[cta->current / 128 * 4];
+  const int count = cta->warps[cta->current / 32].mmas_begun() - pending;
+  const auto each = [&](const auto& f) { return std::all_of(group, group + 4, f); };
+  wait_until("the MMAs of its warpgroup",
+             [&] { return each([&](const Warp& warp) { return warp.mmas_begun() >= count; }); });
+  for (Warp* warp = group; warp < group + 4; ++warp) {
+    for (; warp->mmas_done < count; ++warp->mmas_done) {
+      for (const auto& mma : warp->mmas.front()) mma();
+      warp->mmas.pop_front();
+    }
+  }
+}
+
 char* shared(uint32_t address, int bytes) {
   const uint32_t rank = address >> 24, offset = (address & 0xffffff) - kBase;
-  const Cta* const owner = rank ? cta->cluster->ctas[rank - 1] : cta;
+  const Cta* const owner = rank ? cta->cluster->ctas[rank - 1].load() : cta;
+  if (!owner) fail("shared memory of a CTA that has not begun or has ended");
   char* const first = owner->shared.load(std::memory_order_acquire);
   if (!first || (address & 0xffffff) < kBase ||
       offset + bytes > static_cast<uint32_t>(cta->grid.shared_bytes)) {

@@ -3,10 +3,10 @@
 // same functions from emulator/cuda/ptx.
 //
 // A CTA is a thread of the host, so that CTAs run side by side; its threads are fibers, which run
-// until they wait for something. What a warp does together, its last lane does for all. Copies that
-// are asynchronous come some time later, at random: who does not wait for them finds old bytes.
-// MMAs of warpgroups are done when they are issued, and memory is as coherent as the host's: of
-// missing fences and of what is read too late nothing is noticed.
+// until they wait for something. What a warp does together, its last lane does for all. Copies and
+// MMAs of warpgroups are done some time later, at random, and warps are held up: who does not wait
+// for them finds old numbers, or that they read new ones. Memory is as coherent as the host's: of
+// missing fences nothing is noticed.
 #pragma once
 
 #include <cstdint>
@@ -42,6 +42,14 @@ void wait_until(const char* what, const std::function<bool()>& ready);
 // has ended): it reads and writes them.
 using Lanes = void* [32];
 void collective(const void* kind, void* argument, void (*all)(Lanes& lanes));
+
+// MMAs of a warpgroup. Its warps begin each by themselves, by one lane for all (see collective()):
+// it is done at once or, by chance, when one of them waits for all groups of MMAs but the last
+// ones. That they do for the whole warpgroup: who has waited knows that no warp reads an operand
+// any more.
+void begin_mma(const std::function<void()>& mma);
+void commit_mmas();
+void wait_for_mmas(int pending);
 
 // The byte of shared memory at an address. From `kBase` on it is the CTA's own; of a cluster's CTA
 // `rank`, (rank + 1) << 24 above that.

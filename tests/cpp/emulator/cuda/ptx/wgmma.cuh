@@ -1,11 +1,14 @@
-// The emulator's: see machine.h. Each warp computes its 16 rows when it issues an MMA.
+// The emulator's: see machine.h. Each warp computes its 16 rows, at some time between issuing an
+// MMA and waiting for it. What needs a wgmma.fence does not show.
 #pragma once
+
+#include <array>
 
 #include "cuda/ptx/math.cuh"
 
 namespace emulator {
 
-inline constexpr char kMma = 0;
+inline constexpr char kMma = 0, kMmaGroup = 0;
 
 // A matrix in shared memory, as a descriptor has it: `depth` is along its rows, or across them.
 struct Operand {
@@ -38,14 +41,19 @@ struct Mma {
     return kBf16 ? flashmoe::cuda::ptx::cvt_f32_bf16(x) : flashmoe::cuda::ptx::cvt_f32_f16(x);
   }
   static void all(Lanes& lanes) {
-    const Mma& first = *static_cast<Mma*>(lanes[0]);
-    float a[16][16], b[16][kN];
+    std::array<Mma, 32> each;
+    for (int i = 0; i < 32; ++i) each[i] = *static_cast<Mma*>(lanes[i]);
     const int first_row = static_cast<int>(threadIdx.x / 32 % 4 * 16);
+    begin_mma([=] { multiply(each, first_row); });
+  }
+  static void multiply(const std::array<Mma, 32>& lanes, int first_row) {
+    const Mma& first = lanes[0];
+    float a[16][16], b[16][kN];
     for (int row = 0; row < 16; ++row) {
       for (int k = 0; k < 16; ++k) {
         uint16_t x;
         if (first.a_registers) {
-          const Mma& owner = *static_cast<Mma*>(lanes[row % 8 * 4 + k % 8 / 2]);
+          const Mma& owner = lanes[row % 8 * 4 + k % 8 / 2];
           x = static_cast<uint16_t>(owner.a_registers[row / 8 + k / 8 * 2] >> (k % 2 * 16));
         } else {
           x = first.a.at(first_row + row, k);
@@ -62,7 +70,7 @@ struct Mma {
         for (int n = 0; n < kN; ++n) sums[n] += a[row][k] * b[k][n];
       }
       for (int n = 0; n < kN; ++n) {
-        const Mma& lane = *static_cast<Mma*>(lanes[row % 8 * 4 + n % 8 / 2]);
+        const Mma& lane = lanes[row % 8 * 4 + n % 8 / 2];
         float& sum = lane.sums[n / 8 * 4 + row / 8 * 2 + n % 2];
         sum = lane.adds ? sum + sums[n] : sums[n];
       }
@@ -75,15 +83,25 @@ struct Mma {
 namespace flashmoe::cuda::ptx {
 
 inline void wgmma_fence() {}
-inline void wgmma_commit_group() {}
-template <int kPending, int kCount>
-void wgmma_wait_group(float (&)[kCount]) {}
+inline void wgmma_commit_group() {
+  char lane;
+  emulator::collective(&emulator::kMmaGroup, &lane,
+                       [](emulator::Lanes&) { emulator::commit_mmas(); });
+}
 template <int kPending>
-void wgmma_wait_group() {}
+void wgmma_wait_group() {
+  emulator::wait_for_mmas(kPending);
+}
+template <int kPending, int kCount>
+void wgmma_wait_group(float (&)[kCount]) {
+  wgmma_wait_group<kPending>();
+}
 template <int kSteps>
 void wgmma_keep_alive(const uint32_t (&)[kSteps][4]) {}
 template <int kCount>
-void wgmma_wait_all_after(bool, float (&)[kCount]) {}
+void wgmma_wait_all_after(bool, float (&)[kCount]) {
+  wgmma_wait_group<0>();
+}
 template <int kRegisters>
 void setmaxnreg_inc() {}
 template <int kRegisters>

@@ -34,6 +34,7 @@ void compute(const char* symbol, const CUlaunchConfig& config, const void* param
   emulator::Grid grid{{config.gridDimX, config.gridDimY, config.gridDimZ},
                       static_cast<int>(config.blockDimX),
                       static_cast<int>(config.sharedMemBytes)};
+  grid.kernel = symbol;
   for (unsigned int i = 0; i < config.numAttrs; ++i) {
     if (config.attrs[i].id == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) {
       grid.cluster = static_cast<int>(config.attrs[i].value.clusterDim.x);

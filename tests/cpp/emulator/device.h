@@ -162,7 +162,8 @@ inline uint32_t vote(bool mine) {
 
 inline void __syncwarp() {
   int nothing = 0;
-  emulator::collective(&emulator::kSync, &nothing, [](emulator::Lanes&) {});
+  emulator::collective(&emulator::kSync, &nothing,
+                       [](emulator::Lanes&) { emulator::lanes_meet(); });
 }
 template <class T>
 T __shfl_sync(unsigned int, T x, int from) {

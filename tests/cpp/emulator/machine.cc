@@ -1,7 +1,6 @@
 #undef _FORTIFY_SOURCE  // jumps between stacks are what fibers do
 #include "machine.h"
 
-#include <sys/mman.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -22,10 +21,13 @@
 #include <utility>
 #include <vector>
 
+#include "races.h"
+#include "stacks.h"
+#include "sums.h"
+
 namespace emulator {
 namespace {
 
-constexpr size_t kStackBytes = 256 << 10, kGuardBytes = 4096 << 2;
 constexpr int kMostAtOnce = 16;  // CTAs
 constexpr auto kPatience = std::chrono::seconds(20);
 
@@ -61,6 +63,8 @@ struct Fiber {
   const char* waits_for = nullptr;
   // Copies under way, by their groups; the last is open.
   std::deque<std::unique_ptr<int>> groups;
+  uint32_t groups_begun = 0;  // before the open one
+  Sums sums;
   unsigned int cluster_generation = 0;  // of the cluster's barrier when the thread arrived
 };
 
@@ -84,6 +88,9 @@ struct Cluster {
   std::array<std::atomic<Cta*>, kMostAtOnce> ctas = {};  // those that have begun and not ended
   std::atomic<int> arrived{0};
   std::atomic<unsigned int> generation{0};
+  Races races;
+
+  explicit Cluster(const Grid& grid) : races(grid.cluster, grid.threads, grid.shared_bytes) {}
 };
 
 struct Cta {
@@ -102,6 +109,8 @@ struct Cta {
   jmp_buf scheduler;
   int current = 0, alive = 0;
   bool went_on = false;
+  // What runs now is what an MMA or a copy does, whose accesses were looked at when it was issued.
+  bool asynchronous = false;
 
   Cta(const Grid& grid, const std::function<void()>& kernel)
       : grid(grid), kernel(kernel), fibers(grid.threads), warps((grid.threads + 31) / 32) {
@@ -110,6 +119,7 @@ struct Cta {
     if (grid.threads % 32) warps.back().ended = ~0u << grid.threads % 32;
   }
   void run();
+  Races::Thread thread() const { return {rank, current}; }
   int delay();  // of a copy or a warp, in rounds
 
  private:
@@ -120,51 +130,30 @@ struct Cta {
   [[noreturn]] void give_up() const;
 };
 
-// The stacks of a CTA's threads, with pages between them that nobody may touch. CTAs that come
-// later use them again.
-class Stacks {
- public:
-  explicit Stacks(std::vector<Fiber>& fibers) {
-    const std::lock_guard lock(mutex());
-    for (Fiber& fiber : fibers) {
-      if (unused().empty()) unused().push_back(make());
-      fiber.stack = unused().back();
-      unused().pop_back();
-    }
-  }
-  static void give_back(const std::vector<Fiber>& fibers) {
-    const std::lock_guard lock(mutex());
-    for (const Fiber& fiber : fibers) unused().push_back(fiber.stack);
-  }
-
- private:
-  static std::mutex& mutex() {
-    static std::mutex one;
-    return one;
-  }
-  static std::vector<char*>& unused() {
-    static std::vector<char*> all;
-    return all;
-  }
-  static char* make() {
-    void* const memory = mmap(nullptr, kGuardBytes + kStackBytes, PROT_READ | PROT_WRITE,
-                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED || mprotect(memory, kGuardBytes, PROT_NONE) != 0) {
-      std::perror("emulator: no memory for a stack");
-      std::_Exit(3);
-    }
-    return static_cast<char*>(memory) + kGuardBytes;
-  }
-};
-
 thread_local Cta* cta = nullptr;
 std::mutex mutex;  // of mbarriers, which other CTAs of a cluster may reach
 
 [[noreturn]] void fail(const std::string& what) {
-  std::fprintf(stderr, "emulator: %s (CTA %u %u %u, thread %u)\n", what.c_str(), blockIdx.x,
-               blockIdx.y, blockIdx.z, threadIdx.x);
-  std::_Exit(3);
+  std::fprintf(stderr, "emulator: %s (%s, CTA %u %u %u, thread %u)\n", what.c_str(),
+               cta ? cta->grid.kernel.c_str() : "", blockIdx.x, blockIdx.y, blockIdx.z,
+               threadIdx.x);
+  std::abort();
 }
+
+// Ends the program if two have touched the same memory, unless nobody looks at what came of it.
+void check(const Races::Conflict& conflict) {
+  if (conflict.what.empty()) return;
+  if (conflict.cta != cta->rank) fail(conflict.what);
+  const int first = 128 * conflict.warpgroup;
+  for (int i = first; i < std::min(first + 128, cta->grid.threads); ++i) {
+    if (cta->fibers[i].sums.spoil(conflict.group, conflict.what)) fail(conflict.what);
+  }
+}
+Races::Place place_of(uint32_t address) {
+  const auto rank = static_cast<int>(address >> 24);
+  return {rank ? rank - 1 : cta->rank, static_cast<int>((address & 0xffffff) - kBase)};
+}
+Races& races() { return cta->cluster->races; }
 
 void fiber_main() {
   Cta& own = *cta;
@@ -180,6 +169,7 @@ void fiber_main() {
   Named& all = own.named[0];
   if (own.alive > 0 && all.arrived == own.alive) {
     all = {.generation = all.generation + 1, .result = all.any};
+    races().end_named(own.thread(), 0);
   }
   _longjmp(own.scheduler, 1);
 }
@@ -229,7 +219,10 @@ void Cta::run_copies() {
       copies.push_back(std::move(copy));
       continue;
     }
+    current = copy.fiber;
+    asynchronous = true;
     copy.run();
+    asynchronous = false;
     if (copy.group) --*copy.group;
     went_on = true;
   }
@@ -271,7 +264,7 @@ void Cta::run() {
   blockIdx = index;
   gridDim = grid.ctas;
   blockDim = {static_cast<unsigned int>(grid.threads), 1, 1};
-  const Stacks stacks(fibers);
+  for (Fiber& fiber : fibers) fiber.stack = take_stack();
   clear_shared(grid.shared_bytes);
   auto last = std::chrono::steady_clock::now();
   while (alive > 0 || !copies.empty()) {
@@ -287,8 +280,14 @@ void Cta::run() {
       std::this_thread::yield();
     }
   }
-  Stacks::give_back(fibers);
+  for (const Fiber& fiber : fibers) give_back_stack(fiber.stack);
   cta = nullptr;
+}
+
+void multiply(const std::function<void()>& mma) {
+  cta->asynchronous = true;
+  mma();
+  cta->asynchronous = false;
 }
 
 void jump_to_scheduler() {
@@ -304,21 +303,20 @@ void run(const Grid& grid, const std::function<void()>& kernel) {
   std::condition_variable ended;
   int running = 0;
   std::vector<std::thread> threads;
-  std::vector<std::unique_ptr<Cluster>> clusters(ctas / grid.cluster);
-  for (auto& cluster : clusters) cluster = std::make_unique<Cluster>();
+  std::shared_ptr<Cluster> cluster;
   for (int64_t number = 0; number < ctas; ++number) {
     {
       std::unique_lock lock(turn);
       ended.wait(lock, [&] { return running < kMostAtOnce; });
       ++running;
     }
-    Cluster* const cluster = clusters[number / grid.cluster].get();
+    if (number % grid.cluster == 0) cluster = std::make_shared<Cluster>(grid);
     threads.emplace_back([&, number, cluster] {
       auto one = std::make_unique<Cta>(grid, kernel);
       one->index = {static_cast<unsigned int>(number % grid.ctas.x),
                     static_cast<unsigned int>(number / grid.ctas.x % grid.ctas.y),
                     static_cast<unsigned int>(number / grid.ctas.x / grid.ctas.y)};
-      one->cluster = cluster;
+      one->cluster = cluster.get();
       one->rank = static_cast<int>(number % grid.cluster);
       one->random.seed(static_cast<unsigned int>(number));
       cluster->ctas[one->rank] = one.get();
@@ -367,11 +365,15 @@ void collective(const void* kind, void* argument, void (*all)(Lanes&)) {
   wait_until("its warp", [&] { return warp.generation != generation; });
 }
 
+void lanes_meet() {
+  if (cta) races().lanes_meet(cta->thread());
+}
+
 void begin_mma(const std::function<void()>& mma) {
   if (!cta) return mma();
   Warp& warp = cta->warps[cta->current / 32];
-  if (!warp.multiplies() && cta->random() % 2) return mma();
-  warp.mmas.back().push_back(mma);
+  if (warp.multiplies() || cta->random() % 2) return warp.mmas.back().push_back(mma);
+  multiply(mma);
 }
 void commit_mmas() {
   if (cta) cta->warps[cta->current / 32].mmas.emplace_back();
@@ -385,10 +387,11 @@ void wait_for_mmas(int pending) {
              [&] { return each([&](const Warp& warp) { return warp.mmas_begun() >= count; }); });
   for (Warp* warp = group; warp < group + 4; ++warp) {
     for (; warp->mmas_done < count; ++warp->mmas_done) {
-      for (const auto& mma : warp->mmas.front()) mma();
+      for (const auto& mma : warp->mmas.front()) multiply(mma);
       warp->mmas.pop_front();
     }
   }
+  races().mmas_done(cta->thread(), static_cast<uint32_t>(count));
 }
 
 char* shared(uint32_t address, int bytes) {
@@ -415,17 +418,20 @@ uint32_t shared_address(const void* memory) {
 
 int cluster_rank() { return cta->rank; }
 
-void cluster_arrive() {
+void cluster_arrive(bool relaxed) {
   Cluster& cluster = *cta->cluster;
+  races().arrive_named(cta->thread(), Races::kClusterBarrier, relaxed);
   cta->fibers[cta->current].cluster_generation = cluster.generation.load();
   if (++cluster.arrived == cta->grid.threads * cta->grid.cluster) {
     cluster.arrived = 0;
+    races().end_named(cta->thread(), Races::kClusterBarrier);
     ++cluster.generation;
   }
 }
 void cluster_wait() {
   const unsigned int arrived = cta->fibers[cta->current].cluster_generation;
   wait_until("its cluster", [=] { return cta->cluster->generation.load() != arrived; });
+  races().waited_named(cta->thread(), Races::kClusterBarrier);
 }
 
 bool barrier(int name, int threads, bool mine, bool waits) {
@@ -433,8 +439,10 @@ bool barrier(int name, int threads, bool mine, bool waits) {
   Named& named = cta->named[name];
   const unsigned int generation = named.generation;
   named.any |= mine;
+  races().arrive_named(cta->thread(), name);
   if (++named.arrived == (name == 0 ? cta->alive : threads)) {
     named = {.generation = generation + 1, .result = named.any};
+    races().end_named(cta->thread(), name);
   } else if (waits) {
     static const std::string words[] = {"barrier 0",  "barrier 1",  "barrier 2",  "barrier 3",
                                         "barrier 4",  "barrier 5",  "barrier 6",  "barrier 7",
@@ -442,6 +450,7 @@ bool barrier(int name, int threads, bool mine, bool waits) {
                                         "barrier 12", "barrier 13", "barrier 14", "barrier 15"};
     wait_until(words[name].c_str(), [&] { return named.generation != generation; });
   }
+  if (waits) races().waited_named(cta->thread(), name);
   return named.result;
 }
 
@@ -451,10 +460,11 @@ struct Mbarrier {
   int16_t count, pending;
   uint32_t tx_and_phase;  // bytes that are yet to come x 2, and the phase's parity
 
-  void end_phase() {
-    if (pending > 0 || tx_and_phase >> 1) return;
+  bool end_phase() {
+    if (pending > 0 || tx_and_phase >> 1) return false;
     pending = count;
     tx_and_phase ^= 1;
+    return true;
   }
 };
 static_assert(sizeof(Mbarrier) == 8);
@@ -468,20 +478,22 @@ Mbarrier& mbarrier_at(uint32_t address) {
 void init(uint32_t barrier, int count) {
   const std::lock_guard lock(mutex);
   mbarrier_at(barrier) = {static_cast<int16_t>(count), static_cast<int16_t>(count), 0};
+  check(races().init(cta->thread(), place_of(barrier)));
 }
 void arrive(uint32_t barrier, int expected_bytes) {
   const std::lock_guard lock(mutex);
   Mbarrier& b = mbarrier_at(barrier);
+  check(races().arrive(cta->thread(), place_of(barrier)));
   if (b.pending <= 0) fail("more arrivals than an mbarrier waits for");
   b.tx_and_phase += 2 * expected_bytes;
   --b.pending;
-  b.end_phase();
+  if (b.end_phase()) races().end_phase(place_of(barrier));
 }
 void complete(uint32_t barrier, int bytes) {
   const std::lock_guard lock(mutex);
   Mbarrier& b = mbarrier_at(barrier);
   b.tx_and_phase -= 2 * bytes;
-  b.end_phase();
+  if (b.end_phase()) races().end_phase(place_of(barrier));
 }
 void wait(uint32_t barrier, int parity) {
   const Mbarrier* const b = &mbarrier_at(barrier);
@@ -492,6 +504,7 @@ void wait(uint32_t barrier, int parity) {
     const std::lock_guard lock(mutex);
     return (b->tx_and_phase & 1) != static_cast<uint32_t>(parity);
   });
+  check(races().waited(cta->thread(), place_of(barrier)));
 }
 
 void later(const std::function<void()>& copy, bool of_group) {
@@ -508,6 +521,7 @@ void commit_copies() {
   auto& groups = cta->fibers[cta->current].groups;
   if (groups.empty()) groups.push_back(std::make_unique<int>(0));
   groups.push_back(std::make_unique<int>(0));
+  ++cta->fibers[cta->current].groups_begun;
 }
 void wait_for_copies(int pending) {
   auto& groups = cta->fibers[cta->current].groups;
@@ -515,37 +529,64 @@ void wait_for_copies(int pending) {
     wait_until("its copies", [&] { return *groups.front() == 0; });
     groups.pop_front();
   }
+  races().copies_done(cta->thread(), cta->fibers[cta->current].groups_begun - pending);
 }
 
-void copy_box(const void* map, const int (&at)[5], uint32_t address, bool to_shared) {
-  TensorMapContents m;
-  std::memcpy(&m, map, sizeof m);
-  int64_t rows = 1;
-  for (int i = 1; i < m.rank; ++i) rows *= m.box[i];
-  const int row_bytes = m.box[0] * m.element_bytes;
-  for (int64_t row = 0; row < rows; ++row) {
-    int64_t rest = row;
-    char* from = m.address;
-    bool inside = true;
-    for (int i = 1; i < m.rank; ++i) {
-      const int64_t c = at[i] + rest % m.box[i];
-      rest /= m.box[i];
-      inside = inside && c >= 0 && c < static_cast<int64_t>(m.sizes[i]);
-      from += c * static_cast<int64_t>(m.strides[i - 1]);
-    }
-    for (int i = 0; i < m.box[0]; ++i) {
-      const int64_t c = int64_t{at[0]} + i;
-      const uint32_t plain = address + static_cast<uint32_t>(row * row_bytes + i * m.element_bytes);
-      // 1: 32 bytes, 2: 64, 3: 128.
-      const uint32_t mask = (1u << m.swizzle) - 1;
-      char* const here =
-          shared(plain ^ (plain - kBase) / 128 % 8 % (mask + 1) * 16, m.element_bytes);
-      char* const there = from + c * m.element_bytes;
-      const bool exists = inside && c >= 0 && c < static_cast<int64_t>(m.sizes[0]);
-      if (to_shared && exists) std::memcpy(here, there, m.element_bytes);
-      if (to_shared && !exists) std::memset(here, 0, m.element_bytes);
-      if (!to_shared && exists) std::memcpy(there, here, m.element_bytes);
-    }
+void fence() { races().fence(cta->thread()); }
+void fence_barriers() { races().fence_barriers(cta->thread()); }
+std::string mma_reads(uint32_t address, int bytes) {
+  if (!cta) return {};
+  const auto group = static_cast<uint32_t>(cta->warps[cta->current / 32].mmas_begun() + 1);
+  return races().mma_reads(cta->thread(), place_of(address), bytes, group).what;
+}
+void mma_sums(int lane, const float* sums, int count, bool adds, const std::string& wrong) {
+  if (!cta) return;
+  const int warp = cta->current / 32;
+  const auto group = static_cast<uint32_t>(cta->warps[warp].mmas_begun() + 1);
+  cta->fibers[32 * warp + lane].sums.add(sums, count, adds, group, wrong);
+}
+void copy_reads(uint32_t address, int bytes) {
+  const uint32_t group = cta->fibers[cta->current].groups_begun + 1;
+  check(races().copy_reads(cta->thread(), place_of(address), bytes, group));
+}
+void copy_reads(uint32_t address, int bytes, uint32_t barrier) {
+  check(races().copy_reads(cta->thread(), place_of(address), bytes, place_of(barrier)));
+}
+void copy_writes(uint32_t address, int bytes, uint32_t barrier) {
+  check(races().copy_writes(cta->thread(), place_of(address), bytes, place_of(barrier)));
+}
+namespace {
+
+// Of the CTA's shared memory, or of that of another CTA of the cluster.
+bool accessed_shared(const Cta& owner, const char* byte, int bytes, bool writes) {
+  const char* const first = owner.shared.load(std::memory_order_relaxed);
+  const auto offset = static_cast<size_t>(byte - first);
+  if (!first || offset >= static_cast<size_t>(owner.grid.shared_bytes)) return false;
+  const Races::Place place{owner.rank, static_cast<int>(offset)};
+  if (writes) {
+    check(races().write(cta->thread(), place, bytes));
+  } else {
+    check(races().read(cta->thread(), place, bytes));
+  }
+  return true;
+}
+
+}  // namespace
+
+void accessed(const void* memory, int bytes, bool writes) {
+  Cta* const own = cta;
+  if (!own || own->asynchronous) return;
+  const auto* const byte = static_cast<const char*>(memory);
+  Fiber& fiber = own->fibers[own->current];
+  if (static_cast<size_t>(byte - fiber.stack) < kStackBytes) {
+    const std::string wrong = fiber.sums.access(byte, writes);
+    if (!wrong.empty()) fail(wrong);
+    return;
+  }
+  if (accessed_shared(*own, byte, bytes, writes) || own->grid.cluster == 1) return;
+  for (const auto& other : own->cluster->ctas) {
+    const Cta* const owner = other.load();
+    if (owner && owner != own) accessed_shared(*owner, byte, bytes, writes);
   }
 }
 

@@ -5,8 +5,9 @@
 // A CTA is a thread of the host, so that CTAs run side by side; its threads are fibers, which run
 // until they wait for something. What a warp does together, its last lane does for all. Copies and
 // MMAs of warpgroups are done some time later, at random, and warps are held up: who does not wait
-// for them finds old numbers, or that they read new ones. Memory is as coherent as the host's: of
-// missing fences nothing is noticed.
+// for them finds old numbers, or that they read new ones. Accesses to shared memory that nothing
+// orders end the program (races.h). Global memory is as coherent as the host's: of fences that are
+// missing there nothing is noticed.
 #pragma once
 
 #include <cstdint>
@@ -25,6 +26,7 @@ namespace emulator {
 struct Grid {
   Dim3 ctas;
   int threads, shared_bytes, cluster = 1;
+  std::string kernel;
 };
 // Runs kernel() as every thread of the grid. Ends the program with a word about who waits for what
 // if nothing goes on any more.
@@ -42,6 +44,7 @@ void wait_until(const char* what, const std::function<bool()>& ready);
 // has ended): it reads and writes them.
 using Lanes = void* [32];
 void collective(const void* kind, void* argument, void (*all)(Lanes& lanes));
+void lanes_meet();  // within __syncwarp(): what one knows of others' doing, all know (races.h)
 
 // MMAs of a warpgroup. Its warps begin each by themselves, by one lane for all (see collective()):
 // it is done at once or, by chance, when one of them waits for all groups of MMAs but the last
@@ -59,7 +62,7 @@ uint32_t shared_address(const void* memory);  // of dynamic shared memory: its b
 void clear_shared(int bytes);                 // to NaN, before a CTA begins
 int cluster_rank();
 // The barrier of all threads of the cluster, in two steps.
-void cluster_arrive();
+void cluster_arrive(bool relaxed = false);
 void cluster_wait();
 
 // Named barriers of the CTA; 0 is that of all its threads. Returns whether any had `mine`.
@@ -78,6 +81,19 @@ void commit_copies();
 void wait_for_copies(int pending = 0);  // for all groups but the last ones
 // When all copies of its groups have come that this thread has begun.
 void when_copied(const std::function<void()>& then);
+
+// What is asked when something touches shared memory, of races (races.h): they end the program.
+void accessed(const void* memory, int bytes, bool writes);  // by the thread, as a compiler tells
+// What is wrong with what the MMA reads that is being issued: nobody may look at its sums then.
+std::string mma_reads(uint32_t address, int bytes);
+void mma_sums(int lane, const float* sums, int count, bool adds, const std::string& wrong);
+void copy_reads(uint32_t address, int bytes);  // a copy of the thread's open group
+// Those of a copy that a barrier counts.
+void copy_reads(uint32_t address, int bytes, uint32_t barrier);
+void copy_writes(uint32_t address, int bytes, uint32_t barrier);
+// Fences between what threads do and what copies and MMAs do; of mbarriers alone.
+void fence();
+void fence_barriers();
 
 // What of a tensor map TMA needs.
 struct TensorMapContents {

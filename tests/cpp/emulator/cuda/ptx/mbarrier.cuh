@@ -4,7 +4,7 @@
 namespace flashmoe::cuda::ptx {
 
 inline void mbarrier_init(uint32_t barrier, int count) { emulator::init(barrier, count); }
-inline void fence_mbarrier_init() {}
+inline void fence_mbarrier_init() { emulator::fence_barriers(); }
 inline void mbarrier_arrive(uint32_t barrier) { emulator::arrive(barrier); }
 inline void mbarrier_arrive_expect_tx(uint32_t barrier, int bytes) {
   emulator::arrive(barrier, bytes);

@@ -5,11 +5,16 @@
 
 namespace flashmoe::cuda::ptx {
 
-inline void load_box(uint32_t shared, const void* map, uint32_t barrier, const int (&at)[5]) {
+inline int box_bytes(const void* map) {
   const emulator::TensorMapContents& m = *static_cast<const emulator::TensorMapContents*>(map);
   int bytes = m.element_bytes;
   for (int i = 0; i < m.rank; ++i) bytes *= m.box[i];
+  return bytes;
+}
+inline void load_box(uint32_t shared, const void* map, uint32_t barrier, const int (&at)[5]) {
+  const int bytes = box_bytes(map);
   const int c0 = at[0], c1 = at[1], c2 = at[2], c3 = at[3], c4 = at[4];
+  emulator::copy_writes(shared, bytes, barrier);
   emulator::later(
       [=] {
         emulator::copy_box(map, {c0, c1, c2, c3, c4}, shared, true);
@@ -35,6 +40,7 @@ inline void tma_load_multicast(uint32_t ctas, uint32_t shared, const void* map, 
 
 inline void store_box(uint32_t shared, const void* map, const int (&at)[5]) {
   const int c0 = at[0], c1 = at[1], c2 = at[2], c3 = at[3], c4 = at[4];
+  emulator::copy_reads(shared, box_bytes(map));
   emulator::later([=] { emulator::copy_box(map, {c0, c1, c2, c3, c4}, shared, false); }, true);
 }
 inline void tma_store(uint32_t shared, const void* map, int c0, int c1, int c2, int c3, int c4) {
@@ -49,6 +55,7 @@ inline void tma_store_evict_first(uint32_t shared, const void* map, int c0, int 
 }
 
 inline void cp_async_bulk_load(uint32_t shared, const void* global, int bytes, uint32_t barrier) {
+  emulator::copy_writes(shared, bytes, barrier);
   emulator::later(
       [=] {
         std::memcpy(emulator::shared(shared, bytes), global, bytes);
@@ -57,9 +64,11 @@ inline void cp_async_bulk_load(uint32_t shared, const void* global, int bytes, u
       false);
 }
 inline void cp_async_bulk_store_evict_last(float* global, uint32_t shared, int bytes) {
+  emulator::copy_reads(shared, bytes);
   emulator::later([=] { std::memcpy(global, emulator::shared(shared, bytes), bytes); }, true);
 }
 inline void cp_reduce_async_bulk_add_f32(float* global, uint32_t shared, int bytes) {
+  emulator::copy_reads(shared, bytes);
   emulator::later(
       [=] {
         const float* const from = reinterpret_cast<float*>(emulator::shared(shared, bytes));
@@ -72,8 +81,8 @@ inline void cp_async_bulk_commit_group() { emulator::commit_copies(); }
 inline void cp_async_bulk_wait_group_read() { emulator::wait_for_copies(); }
 inline void cp_async_bulk_wait_group() { emulator::wait_for_copies(); }
 
-inline void fence_proxy_async_shared() {}
-inline void fence_proxy_async() {}
+inline void fence_proxy_async_shared() { emulator::fence(); }
+inline void fence_proxy_async() { emulator::fence(); }
 inline void tma_prefetch(const void*, int, int, int, int) {}
 inline void prefetch_tensormap(const void*) {}
 

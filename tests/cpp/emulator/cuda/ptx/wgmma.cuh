@@ -15,17 +15,29 @@ struct Operand {
   uint64_t descriptor;
   bool across;
 
-  uint16_t at(int i, int depth) const {
+  uint32_t address(int i, int depth) const {
     const uint32_t start = (descriptor & 0x3fff) * 16, block = (descriptor >> 16 & 0x3fff) * 16;
     const uint32_t eight = (descriptor >> 32 & 0x3fff) * 16;
     const int row_bytes = descriptor >> 62 == 1 ? 128 : 64;
     const int row = across ? depth : i, column = across ? i : depth;
     const uint32_t plain = start + row / 8 * eight + row % 8 * row_bytes +
                            column * 2 / row_bytes * block + column * 2 % row_bytes;
-    const uint32_t swizzled = plain ^ (plain >> 7 & (row_bytes / 16 - 1)) << 4;
+    return plain ^ (plain >> 7 & (row_bytes / 16 - 1)) << 4;
+  }
+  uint16_t at(int i, int depth) const {
     uint16_t x;
-    std::memcpy(&x, shared(swizzled, 2), 2);
+    std::memcpy(&x, shared(address(i, depth), 2), 2);
     return x;
+  }
+  // `count` rows from `first` on are read, 16 bytes at a time: what is wrong with them.
+  std::string note_read(int first, int count) const {
+    std::string wrong;
+    for (int i = 0; i < count; i += across ? 8 : 1) {
+      for (int depth = 0; depth < 16 && wrong.empty(); depth += across ? 1 : 8) {
+        wrong = mma_reads(address(first + i, depth), 16);
+      }
+    }
+    return wrong;
   }
 };
 
@@ -44,6 +56,10 @@ struct Mma {
     std::array<Mma, 32> each;
     for (int i = 0; i < 32; ++i) each[i] = *static_cast<Mma*>(lanes[i]);
     const int first_row = static_cast<int>(threadIdx.x / 32 % 4 * 16);
+    const Mma& one = each[0];
+    std::string wrong = one.a_registers ? std::string() : one.a.note_read(first_row, 16);
+    if (wrong.empty()) wrong = one.b.note_read(0, kN);
+    for (int i = 0; i < 32; ++i) mma_sums(i, each[i].sums, kN / 2, one.adds, wrong);
     begin_mma([=] { multiply(each, first_row); });
   }
   static void multiply(const std::array<Mma, 32>& lanes, int first_row) {

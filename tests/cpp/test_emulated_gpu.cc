@@ -34,7 +34,7 @@ void compute(const char* symbol, const CUlaunchConfig& config, const void* param
   emulator::Grid grid{{config.gridDimX, config.gridDimY, config.gridDimZ},
                       static_cast<int>(config.blockDimX),
                       static_cast<int>(config.sharedMemBytes)};
-  grid.kernel = symbol;
+  grid.kernel = symbol + (", " + context);
   for (unsigned int i = 0; i < config.numAttrs; ++i) {
     if (config.attrs[i].id == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) {
       grid.cluster = static_cast<int>(config.attrs[i].value.clusterDim.x);
@@ -156,6 +156,23 @@ TEST(nan_goes_where_it_must_and_no_further) {
     check_case(random, c);
     return true;
   });
+}
+
+// With a bias and small head dims a tile has three consumers or four, of which one has dQ. Others
+// are done with a task while one that goes the guarded way still reads its dS.
+TEST(nan_beside_small_head_dims_and_a_bias) {
+  const auto is_meant = [](const Case& c) {
+    const int64_t dim = std::max(c.query.spec().size(-1), c.value.spec().size(-1));
+    return c.bias && dim <= 32 && c.grad_out && !c.sinks;
+  };
+  for_random_problems(10, 5000000, "attention_bwd_bias", random_case,
+                      [&](Random& random, Case& c, int i) {
+                        if (!is_meant(c)) return false;
+                        const char* const name = put_nan(random, c, i);
+                        const Note where("NaN in ", name ? name : "nothing");
+                        check_case(random, c);
+                        return true;
+                      });
 }
 
 TEST(tangents_and_second_derivatives_agree_with_the_oracle) {

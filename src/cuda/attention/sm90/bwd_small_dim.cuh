@@ -116,11 +116,12 @@ class BwdSmallDimConsumer {
     add_dv_guarded<C>(wg_, rdV_, rP, task, bias);
     publish_ds(rdS);
     wg_.sync();  // the warpgroup's dS is there
-    warp_arrive(ds_slot(tma::Ring<2>(wg_.ring.count())).full);
     multiply_guarded<C, typename C::Rows>(
         rdK_, C::kBlockQ,
         [&](int key, int query) { return ds_at(wg_, task, query, wg_.first_key() + key, bias); },
         wg_.stage_q(), 0);
+    // Only now: of a task's last tile other consumers' dV and dK go over dS as soon as dQ is there.
+    warp_arrive(ds_slot(tma::Ring<2>(wg_.ring.count())).full);
   }
 
   using QuerySums = float[C::kDqColumns / 2];

@@ -532,8 +532,12 @@ void wait_for_copies(int pending) {
   races().copies_done(cta->thread(), cta->fibers[cta->current].groups_begun - pending);
 }
 
-void fence() { races().fence(cta->thread()); }
-void fence_barriers() { races().fence_barriers(cta->thread()); }
+void fence() {
+  if (cta) races().fence(cta->thread());
+}
+void fence_barriers() {
+  if (cta) races().fence_barriers(cta->thread());
+}
 std::string mma_reads(uint32_t address, int bytes) {
   if (!cta) return {};
   const auto group = static_cast<uint32_t>(cta->warps[cta->current / 32].mmas_begun() + 1);

@@ -1,5 +1,6 @@
-// What the emulator takes for a race and what not (emulator/races.h): by accesses and waits as
-// kernels have them, with one of these left out.
+// What the emulator takes for a race and what not (emulator/races.h, mma_registers.h): by accesses
+// and waits as kernels have them, with one of these left out.
+#include "emulator/mma_registers.h"
 #include "emulator/races.h"
 #include "testing.h"
 
@@ -173,4 +174,69 @@ TEST(ctas_of_a_cluster_know_of_each_others_mbarriers) {
   CHECK(tells(races.read(there, {1, 64}, 16), "nothing orders"));
   CHECK(is_fine(races.waited(there, barrier)));
   CHECK(is_fine(races.read(there, {1, 64}, 16)));
+}
+
+TEST(registers_of_mmas_are_left_alone) {
+  for (const bool waits : {false, true}) {
+    emulator::MmaRegisters registers;
+    float sums[4];
+    uint32_t operand[4];
+    CHECK(registers.add(sums, 4, false, 1, "").empty());
+    CHECK(registers.read(operand, 1).empty());
+    CHECK(registers.add(sums, 4, true, 2, "").empty());  // MMAs follow each other without a fence
+    CHECK(registers.access(operand, false).empty());     // both only read it
+    if (waits) registers.done(1);
+    CHECK(registers.access(operand, true).empty() == waits);
+    CHECK(!registers.access(sums + 3, false).empty());
+    CHECK(!registers.access(sums + 3, true).empty());
+    if (waits) registers.done(2);
+    CHECK(registers.access(sums + 3, false).empty() == waits);
+  }
+}
+
+TEST(registers_of_mmas_are_fenced) {
+  for (const bool fenced : {false, true}) {
+    emulator::MmaRegisters registers;
+    float sums[4];
+    uint32_t operand[4];
+    CHECK(registers.add(sums, 4, false, 1, "").empty());
+    CHECK(registers.read(operand, 1).empty());
+    registers.done(1);
+    CHECK(registers.access(sums, true).empty());
+    CHECK(registers.access(operand + 1, true).empty());
+    if (fenced) registers.fence();
+    CHECK(registers.add(sums, 4, true, 2, "").empty() == fenced);
+    CHECK(registers.read(operand, 2).empty() == fenced);
+  }
+}
+
+// Of MMAs whose operands were overwritten, nobody looks at the sums, before or after.
+TEST(sums_of_overwritten_operands_are_not_looked_at) {
+  emulator::MmaRegisters registers;
+  float sums[4], others[4];
+  CHECK(registers.add(sums, 4, false, 1, "").empty());
+  CHECK(registers.add(others, 4, false, 2, "").empty());
+  registers.done(2);
+  CHECK(registers.access(others, false).empty());
+  CHECK(!registers.spoil(1, "overwritten"));
+  CHECK(registers.spoil(2, "overwritten"));
+  CHECK(emulator::MmaRegisters(registers).access(sums, false) == "overwritten");
+  // Begun anew, they may be looked at; that those of group 2 were is remembered.
+  registers.fence();
+  CHECK(registers.add(sums, 4, false, 3, "").empty());
+  CHECK(registers.add(others, 4, false, 3, "").empty());
+  registers.done(3);
+  CHECK(registers.access(sums, false).empty());
+  CHECK(!registers.spoil(1, "overwritten"));
+  CHECK(registers.spoil(2, "overwritten"));
+}
+
+TEST(sums_of_racing_operands_are_not_looked_at) {
+  emulator::MmaRegisters registers;
+  float sums[4];
+  CHECK(registers.add(sums, 4, false, 1, "a race").empty());
+  registers.done(1);
+  CHECK(registers.access(sums, false) == "a race");
+  CHECK(registers.access(sums, true).empty());  // overwritten, they are the thread's own
+  CHECK(registers.access(sums, false).empty());
 }

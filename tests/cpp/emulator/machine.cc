@@ -21,9 +21,9 @@
 #include <utility>
 #include <vector>
 
+#include "mma_registers.h"
 #include "races.h"
 #include "stacks.h"
-#include "sums.h"
 
 namespace emulator {
 namespace {
@@ -64,7 +64,7 @@ struct Fiber {
   // Copies under way, by their groups; the last is open.
   std::deque<std::unique_ptr<int>> groups;
   uint32_t groups_begun = 0;  // before the open one
-  Sums sums;
+  MmaRegisters registers;
   unsigned int cluster_generation = 0;  // of the cluster's barrier when the thread arrived
 };
 
@@ -146,7 +146,7 @@ void check(const Races::Conflict& conflict) {
   if (conflict.cta != cta->rank) fail(conflict.what);
   const int first = 128 * conflict.warpgroup;
   for (int i = first; i < std::min(first + 128, cta->grid.threads); ++i) {
-    if (cta->fibers[i].sums.spoil(conflict.group, conflict.what)) fail(conflict.what);
+    if (cta->fibers[i].registers.spoil(conflict.group, conflict.what)) fail(conflict.what);
   }
 }
 Races::Place place_of(uint32_t address) {
@@ -392,6 +392,7 @@ void wait_for_mmas(int pending) {
     }
   }
   races().mmas_done(cta->thread(), static_cast<uint32_t>(count));
+  cta->fibers[cta->current].registers.done(static_cast<uint32_t>(count));
 }
 
 char* shared(uint32_t address, int bytes) {
@@ -543,11 +544,18 @@ std::string mma_reads(uint32_t address, int bytes) {
   const auto group = static_cast<uint32_t>(cta->warps[cta->current / 32].mmas_begun() + 1);
   return races().mma_reads(cta->thread(), place_of(address), bytes, group).what;
 }
-void mma_sums(int lane, const float* sums, int count, bool adds, const std::string& wrong) {
+void mma_registers(int lane, const uint32_t* operand, const float* sums, int count, bool adds,
+                   const std::string& wrong) {
   if (!cta) return;
   const int warp = cta->current / 32;
   const auto group = static_cast<uint32_t>(cta->warps[warp].mmas_begun() + 1);
-  cta->fibers[32 * warp + lane].sums.add(sums, count, adds, group, wrong);
+  MmaRegisters& own = cta->fibers[32 * warp + lane].registers;
+  std::string what = own.add(sums, count, adds, group, wrong);
+  if (operand && what.empty()) what = own.read(operand, group);
+  if (!what.empty()) fail(what);
+}
+void mma_fence() {
+  if (cta) cta->fibers[cta->current].registers.fence();
 }
 void copy_reads(uint32_t address, int bytes) {
   const uint32_t group = cta->fibers[cta->current].groups_begun + 1;
@@ -583,7 +591,7 @@ void accessed(const void* memory, int bytes, bool writes) {
   const auto* const byte = static_cast<const char*>(memory);
   Fiber& fiber = own->fibers[own->current];
   if (static_cast<size_t>(byte - fiber.stack) < kStackBytes) {
-    const std::string wrong = fiber.sums.access(byte, writes);
+    const std::string wrong = fiber.registers.access(byte, writes);
     if (!wrong.empty()) fail(wrong);
     return;
   }

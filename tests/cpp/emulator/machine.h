@@ -82,11 +82,15 @@ void wait_for_copies(int pending = 0);  // for all groups but the last ones
 // When all copies of its groups have come that this thread has begun.
 void when_copied(const std::function<void()>& then);
 
-// What is asked when something touches shared memory, of races (races.h): they end the program.
+// What is asked when something touches shared memory, of races (races.h), or registers of MMAs
+// (mma_registers.h): these end the program.
 void accessed(const void* memory, int bytes, bool writes);  // by the thread, as a compiler tells
 // What is wrong with what the MMA reads that is being issued: nobody may look at its sums then.
 std::string mma_reads(uint32_t address, int bytes);
-void mma_sums(int lane, const float* sums, int count, bool adds, const std::string& wrong);
+// And the registers that it uses of a lane: an operand, or null, and sums.
+void mma_registers(int lane, const uint32_t* operand, const float* sums, int count, bool adds,
+                   const std::string& wrong);
+void mma_fence();                              // wgmma.fence
 void copy_reads(uint32_t address, int bytes);  // a copy of the thread's open group
 // Those of a copy that a barrier counts.
 void copy_reads(uint32_t address, int bytes, uint32_t barrier);

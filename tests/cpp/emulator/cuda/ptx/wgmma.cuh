@@ -1,5 +1,5 @@
 // The emulator's: see machine.h. Each warp computes its 16 rows, at some time between issuing an
-// MMA and waiting for it. What needs a wgmma.fence does not show.
+// MMA and waiting for it.
 #pragma once
 
 #include <array>
@@ -59,7 +59,9 @@ struct Mma {
     const Mma& one = each[0];
     std::string wrong = one.a_registers ? std::string() : one.a.note_read(first_row, 16);
     if (wrong.empty()) wrong = one.b.note_read(0, kN);
-    for (int i = 0; i < 32; ++i) mma_sums(i, each[i].sums, kN / 2, one.adds, wrong);
+    for (int i = 0; i < 32; ++i) {
+      mma_registers(i, each[i].a_registers, each[i].sums, kN / 2, one.adds, wrong);
+    }
     begin_mma([=] { multiply(each, first_row); });
   }
   static void multiply(const std::array<Mma, 32>& lanes, int first_row) {
@@ -98,7 +100,7 @@ struct Mma {
 
 namespace flashmoe::cuda::ptx {
 
-inline void wgmma_fence() {}
+inline void wgmma_fence() { emulator::mma_fence(); }
 inline void wgmma_commit_group() {
   char lane;
   emulator::collective(&emulator::kMmaGroup, &lane,

@@ -91,18 +91,22 @@ std::vector<std::pair<std::string, DType>> emulated(const std::string& role) {
   return all;
 }
 
-// Hands `check` random problems of GPUs with few multiprocessors, which share out their work as
-// large ones do that of large problems. It returns whether it has checked one.
-template <class Make, class Check>
-void for_random_problems(int usual, int seed, const char* role, const Make& make,
-                         const Check& check) {
-  fake_cuda.static_shared_bytes = 0;
-  fake_cuda.on_launch = compute;
-  fake_cuda.compute_capabilities[0] = 90;  // on which the others' kernels run as well
+CaseRules usual_rules() {
   CaseRules rules;
   rules.head_dims = {1, 8, 16, 24, 32, 48, 64, 96, 100, 128, 192, 256};
   rules.lengths = {0, 1, 7, 31, 64, 65, 128, 129, 200, 333};
   rules.most_products = 1e7;
+  return rules;
+}
+
+// Hands `check` random problems of GPUs with few multiprocessors, which share out their work as
+// large ones do that of large problems. It returns whether it has checked one.
+template <class Make, class Check>
+void for_random_problems(int usual, int seed, const char* role, const Make& make,
+                         const Check& check, CaseRules rules = usual_rules()) {
+  fake_cuda.static_shared_bytes = 0;
+  fake_cuda.on_launch = compute;
+  fake_cuda.compute_capabilities[0] = 90;  // on which the others' kernels run as well
   const auto kinds = emulated(role);
   if (kinds.empty()) return;
   const int wanted = case_count(usual);
@@ -129,6 +133,18 @@ void for_random_problems(int usual, int seed, const char* role, const Make& make
 TEST(agrees_with_the_oracle) {
   for_random_problems(45, 1000, "attention_bwd", random_case,
                       [](Random& random, Case& c, int) { return check_case(random, c), true; });
+}
+
+// Above head dim 128 two CTAs share keys, whose stages come round only with several tiles of
+// queries.
+TEST(large_head_dims_agree_with_the_oracle) {
+  CaseRules rules;
+  rules.head_dims = {160, 192, 256};
+  rules.lengths = {100, 200, 333};
+  rules.most_products = 5e7;
+  for_random_problems(
+      6, 6000000, "attention_bwd", random_case,
+      [](Random& random, Case& c, int) { return check_case(random, c), true; }, rules);
 }
 
 // By the kernel that has all of a head in a cluster. Every other problem has a NaN somewhere.

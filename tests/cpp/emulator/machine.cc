@@ -88,6 +88,7 @@ struct Cluster {
   std::array<std::atomic<Cta*>, kMostAtOnce> ctas = {};  // those that have begun and not ended
   std::atomic<int> arrived{0};
   std::atomic<unsigned int> generation{0};
+  std::vector<std::shared_ptr<void>> all;  // its CTAs: one may look at another that just ends
   Races races;
 
   explicit Cluster(const Grid& grid) : races(grid.cluster, grid.threads, grid.shared_bytes) {}
@@ -312,13 +313,17 @@ void run(const Grid& grid, const std::function<void()>& kernel) {
     }
     if (number % grid.cluster == 0) cluster = std::make_shared<Cluster>(grid);
     threads.emplace_back([&, number, cluster] {
-      auto one = std::make_unique<Cta>(grid, kernel);
+      const auto one = std::make_shared<Cta>(grid, kernel);
       one->index = {static_cast<unsigned int>(number % grid.ctas.x),
                     static_cast<unsigned int>(number / grid.ctas.x % grid.ctas.y),
                     static_cast<unsigned int>(number / grid.ctas.x / grid.ctas.y)};
       one->cluster = cluster.get();
       one->rank = static_cast<int>(number % grid.cluster);
       one->random.seed(static_cast<unsigned int>(number));
+      {
+        const std::lock_guard lock(turn);
+        cluster->all.push_back(one);
+      }
       cluster->ctas[one->rank] = one.get();
       one->run();
       cluster->ctas[one->rank] = nullptr;
@@ -567,6 +572,7 @@ void copy_reads(uint32_t address, int bytes, uint32_t barrier) {
 void copy_writes(uint32_t address, int bytes, uint32_t barrier) {
   check(races().copy_writes(cta->thread(), place_of(address), bytes, place_of(barrier)));
 }
+
 namespace {
 
 // Of the CTA's shared memory, or of that of another CTA of the cluster.

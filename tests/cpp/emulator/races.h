@@ -2,12 +2,12 @@
 // nothing orders, however the emulator happened to order them.
 //
 // Every actor counts what it does: a warp, the MMAs of a warpgroup, a thread's bulk copies from
-// shared memory, and an mbarrier, which stands for the copies that it counts. A warp knows how far
-// it has seen each actor get, by its own doing or because it has waited for somebody who knew.
-// Whoever writes must know of all reads and of the write before, and whoever reads of the last
-// write. What the generic proxy wrote, TMA and wgmma may only touch if a fence of the proxies came
-// after (PTX ISA, "Proxies"). Lanes of a warp are one actor, of races among them nothing is
-// noticed; but each knows only what it has waited for itself, until they meet (__syncwarp()).
+// shared memory, and an mbarrier, which stands for the copies that it counts. A thread knows how
+// far each actor has got, because it has waited for it or for somebody who knew. Whoever writes
+// must know of all reads and of the write before, and whoever reads of the last write. What the
+// generic proxy wrote, TMA and wgmma may only touch if a fence of the proxies came after (PTX ISA,
+// "Proxies"). Lanes of a warp are one actor, of races among them nothing is noticed; but each knows
+// only what it has waited for itself, until they meet (__syncwarp()).
 #pragma once
 
 #include <array>

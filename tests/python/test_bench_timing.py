@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import os
 import types
 
 import pytest
@@ -395,3 +396,14 @@ def test_host_times_of_both_ways_and_passes(monkeypatch):
     text = io.StringIO()
     report.print_host_times(Console(file=text, width=200), {"host_us": found})
     assert text.getvalue().count("through enable_sdpa()") == 3
+
+
+def test_host_times_are_those_of_calls_that_nothing_forces(monkeypatch):
+    forced = {"FLASHMOE_FAMILY": "sm75", "FLASHMOE_TILE": "128x128,80x128"}
+    for name, value in forced.items():
+        monkeypatch.setenv(name, value)
+    seen = []
+    monkeypatch.setattr(host, "us_of", lambda *_: seen.append(forced.keys() & os.environ.keys()))
+    host.times(torch.device("cpu"))
+    assert seen and not any(seen)
+    assert forced.items() <= os.environ.items()

@@ -369,6 +369,7 @@ def test_the_tiles_that_are_left_when_all_have_had_as_many_are_split_alone():
         splits, split_tiles = splits_of(tensors)
         assert splits > 1 and split_tiles == heads * tiles % 132
         assert splits_of(tensors, causal=True) == (1, 0)
+    assert splits_of(of_one(7, 7, 1777, 64, 3)) == (4, 30)  # a tenth faster: little enough to gain
     assert splits_of(of_one(33, 33, 2048)) == (1, 0)  # four for each SM
 
 

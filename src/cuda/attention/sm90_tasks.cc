@@ -197,7 +197,7 @@ int64_t split_rows(const AttentionPlan& plan, int64_t splits) {
 
 void choose_splits(AttentionPlan& plan, int64_t clusters) {
   constexpr int64_t kMost = 16, kTasksOfCluster = 6, kRounds = 8;
-  constexpr double kLeastGain = 6, kLeastShare = 0.03;  // a choice: the model is no better
+  constexpr double kLeastGain = 4, kLeastShare = 0.03;  // a choice: the model is no better
   const AttentionProblem& p = plan.problem;
   if (p.bias || plan.slices > 1 || stores_dq(plan) || !(p.grad_key || p.grad_value)) return;
   const int64_t tiles = key_tiles(plan);

@@ -251,6 +251,16 @@ def test_a_newer_file_without_the_best_peer_does_not_replace_one_that_has_it(hou
         assert f"2026-09-{'11' if day == '11' else '09'}, commit" in small.replace("\n", " ")
 
 
+def test_a_newer_file_of_rested_rows_alone_does_not_replace_sustained_ones(house):
+    before = read(house, "docs/speed.md")
+    folder = house / "bench" / "results"
+    results = json.loads((folder / "gpu-h100-2026-09-09-dense.json").read_text())
+    results["rows"] = [row for row in results["rows"] if row["regime"] == "rested"]
+    results["about"]["date"] = "2026-09-10T00:00:00+00:00"
+    (folder / "gpu-h100-2026-09-10-rested.json").write_text(json.dumps(results))
+    assert read(house, "docs/speed.md") == before
+
+
 def test_users_read_what_was_timed_as_cuda_graphs(house):
     path = house / "bench" / "results" / "gpu-h100-2026-09-09-dense.json"
     results = json.loads(path.read_text())

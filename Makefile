@@ -8,7 +8,7 @@
 # FLASHMOE_FAMILIES: which CUDA kernels to build. auto: those that this machine's GPUs can use, so none without a GPU;
 # all; none; or a list: sm80,sm90. A wheel, which is to be given away, has all of them unless asked for others.
 # FLASHMOE_FATBINS=DIR takes kernels compiled elsewhere. FLASHMOE_EVERY_TILE=ON compiles for sm_90 also those tiles of
-# sm80 that are never chosen there, to force them in tests without the driver compiling them from PTX.
+# sm80 that are never chosen there, and all of sm75, to force them in tests without the driver compiling PTX.
 
 PYTHON3 ?= python3
 FLASHMOE_FAMILIES ?= $(if $(filter wheel,$(MAKECMDGOALS)),all,auto)

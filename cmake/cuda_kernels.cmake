@@ -59,8 +59,12 @@ set(flashmoe_target_sm_90a "90, true, false")
 
 set(FLASHMOE_FAMILIES "auto" CACHE STRING
   "Families of CUDA kernels: auto (those that this machine's GPUs can use), all, none, or a list: sm75,sm80:sm_90,sm90")
-option(FLASHMOE_EVERY_TILE "Compile for sm_90 also tiles of sm80 that are never chosen there (kernels/hopper_rows.h)" OFF)
+option(FLASHMOE_EVERY_TILE "Compile for sm_90 also what is never chosen there: tiles of sm80 (kernels/hopper_rows.h), sm75" OFF)
 set(FLASHMOE_FATBINS "" CACHE PATH "Folder of fatbins compiled elsewhere from these sources; empty: compile them here")
+if(FLASHMOE_EVERY_TILE)
+  # From the PTX that a driver would compile there, at each test's first call.
+  list(APPEND flashmoe_code_sm_75 -gencode arch=compute_75,code=sm_90)
+endif()
 
 target_sources(flashmoe PRIVATE
   src/cuda/contents.cc

@@ -281,8 +281,8 @@ def sections_of(files: list[ResultsFile], workloads: list[str]) -> list[Section]
 
 
 def newest_of(measured: list[tuple[ResultsFile, Row]]) -> ResultsFile:
-    """The newest file, but none without the regime that counts, and none that left out the best peer
-    of a row, where another one has them."""
+    """The newest file, but none without the regime that counts, and none that left out the best
+    peer of a row, where another one has them."""
     counting = headline([row for _, row in measured])
     measured = [(file, row) for file, row in measured if row in counting]
     ran: dict[Path, set[str]] = {}

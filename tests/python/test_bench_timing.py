@@ -12,6 +12,8 @@ import pytest
 import torch
 from rich.console import Console
 
+import flashmoe_science as fm
+from catalogue import needs_all_families
 from clocks import CPU, ONE_TURN, FakeCpuClock, FakeCudaClock, scripted
 from flashmoe_science.bench import accuracy, host, report, runner, timing
 from flashmoe_science.bench.case import Implementation, Shape, tokens_first
@@ -398,12 +400,26 @@ def test_host_times_of_both_ways_and_passes(monkeypatch):
     assert text.getvalue().count("through enable_sdpa()") == 3
 
 
-def test_host_times_are_those_of_calls_that_nothing_forces(monkeypatch):
-    forced = {"FLASHMOE_FAMILY": "sm75", "FLASHMOE_TILE": "128x128,80x128"}
-    for name, value in forced.items():
-        monkeypatch.setenv(name, value)
+def test_host_times_are_of_the_family_that_is_forced_but_of_no_tile(monkeypatch):
+    monkeypatch.setenv("FLASHMOE_FAMILY", "sm75")
+    monkeypatch.setenv("FLASHMOE_TILE", "128x128,80x128")
     seen = []
-    monkeypatch.setattr(host, "us_of", lambda *_: seen.append(forced.keys() & os.environ.keys()))
+    names = ("FLASHMOE_FAMILY", "FLASHMOE_TILE")
+    monkeypatch.setattr(host, "us_of", lambda *_: seen.append([os.environ.get(x) for x in names]))
     host.times(torch.device("cpu"))
-    assert seen and not any(seen)
-    assert forced.items() <= os.environ.items()
+    assert seen and all(forced == ["sm75", None] for forced in seen)
+    assert os.environ["FLASHMOE_TILE"] == "128x128,80x128"
+
+
+@needs_all_families
+@pytest.mark.parametrize("chip", ["sm_75", "sm_80", "sm_90"])
+def test_every_chip_runs_the_calls_that_host_times_make(chip):
+    """explain() raises where none of the kernels does: sm_75 has none in bf16."""
+    q = torch.empty(1, 1, 64, 64, dtype=host.DTYPE)
+    assert "_attention_bwd_" in fm.explain(q, q, q, backward=True, device=chip)
+    token, cache = q[:, :, 0], torch.empty(4, 16, 1, 64, dtype=host.DTYPE)
+    table = torch.empty(1, 4, dtype=torch.int32)
+    lens = torch.empty(1, dtype=torch.int32)
+    bounds = {"max_seqlen_q": 1, "max_seqlen_k": 64}
+    plan = fm.explain_paged(token, cache, cache, table, lens, **bounds, device=chip)
+    assert "_attention_paged_" in plan

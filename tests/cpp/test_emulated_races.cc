@@ -176,13 +176,22 @@ TEST(ctas_of_a_cluster_know_of_each_others_mbarriers) {
   CHECK(is_fine(races.read(there, {1, 64}, 16)));
 }
 
-TEST(registers_of_mmas_are_left_alone) {
-  for (const bool waits : {false, true}) {
-    emulator::MmaRegisters registers;
-    float sums[4];
-    uint32_t operand[4];
+// Registers of a thread, and an MMA of group 1 under way.
+struct OneMma {
+  emulator::MmaRegisters registers;
+  float sums[4];
+  uint32_t operand[4];
+
+  OneMma() {
     CHECK(registers.add(sums, 4, false, 1, "").empty());
     CHECK(registers.read(operand, 1).empty());
+  }
+};
+
+TEST(registers_of_mmas_are_left_alone) {
+  for (const bool waits : {false, true}) {
+    OneMma one;
+    auto& [registers, sums, operand] = one;
     CHECK(registers.add(sums, 4, true, 2, "").empty());  // MMAs follow each other without a fence
     CHECK(registers.access(operand, false).empty());     // both only read it
     if (waits) registers.done(1);
@@ -196,11 +205,8 @@ TEST(registers_of_mmas_are_left_alone) {
 
 TEST(registers_of_mmas_are_fenced) {
   for (const bool fenced : {false, true}) {
-    emulator::MmaRegisters registers;
-    float sums[4];
-    uint32_t operand[4];
-    CHECK(registers.add(sums, 4, false, 1, "").empty());
-    CHECK(registers.read(operand, 1).empty());
+    OneMma one;
+    auto& [registers, sums, operand] = one;
     registers.done(1);
     CHECK(registers.access(sums, true).empty());
     CHECK(registers.access(operand + 1, true).empty());

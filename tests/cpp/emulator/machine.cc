@@ -4,135 +4,25 @@
 #include <ucontext.h>
 
 #include <algorithm>
-#include <array>
-#include <atomic>
 #include <chrono>
 #include <climits>
 #include <condition_variable>
 #include <csetjmp>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
-#include <deque>
 #include <map>
+#include <memory>
 #include <mutex>
-#include <random>
 #include <thread>
 #include <utility>
 #include <vector>
 
-#include "mma_registers.h"
-#include "races.h"
+#include "cta.h"
 #include "stacks.h"
 
 namespace emulator {
-namespace {
-
-constexpr int kMostAtOnce = 16;  // CTAs
-constexpr auto kPatience = std::chrono::seconds(20);
-
-struct Warp {
-  Lanes lanes = {};
-  uint32_t arrived = 0, ended = 0;
-  const void* kind = nullptr;
-  void (*all)(Lanes&) = nullptr;
-  unsigned int generation = 0;
-  int held = 0;  // rounds in which it stands still
-  // MMAs under way, by their groups; the last is open. And how many groups there were before.
-  std::deque<std::vector<std::function<void()>>> mmas = {{}};
-  int mmas_done = 0;
-
-  bool complete() const { return (arrived | ended) == 0xffffffffu; }
-  int mmas_begun() const { return mmas_done + static_cast<int>(mmas.size()) - 1; }
-  bool multiplies() const {
-    return std::any_of(mmas.begin(), mmas.end(), [](const auto& group) { return !group.empty(); });
-  }
-  void finish() {
-    all(lanes);
-    std::memset(lanes, 0, sizeof lanes);
-    arrived = 0;
-    ++generation;
-  }
-};
-
-struct Fiber {
-  jmp_buf place;
-  char* stack = nullptr;
-  bool started = false, ended = false;
-  const std::function<bool()>* ready = nullptr;
-  const char* waits_for = nullptr;
-  // Copies under way, by their groups; the last is open.
-  std::deque<std::unique_ptr<int>> groups;
-  uint32_t groups_begun = 0;  // before the open one
-  MmaRegisters registers;
-  unsigned int cluster_generation = 0;  // of the cluster's barrier when the thread arrived
-};
-
-struct Named {
-  int arrived = 0;
-  unsigned int generation = 0;
-  bool any = false, result = false;
-};
-
-struct Copy {
-  std::function<void()> run;
-  int fiber;   // whose, where it is of a group
-  int* group;  // or null
-  int rounds;  // until it comes
-  uint64_t number;
-  bool after_others;  // of the fiber that came before
-};
-
-struct Cta;
-struct Cluster {
-  std::array<std::atomic<Cta*>, kMostAtOnce> ctas = {};  // those that have begun and not ended
-  std::atomic<int> arrived{0};
-  std::atomic<unsigned int> generation{0};
-  std::vector<std::shared_ptr<void>> all;  // its CTAs: one may look at another that just ends
-  Races races;
-
-  explicit Cluster(const Grid& grid) : races(grid.cluster, grid.threads, grid.shared_bytes) {}
-};
-
-struct Cta {
-  const Grid& grid;
-  const std::function<void()>& kernel;
-  Dim3 index;
-  Cluster* cluster;
-  int rank;
-  std::vector<Fiber> fibers;
-  std::vector<Warp> warps;
-  Named named[16];
-  std::deque<Copy> copies;
-  uint64_t copies_begun = 0;
-  std::mt19937 random;
-  std::atomic<char*> shared{nullptr};  // its first byte
-  jmp_buf scheduler;
-  int current = 0, alive = 0;
-  bool went_on = false;
-  // What runs now is what an MMA or a copy does, whose accesses were looked at when it was issued.
-  bool asynchronous = false;
-
-  Cta(const Grid& grid, const std::function<void()>& kernel)
-      : grid(grid), kernel(kernel), fibers(grid.threads), warps((grid.threads + 31) / 32) {
-    alive = grid.threads;
-    // Lanes that a CTA has not.
-    if (grid.threads % 32) warps.back().ended = ~0u << grid.threads % 32;
-  }
-  void run();
-  Races::Thread thread() const { return {rank, current}; }
-  int delay();  // of a copy or a warp, in rounds
-
- private:
-  void resume(int number);
-  void run_warp(int number);
-  void pass_rounds();
-  void run_copies();
-  [[noreturn]] void give_up() const;
-};
 
 thread_local Cta* cta = nullptr;
-std::mutex mutex;  // of mbarriers, which other CTAs of a cluster may reach
 
 [[noreturn]] void fail(const std::string& what) {
   std::fprintf(stderr, "emulator: %s (%s, CTA %u %u %u, thread %u)\n", what.c_str(),
@@ -141,20 +31,11 @@ std::mutex mutex;  // of mbarriers, which other CTAs of a cluster may reach
   std::abort();
 }
 
-// Ends the program if two have touched the same memory, unless nobody looks at what came of it.
-void check(const Races::Conflict& conflict) {
-  if (conflict.what.empty()) return;
-  if (conflict.cta != cta->rank) fail(conflict.what);
-  const int first = 128 * conflict.warpgroup;
-  for (int i = first; i < std::min(first + 128, cta->grid.threads); ++i) {
-    if (cta->fibers[i].registers.spoil(conflict.group, conflict.what)) fail(conflict.what);
-  }
-}
-Races::Place place_of(uint32_t address) {
-  const auto rank = static_cast<int>(address >> 24);
-  return {rank ? rank - 1 : cta->rank, static_cast<int>((address & 0xffffff) - kBase)};
-}
-Races& races() { return cta->cluster->races; }
+namespace {
+
+constexpr auto kPatience = std::chrono::seconds(20);
+
+std::mutex mutex;  // of mbarriers, which other CTAs of a cluster may reach
 
 void fiber_main() {
   Cta& own = *cta;
@@ -174,6 +55,8 @@ void fiber_main() {
   }
   _longjmp(own.scheduler, 1);
 }
+
+}  // namespace
 
 void Cta::resume(int number) {
   Fiber& fiber = fibers[number];
@@ -284,6 +167,8 @@ void Cta::run() {
   for (const Fiber& fiber : fibers) give_back_stack(fiber.stack);
   cta = nullptr;
 }
+
+namespace {
 
 void multiply(const std::function<void()>& mma) {
   cta->asynchronous = true;
@@ -536,76 +421,6 @@ void wait_for_copies(int pending) {
     groups.pop_front();
   }
   races().copies_done(cta->thread(), cta->fibers[cta->current].groups_begun - pending);
-}
-
-void fence() {
-  if (cta) races().fence(cta->thread());
-}
-void fence_barriers() {
-  if (cta) races().fence_barriers(cta->thread());
-}
-std::string mma_reads(uint32_t address, int bytes) {
-  if (!cta) return {};
-  const auto group = static_cast<uint32_t>(cta->warps[cta->current / 32].mmas_begun() + 1);
-  return races().mma_reads(cta->thread(), place_of(address), bytes, group).what;
-}
-void mma_registers(int lane, const uint32_t* operand, const float* sums, int count, bool adds,
-                   const std::string& wrong) {
-  if (!cta) return;
-  const int warp = cta->current / 32;
-  const auto group = static_cast<uint32_t>(cta->warps[warp].mmas_begun() + 1);
-  MmaRegisters& own = cta->fibers[32 * warp + lane].registers;
-  std::string what = own.add(sums, count, adds, group, wrong);
-  if (operand && what.empty()) what = own.read(operand, group);
-  if (!what.empty()) fail(what);
-}
-void mma_fence() {
-  if (cta) cta->fibers[cta->current].registers.fence();
-}
-void copy_reads(uint32_t address, int bytes) {
-  const uint32_t group = cta->fibers[cta->current].groups_begun + 1;
-  check(races().copy_reads(cta->thread(), place_of(address), bytes, group));
-}
-void copy_reads(uint32_t address, int bytes, uint32_t barrier) {
-  check(races().copy_reads(cta->thread(), place_of(address), bytes, place_of(barrier)));
-}
-void copy_writes(uint32_t address, int bytes, uint32_t barrier) {
-  check(races().copy_writes(cta->thread(), place_of(address), bytes, place_of(barrier)));
-}
-
-namespace {
-
-// Of the CTA's shared memory, or of that of another CTA of the cluster.
-bool accessed_shared(const Cta& owner, const char* byte, int bytes, bool writes) {
-  const char* const first = owner.shared.load(std::memory_order_relaxed);
-  const auto offset = static_cast<size_t>(byte - first);
-  if (!first || offset >= static_cast<size_t>(owner.grid.shared_bytes)) return false;
-  const Races::Place place{owner.rank, static_cast<int>(offset)};
-  if (writes) {
-    check(races().write(cta->thread(), place, bytes));
-  } else {
-    check(races().read(cta->thread(), place, bytes));
-  }
-  return true;
-}
-
-}  // namespace
-
-void accessed(const void* memory, int bytes, bool writes) {
-  Cta* const own = cta;
-  if (!own || own->asynchronous) return;
-  const auto* const byte = static_cast<const char*>(memory);
-  Fiber& fiber = own->fibers[own->current];
-  if (static_cast<size_t>(byte - fiber.stack) < kStackBytes) {
-    const std::string wrong = fiber.registers.access(byte, writes);
-    if (!wrong.empty()) fail(wrong);
-    return;
-  }
-  if (accessed_shared(*own, byte, bytes, writes) || own->grid.cluster == 1) return;
-  for (const auto& other : own->cluster->ctas) {
-    const Cta* const owner = other.load();
-    if (owner && owner != own) accessed_shared(*owner, byte, bytes, writes);
-  }
 }
 
 }  // namespace emulator

@@ -179,8 +179,8 @@ TEST(ctas_of_a_cluster_know_of_each_others_mbarriers) {
 // Registers of a thread, and an MMA of group 1 under way.
 struct OneMma {
   emulator::MmaRegisters registers;
-  float sums[4];
-  uint32_t operand[4];
+  float sums[4] = {};
+  uint32_t operand[4] = {};
 
   OneMma() {
     CHECK(registers.add(sums, 4, false, 1, "").empty());
@@ -219,7 +219,7 @@ TEST(registers_of_mmas_are_fenced) {
 // Of MMAs whose operands were overwritten, nobody looks at the sums, before or after.
 TEST(sums_of_overwritten_operands_are_not_looked_at) {
   emulator::MmaRegisters registers;
-  float sums[4], others[4];
+  float sums[4] = {}, others[4] = {};
   CHECK(registers.add(sums, 4, false, 1, "").empty());
   CHECK(registers.add(others, 4, false, 2, "").empty());
   registers.done(2);
@@ -239,7 +239,7 @@ TEST(sums_of_overwritten_operands_are_not_looked_at) {
 
 TEST(sums_of_racing_operands_are_not_looked_at) {
   emulator::MmaRegisters registers;
-  float sums[4];
+  float sums[4] = {};
   CHECK(registers.add(sums, 4, false, 1, "a race").empty());
   registers.done(1);
   CHECK(registers.access(sums, false) == "a race");
